@@ -1,0 +1,104 @@
+"""Layout rules between Hugging Face tensors and one Megatron parameter: pure functions of tensors.
+
+Every rule is two steps. A Hugging Face tensor is cut into tensor-parallel shards along `axis` (None: every rank holds it
+whole); then `merge` lays the shards of one rank out as Megatron wants them. `split` undoes `merge`, and concatenation
+along `axis` undoes the cut, so each rule is declared once and works both ways.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One Megatron parameter and the Hugging Face tensor it holds, same layout."""
+
+    megatron: str  # parameter name, `{layer}` for the layer number
+    hf: tuple[str, ...]  # tensor names, in the order `merge` takes them
+    shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
+    axis: int | None = None  # the dim of the Hugging Face tensors that tensor parallelism cuts
+    untied_only: bool = False  # the row is absent where input and output embeddings are one tensor
+
+    def at_layer(self, layer: int) -> "Mapping":
+        """This row with the layer number filled in."""
+        hf = tuple(name.format(layer=layer) for name in self.hf)
+        return replace(self, megatron=self.megatron.format(layer=layer), hf=hf)
+
+    def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        """One rank's Hugging Face shards -> that rank's Megatron tensor."""
+        (part,) = parts
+        return part
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        """The inverse of `merge`."""
+        return [tensor]
+
+    def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
+        """Whole Hugging Face tensors -> the Megatron tensor of tensor-parallel rank `tp_rank`."""
+        if self.axis is None or tp_size == 1:
+            return self.merge([self._padded(t, tp_size) for t in tensors], sizes)
+        padded = [self._padded(t, tp_size) for t in tensors]
+        return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
+
+    def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
+        """The Megatron tensors of all tensor-parallel ranks -> whole Hugging Face tensors."""
+        if self.axis is None:
+            shards = shards[:1]
+        parts = [self.split(shard, sizes) for shard in shards]
+        whole = [torch.cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)]
+        shapes = self.hf_shapes(sizes)
+        return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, whole, strict=True)}
+
+    def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
+        return tensor
+
+    def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tensor
+
+
+@dataclass(frozen=True)
+class VocabMapping(Mapping):
+    """A table with one row per token; Megatron pads the vocabulary to a multiple of the tensor-parallel size."""
+
+    def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
+        missing = -tensor.size(0) % tp_size
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+    def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tensor[: shape[0]]
+
+
+@dataclass(frozen=True)
+class QKVMapping(Mapping):
+    """Query, key and value projections [heads*d, ...] <-> Megatron's one tensor, ordered by key/value group.
+
+    For each group: its query heads, its key head, its value head.
+    """
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        d = sizes["head_dim"]
+        groups = parts[1].size(0) // d
+        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        d, per_group = sizes["head_dim"], sizes["q"] // sizes["kv"]
+        grouped = tensor.reshape(-1, (per_group + 2) * d, *tensor.shape[1:])
+        parts = grouped.split([per_group * d, d, d], dim=1)
+        return [p.reshape(-1, *tensor.shape[1:]) for p in parts]
+
+
+@dataclass(frozen=True)
+class GatedMLPMapping(Mapping):
+    """Gate and up projections <-> Megatron's one tensor: on each rank its gate shard, then its up shard."""
+
+    def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
+        return torch.cat(list(parts), 0)
+
+    def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
+        return list(tensor.chunk(2, 0))

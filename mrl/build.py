@@ -1,0 +1,282 @@
+"""The composition root: a checked Config -> a wired Trainer. The only place where strings become objects."""
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+
+from models.conversion.hf_io import check_checkpoint
+from models.families import family_of
+from mrl.algorithms.advantages import Advantage
+from mrl.algorithms.losses import Loss
+from mrl.algorithms.reduce import AGGREGATIONS
+from mrl.config import Config, Node, SftConfig
+from mrl.data.prompts import PromptDataset, PromptStream
+from mrl.data.sft import SftDataset
+from mrl.placement import Phases, ray_cluster
+from mrl.rewards.base import Reward
+from mrl.rollout.generator import RolloutGenerator
+from mrl.rollout.server import check_server_args, default_server_args
+from mrl.rollout.spec import RolloutSpec
+from mrl.sft import SupervisedStage
+from mrl.tracking import Tracker, open_tracker
+from mrl.trainer import Schedule, Trainer
+from mrl.workers.group import WorkerGroup
+from mrl.workers.policy import ActorPolicy
+from mrl.workers.spec import ActorSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+logger = logging.getLogger(__name__)
+
+
+def construct(node: Node, key: str) -> Any:
+    """Build the object that a `_target_` node names; raises ValueError with the key, the class and the nearest argument."""
+    target = node.get("_target_")
+    if not target:
+        raise ValueError(f"{key}: _target_ is missing; expected the dotted name of a class, got {node}.")
+    try:
+        found = get_object(target)
+    except Exception as error:  # any failure of a user's module: shown with the key that named it
+        raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
+    allowed = list(inspect.signature(found).parameters)
+    for name in node.keys() - {"_target_"}:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'nothing'}."
+            raise ValueError(f"{key}.{name}: {target} has no argument {name!r}; {hint}")
+    try:
+        return instantiate(node)
+    except Exception as error:
+        raise ValueError(f"{key}: {target} refused its arguments: {error}") from error
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model to train and its layout, checked; what supervised training needs."""
+
+    config: Config
+    dims: ParallelDims
+    optimizer: AdamW
+    model_path: str  # where weights come from: model.path, or the warm start made earlier
+    context: int  # longest sequence of the model, tokens
+
+
+@dataclass(frozen=True)
+class Plan(ModelPlan):
+    """A config of reinforcement learning whose every part was built or checked, before any process starts."""
+
+    advantage: Advantage
+    loss: Loss
+    reward: Reward
+    server_args: dict[str, Any]
+    warm_start: SftConfig | None  # a supervised stage still to run
+    num_prompts: int
+
+
+def plan(config: Config) -> Plan:
+    """Check everything a user can get wrong; raises ValueError, starts no process."""
+    if config.algorithm.aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"algorithm.aggregation={config.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}."
+        )
+    parts = dict(
+        advantage=construct(config.algorithm.advantage, "algorithm.advantage"),
+        loss=construct(config.algorithm.loss, "algorithm.loss"),
+        reward=construct(config.reward, "reward"),
+    )
+    make_inputs(config)
+    sft = config.sft
+    done = sft is not None and sft.output is not None and Path(sft.output).is_dir()
+    base = _model_plan(config, sft.output if sft and done else config.model.path)
+    limit = prompt_limit(config, base.context)
+    data = PromptDataset.load(config.data.train, base.model_path, limit)
+    if config.data.test:
+        PromptDataset.load(config.data.test, base.model_path, limit)
+    warm_start = None if done else sft
+    if warm_start:
+        SftDataset.load(warm_start.train, base.model_path, base.context)
+    args = _server_args(config, base.context)
+    return Plan(**vars(base), **parts, server_args=args, warm_start=warm_start, num_prompts=len(data))
+
+
+def plan_sft(config: Config) -> ModelPlan:
+    """Check what supervised training needs; raises ValueError, starts no process."""
+    make_inputs(config)
+    base = _model_plan(config, config.model.path)
+    assert config.sft is not None, "the command checks that there is a data set"
+    SftDataset.load(config.sft.train, base.model_path, base.context)
+    return base
+
+
+def make_inputs(config: Config) -> None:
+    """Run `data.inputs`, which makes the files that the rest of the config names where they are missing."""
+    if config.data.inputs:
+        construct(config.data.inputs, "data.inputs")
+
+
+def _model_plan(config: Config, path: str) -> ModelPlan:
+    dims = ParallelDims(**vars(config.parallel))
+    hf = check_checkpoint(path)
+    arch = family_of(hf).read(hf)
+    arch.check_layout(dims)
+    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings)
+
+
+def _optimizer(config: Config) -> AdamW:
+    names = ("lr", "betas", "eps", "weight_decay", "clip_grad", "warmup_steps")
+    return AdamW(**{name: getattr(config.algorithm, name) for name in names})
+
+
+def prompt_limit(config: Config, context: int) -> int:
+    """Longest prompt in tokens that leaves room for the response."""
+    room = context - config.rollout.max_response_tokens
+    if room < 1:
+        raise ValueError(
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: the model's context of {context} tokens "
+            f"leaves no room for a prompt; use at most {context - 1}."
+        )
+    return min(room, config.data.max_prompt_tokens or room)
+
+
+def _server_args(config: Config, context: int) -> dict[str, Any]:
+    check_server_args(config.sglang)
+    return default_server_args(dtype=config.model.dtype, context_length=context) | config.sglang
+
+
+class Cluster:
+    """The processes of a run: trainer ranks and, for RL, a rollout worker with its engines. Started side by side."""
+
+    def __init__(self, plan: ModelPlan, options: dict[str, Any], stack: ExitStack) -> None:
+        config, run_dir = plan.config, Path(plan.config.run.dir).resolve()
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self.plan = plan
+        self.group = WorkerGroup(plan.dims, str(run_dir / "logs"), config.trainer.timeout_s, options)
+        stack.callback(self.group.close)
+        self.generator: RolloutGenerator | None = None
+        if isinstance(plan, Plan):
+            spec = rollout_spec(plan, str(run_dir))
+            self.generator = RolloutGenerator(spec, dict(num_cpus=0), config.rollout.request_timeout_s + 60)
+            stack.callback(self.generator.close)
+        self.group.start(actor_spec(plan), config.run.seed, config.cluster.start_timeout_s)
+
+    def warm_start(self, sft: SftConfig) -> float:
+        """Run the supervised stage in the trainer processes; returns its last loss. Engines start meanwhile."""
+        config = self.plan.config
+        settings = dict(lr=sft.lr, betas=tuple(sft.betas), weight_decay=sft.weight_decay, clip_grad=sft.clip_grad)
+        self.group.call("reset_optimizer", **settings)
+        path = str(Path(sft.train).resolve())
+        data = self.group.call("load_sft", path, self.plan.model_path, self.plan.context)[0]
+        stage = SupervisedStage(
+            group=self.group,
+            block=data["handle"],
+            lengths=data["lengths"],
+            response_lengths=data["response_lengths"],
+            steps=sft.steps,
+            batch_size=sft.batch_size,
+            lr=sft.lr,
+            warmup_steps=sft.warmup_steps,
+            max_tokens=config.trainer.max_tokens_per_micro_batch,
+            seed=config.run.seed,
+        )
+        with open_tracker(Path(config.run.dir) / "sft", total_steps=sft.steps, name="sft", wandb=False) as tracker:
+            loss = stage.run(tracker)
+        if sft.output:
+            self.group.call("export_hf", str(Path(sft.output).resolve()))
+        return loss
+
+
+def actor_spec(plan: ModelPlan) -> ActorSpec:
+    """What every trainer rank is built from."""
+    c = plan.config
+    path = str(Path(plan.model_path).resolve())
+    return ActorSpec(path, plan.dims, c.model.dtype, plan.optimizer, c.rollout.temperature, c.megatron)
+
+
+def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
+    """What the rollout worker is built from."""
+    c = plan.config
+    return RolloutSpec(
+        model_path=str(Path(plan.model_path).resolve()),
+        run_dir=run_dir,
+        train=tuple(str(Path(p).resolve()) for p in c.data.train),
+        test=tuple(str(Path(p).resolve()) for p in c.data.test),
+        reward=plan.reward,
+        responses_per_prompt=c.rollout.responses_per_prompt,
+        max_response_tokens=c.rollout.max_response_tokens,
+        max_prompt_tokens=prompt_limit(c, plan.context),
+        temperature=c.rollout.temperature,
+        num_engines=c.rollout.num_engines,
+        engine_tp=c.rollout.engine_tp,
+        dtype=c.model.dtype,
+        seed=c.run.seed,
+        eval_rows=c.trainer.eval_rows,
+        request_timeout_s=c.rollout.request_timeout_s,
+        record=c.rollout.record,
+        replay=str(Path(c.rollout.replay).resolve()) if c.rollout.replay else None,
+        server_args=plan.server_args,
+    )
+
+
+@contextmanager
+def cluster(plan: ModelPlan) -> Iterator[Cluster]:
+    """The run's processes, started side by side and always ended."""
+    with ExitStack() as stack:
+        options = stack.enter_context(ray_cluster(plan.config.cluster.address))
+        yield Cluster(plan, options, stack)
+
+
+@contextmanager
+def trainer(plan: Plan) -> Iterator[Trainer]:
+    """A Trainer whose processes are up, warm-started where the plan says so; everything ends with the context."""
+    config = plan.config
+    with cluster(plan) as processes:
+        assert processes.generator is not None, "a trainer samples"
+        processes.group.wait_ready(config.cluster.start_timeout_s)
+        if plan.warm_start:
+            processes.warm_start(plan.warm_start)
+            processes.group.call("reset_optimizer", **vars(plan.optimizer))
+        urls = processes.generator.wait_ready(config.rollout.start_timeout_s)
+        processes.group.call("connect_engines", urls, **vars(config.weight_sync))
+        phase = Phases()
+        with open_tracker(
+            Path(config.run.dir),
+            total_steps=config.trainer.max_steps,
+            name=config.run.name,
+            wandb=config.tracking.wandb,
+            project=config.tracking.project,
+            config=json.loads(json.dumps(config, default=vars)),
+        ) as tracker:
+            yield _wire(plan, processes, phase, tracker)
+
+
+def _wire(plan: Plan, processes: Cluster, phase: Phases, tracker: Tracker) -> Trainer:
+    config = plan.config
+    assert processes.generator is not None, "a trainer samples"
+    return Trainer(
+        prompts=PromptStream(
+            plan.num_prompts, config.rollout.prompts_per_step, seed=config.run.seed, shuffle=config.data.shuffle
+        ),
+        generator=processes.generator,
+        advantage=plan.advantage,
+        actor=ActorPolicy(
+            processes.group,
+            plan.loss,
+            plan.optimizer,
+            config.algorithm.aggregation,
+            config.trainer.max_tokens_per_micro_batch,
+            config.algorithm.skip_zero_advantage,
+        ),
+        phase=phase,
+        tracker=tracker,
+        schedule=Schedule(
+            config.trainer.max_steps, config.trainer.stop_reward, config.trainer.stop_window, config.trainer.eval_every
+        ),
+    )

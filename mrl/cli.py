@@ -1,0 +1,34 @@
+"""`mrl <command>`: one file per command in mrl/commands."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": "train a model by reinforcement (the default experiment runs on any machine)",
+    "sft": "supervised fine-tuning on prompt/response rows",
+    "data": "make or convert input files",
+}
+
+
+def usage() -> str:
+    """The text of `mrl --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: mrl COMMAND [ARGUMENTS]", "", *lines, "", "mrl COMMAND --help says more.", ""])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        sys.stderr.write(f"mrl: unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}\n")
+        return 2
+    command = importlib.import_module(f"mrl.commands.{argv[0]}")  # only the command that runs pays for its imports
+    return command.main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

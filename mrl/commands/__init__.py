@@ -1,0 +1,1 @@
+"""The commands of `mrl`, one thin file each."""

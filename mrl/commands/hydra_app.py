@@ -1,0 +1,69 @@
+"""Hydra around the commands that take a config: groups, overrides, `--cfg job`, `--multirun`."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from mrl.config import Config, from_hydra, is_known, unknown_key_message
+
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+
+
+def run(argv: list[str], job: Callable[[Config], None]) -> int:
+    """Compose the config from `argv` and run `job` on it (once per point of a sweep); returns the exit status."""
+    if not CONF.is_dir():
+        raise SystemExit(f"mrl: the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
+    argv = _with_default_experiment(argv)
+    try:
+        _check_keys(argv)
+    except ValueError as error:
+        sys.stderr.write(f"mrl: {error}\n")
+        return 2
+    schema = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
+    ConfigStore.instance().store(name="base_config", node=schema)
+    signal.signal(signal.SIGTERM, _end)
+
+    @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
+    def app(composed: DictConfig) -> None:
+        try:
+            config = from_hydra(composed)
+        except ValueError as error:
+            refuse(error)
+        job(config)
+
+    sys.argv = [sys.argv[0], *argv]
+    app()
+    return 0
+
+
+def refuse(error: ValueError) -> None:
+    """End with the message of a mistake in the user's input, no traceback."""
+    sys.stderr.write(f"mrl: {error}\n")
+    raise SystemExit(2)
+
+
+def _end(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)  # unwinds the stack, so that every process is ended
+
+
+def _with_default_experiment(argv: list[str]) -> list[str]:
+    """Add `experiment=quickstart` where no experiment is named and there is no GPU to do more."""
+    named = any(a.lstrip("+").startswith("experiment=") for a in argv)
+    has_gpu = Path("/proc/driver/nvidia/version").exists()
+    return argv if named or has_gpu else [*argv, "experiment=quickstart"]
+
+
+def _check_keys(argv: list[str]) -> None:
+    """Raise ValueError at an override of a key that nothing reads, with the nearest one that exists."""
+    overrides = [a for a in argv if "=" in a and not a.startswith("-")]
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        is_group = (CONF / key).is_dir()
+        if not (is_group or key.split(".")[0] == "hydra" or key.startswith("hydra/") or is_known(key)):
+            raise ValueError(unknown_key_message(key))

@@ -1,0 +1,36 @@
+"""`mrl sft`: supervised fine-tuning through the same trainer processes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mrl import build
+from mrl.commands import hydra_app
+from mrl.config import Config
+
+
+def job(config: Config) -> None:
+    """One run: train on `sft.train`, write `sft.output` (default: hf/ in the run's folder) and a checkpoint."""
+    if config.sft is None:
+        hydra_app.refuse(ValueError("sft is not set; name a data set: sft.train=FILE.parquet (see docs/sft.md)."))
+    output = config.sft.output or str(Path(config.run.dir) / "hf")
+    sft = replace(config.sft, output=output)
+    try:
+        plan = build.plan_sft(replace(config, sft=sft))
+    except ValueError as error:
+        hydra_app.refuse(error)
+    with build.cluster(plan) as processes:
+        processes.group.wait_ready(config.cluster.start_timeout_s)
+        loss = processes.warm_start(sft)
+        if config.trainer.save:
+            processes.group.call("save", str(Path(config.run.dir).resolve() / "checkpoint"))
+    sys.stdout.write(f"{sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {output}\n")
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `mrl sft`."""
+    return hydra_app.run(argv, job)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

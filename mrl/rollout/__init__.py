@@ -1,0 +1,1 @@
+"""SGLang engines and the workers that sample from them."""

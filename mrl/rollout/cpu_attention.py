@@ -1,0 +1,221 @@
+"""Attention for SGLang on a CPU: many sequences per SDPA call.
+
+SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per sequence and layer; with hundreds of short
+sequences the Python loop costs far more than the arithmetic. Here a *plan* is made once per forward pass and used by all
+layers: queries are cut into rows (one sequence, up to `MAX_QUERY_ROWS` consecutive query tokens), rows of like size are
+grouped into *tiles*, and each tile is one gather of keys and values plus one SDPA call with a mask.
+
+Shapes: T query tokens, H query heads, K key/value heads, D head size, N rows of a tile, Q query tokens per row,
+L keys per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mrl.rollout.cpu_platform import ATTENTION_BACKEND
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+MAX_QUERY_ROWS = 512
+"""Query tokens of one sequence that share a row: bounds the mask of a long prompt and skips its upper triangle."""
+
+MAX_TILE_KEYS = 1 << 16
+"""Keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 numbers of K * D)."""
+
+MAX_TILE_SCORES = 1 << 23
+"""Mask elements of one tile (float32: 32 MiB)."""
+
+MAX_WASTE = 2.0
+"""Padded scores of a tile are at most this many times the scores asked for, plus SLACK_SCORES."""
+
+SLACK_SCORES = 1 << 13
+"""Padding that is cheaper than one more SDPA call."""
+
+
+class Row(NamedTuple):
+    """Consecutive query tokens of one sequence and the keys that the last of them sees."""
+
+    sequence: int
+    first_token: int  # index of the first query token in the batch's flat queries
+    num_queries: int
+    num_keys: int  # keys visible to the last query: its position + 1
+
+
+@dataclass
+class Tile:
+    """Rows that share one SDPA call. Padding repeats the last valid query and key of a row, so it is always finite."""
+
+    tokens_NQ: Tensor
+    slots_NL: Tensor
+    query_positions_NQ: Tensor
+    num_queries_N: Tensor
+    is_ragged: bool  # rows differ in num_queries
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive causal mask [N, 1, Q, L]; with `window`, a query sees that many keys before itself."""
+        if window not in self.masks:
+            key_positions = torch.arange(self.slots_NL.size(1))
+            distance_NQL = self.query_positions_NQ[:, :, None] - key_positions
+            hidden = distance_NQL < 0
+            if window is not None:
+                hidden |= distance_NQL > window
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self.masks[window] = mask[:, None]
+        return self.masks[window]
+
+
+def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Row]:
+    """Cut each sequence's queries (its last `query_lens[i]` of `key_lens[i]` tokens) into rows."""
+    rows, first = [], 0
+    for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
+        for start in range(0, queries, MAX_QUERY_ROWS):
+            count = min(MAX_QUERY_ROWS, queries - start)
+            rows.append(Row(i, first + start, count, keys - queries + start + count))
+        first += queries
+    return rows
+
+
+def group_rows(rows: list[Row]) -> list[list[Row]]:
+    """Group rows of like size so that every tile stays within the waste and memory bounds."""
+    groups: list[list[Row]] = []
+    widest_Q = widest_L = wanted = 0
+    for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):
+        wide_Q, wide_L = max(widest_Q, row.num_queries), max(widest_L, row.num_keys)
+        count = len(groups[-1]) + 1 if groups else 1
+        wanted += row.num_queries * row.num_keys
+        scores = count * wide_Q * wide_L
+        if (
+            not groups
+            or scores > MAX_WASTE * wanted + SLACK_SCORES
+            or scores > MAX_TILE_SCORES
+            or count * wide_L > MAX_TILE_KEYS
+        ):
+            groups.append([])
+            wide_Q, wide_L, wanted = row.num_queries, row.num_keys, row.num_queries * row.num_keys
+        groups[-1].append(row)
+        widest_Q, widest_L = wide_Q, wide_L
+    return groups
+
+
+def build_tile(rows: list[Row], req_to_token: Tensor, req_pool_indices: Tensor) -> Tile:
+    """Index tensors of one tile. req_to_token: [requests, context] slot of each token."""
+    sequence, first, num_queries, num_keys = torch.tensor(rows).unbind(1)
+    offset_NQ = torch.arange(int(num_queries.max())).expand(len(rows), -1)
+    offset_NQ = offset_NQ.minimum(num_queries[:, None] - 1)
+    position_NL = torch.arange(int(num_keys.max())).minimum(num_keys[:, None] - 1)
+    return Tile(
+        tokens_NQ=first[:, None] + offset_NQ,
+        slots_NL=req_to_token[req_pool_indices[sequence, None], position_NL].long(),
+        query_positions_NQ=(num_keys - num_queries)[:, None] + offset_NQ,
+        num_queries_N=num_queries,
+        is_ragged=bool((num_queries != num_queries[0]).any()),
+    )
+
+
+def make_plan(
+    query_lens: Sequence[int], key_lens: Sequence[int], req_to_token: Tensor, req_pool_indices: Tensor
+) -> list[Tile]:
+    """Tiles of one forward pass, for sequences whose last `query_lens` of `key_lens` tokens are queried."""
+    groups = group_rows(split_rows(query_lens, key_lens))
+    return [build_tile(rows, req_to_token, req_pool_indices) for rows in groups]
+
+
+def run_tile(
+    tile: Tile,
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> None:
+    """Write the attention of the tile's query tokens into `output`.
+
+    query, output: [T, H, D]; k_cache, v_cache: [slots, K, D].
+    """
+    N, Q = tile.tokens_NQ.shape
+    H, K = query.size(1), k_cache.size(1)
+    keys, values = (_gather(cache, tile.slots_NL, query.dtype) for cache in (k_cache, v_cache))
+    picked = query.index_select(0, tile.tokens_NQ.view(-1))
+    if Q == 1:  # heads that share a key head become its queries: no copy of keys
+        result = scaled_dot_product_attention(
+            picked.view(N, K, H // K, -1), keys, values, attn_mask=tile.mask(window, query.dtype), scale=scaling
+        ).reshape(N, H, -1)
+    else:
+        result = scaled_dot_product_attention(
+            picked.view(N, Q, H, -1).transpose(1, 2),
+            keys,
+            values,
+            attn_mask=tile.mask(window, query.dtype),
+            scale=scaling,
+            enable_gqa=H != K,
+        )
+        result = result.transpose(1, 2).reshape(N * Q, H, -1)
+    tokens = tile.tokens_NQ.reshape(-1)
+    if tile.is_ragged:
+        valid = (torch.arange(Q) < tile.num_queries_N[:, None]).view(-1)
+        tokens, result = tokens[valid], result[valid]
+    output.index_copy_(0, tokens, result)
+
+
+def _gather(cache: Tensor, slots_NL: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache [slots, K, D] as [N, K, L, D]."""
+    N, L = slots_NL.shape
+    picked = cache.flatten(1).index_select(0, slots_NL.view(-1)).to(dtype)
+    return picked.view(N, L, *cache.shape[1:]).transpose(1, 2)
+
+
+class BatchedSdpaBackend(TorchNativeAttnBackend):
+    """Stock `torch_native`, with causal self-attention run tile by tile. All else is left to the stock code."""
+
+    def __init__(self, model_runner: ModelRunner):
+        super().__init__(model_runner)
+        self.plan: list[Tile] | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self.plan = None
+        if forward_batch.encoder_lens is not None or self.use_sliding_window_kv_pool:
+            return
+        key_lens = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_decode():
+            query_lens = [1] * len(key_lens)
+        else:
+            query_lens = forward_batch.extend_seq_lens.tolist()
+        self.plan = make_plan(
+            query_lens, key_lens, self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.long()
+        )
+
+    def _run_sdpa_forward_decode(self, *tensors, **options) -> Tensor:
+        return self._run(super()._run_sdpa_forward_decode, tensors, options)
+
+    def _run_sdpa_forward_extend(self, *tensors, **options) -> Tensor:
+        if not options["causal"]:
+            return super()._run_sdpa_forward_extend(*tensors, **options)
+        return self._run(super()._run_sdpa_forward_extend, tensors, options)
+
+    def _run(self, stock: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
+        """The planned tiles where there is a plan, else the stock loop. Arguments as sglang 0.5.23 passes them."""
+        if self.plan is None or options["is_cross_attn"]:
+            return stock(*tensors, **options)
+        query, output, k_cache, v_cache = tensors[:4]
+        for tile in self.plan:
+            run_tile(tile, query, output, k_cache, v_cache, options["scaling"], options["sliding_window_size"])
+        return output
+
+
+@register_attention_backend(ATTENTION_BACKEND)
+def _create(model_runner: ModelRunner) -> BatchedSdpaBackend:
+    return BatchedSdpaBackend(model_runner)

@@ -1,0 +1,65 @@
+"""SGLang platform plug-in: stock SGLang on a machine without a GPU.
+
+SGLang finds it through the entry point `sglang.srt.platforms` (setup.py); nothing else refers to it by import. Where CUDA is
+available `activate()` declines and SGLang picks its own platform.
+"""
+
+import psutil
+import torch
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+ATTENTION_BACKEND = "mrl_batched_sdpa"
+"""Name under which `cpu_attention` registers itself; spelt here so that arguments can be checked without importing it."""
+
+
+def activate() -> str | None:
+    """Name of the platform class, or None where CUDA is available."""
+    if torch.cuda.is_available():
+        return None
+    if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([ATTENTION_BACKEND])
+    return f"{__name__}.CpuPlatform"
+
+
+class CpuPlatform(SRTPlatform):
+    """Torch operators on host memory; no graphs, no Triton, no pinned memory."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def get_device(self, device_id: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        """Every rank shares the one CPU device."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_capability(self, device_id: int = 0) -> None:
+        return None
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def init_backend(self) -> None:
+        """Called once in each scheduler process, when SGLang's attention registry can be imported."""
+        import mrl.rollout.cpu_attention  # noqa: F401  registers itself; importing it earlier would be a cycle

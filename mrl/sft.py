@@ -1,0 +1,56 @@
+"""Supervised fine-tuning through the same trainer processes: cross-entropy on prompt/response rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrl.algorithms.losses import CrossEntropy
+from mrl.data.prompts import PromptStream
+from mrl.tracking import Tracker
+from mrl.types import Handle
+from mrl.workers.group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """A number of optimizer steps on a data set that the workers hold."""
+
+    group: WorkerGroup
+    block: Handle  # TokenBlock of the data set
+    lengths: np.ndarray  # [rows] tokens
+    response_lengths: np.ndarray  # [rows] tokens
+    steps: int
+    batch_size: int  # rows per step
+    lr: float  # peak; decays linearly to a tenth
+    warmup_steps: int
+    max_tokens: int  # per micro-batch
+    seed: int
+
+    def run(self, tracker: Tracker) -> float:
+        """Train; returns the last step's loss, in nats per response token."""
+        stream = PromptStream(len(self.lengths), self.batch_size, seed=self.seed, shuffle=True)
+        advantages = np.zeros(len(self.lengths), np.float32)
+        loss = float("nan")
+        for step in range(self.steps):
+            rows = next(stream)
+            lr = self._lr(step)
+            report = self.group.update(
+                self.block,
+                self.lengths,
+                self.response_lengths,
+                advantages,
+                rows,
+                rows,
+                loss=CrossEntropy(),
+                aggregation="token_mean",
+                lr=lr,
+                max_tokens=self.max_tokens,
+            )
+            loss = report.sums["loss"]
+            grad_norm = report.maxima["optim/grad_norm"]
+            tracker.log(step + 1, {"loss/sft": loss, "optim/grad_norm": grad_norm, "optim/lr": lr})
+        return loss
+
+    def _lr(self, step: int) -> float:
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        return self.lr * warm * (1.0 - 0.9 * step / max(1, self.steps))

@@ -1,0 +1,123 @@
+"""The data of one step, in two planes, and THE legend of shapes.
+
+    N  prompts of a step                 G  responses per prompt            B = N * G  responses
+    S  tokens of a ragged batch: prompts and responses, laid end to end     R  response tokens among them
+    V  vocabulary
+
+The data plane (`TokenBlock`) lives where tokens are made and trained. The driver sees the control plane (`Rollouts`):
+lengths, rewards, group numbers, versions, and a handle to the block that it never opens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Handle = Any  # reference to an object in Ray's object store; opened by workers only
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """B sequences of prompt then response, ragged, no padding."""
+
+    tokens: NDArray[np.int32]  # [S]
+    cu_seqlens: NDArray[np.int64]  # [B+1] running sum of sequence lengths
+    prompt_lengths: NDArray[np.int64]  # [B]
+    rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each response token as the engine sampled it
+
+    @classmethod
+    def from_lists(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]] | None = None,
+    ) -> "TokenBlock":
+        """Lay out B prompts and responses; without `logprobs` the column is NaN (nothing was sampled)."""
+        prompt_lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
+        response_lengths = np.fromiter(map(len, responses), np.int64, len(responses))
+        cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + response_lengths)])
+        flat = [token for pair in zip(prompts, responses, strict=True) for part in pair for token in part]
+        if logprobs is None:
+            column = np.full(response_lengths.sum(), np.nan, np.float32)
+        else:
+            column = np.fromiter((x for row in logprobs for x in row), np.float32)
+        assert len(column) == response_lengths.sum(), f"{len(column)} logprobs for {response_lengths.sum()} tokens"
+        return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[B] tokens of each sequence, prompt and response."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """[B] response tokens of each sequence."""
+        return self.lengths - self.prompt_lengths
+
+    def response(self, row: int) -> NDArray[np.int32]:
+        """Response tokens of one sequence."""
+        start, end = self.cu_seqlens[row], self.cu_seqlens[row + 1]
+        return self.tokens[start + self.prompt_lengths[row] : end]
+
+    def prompt(self, row: int) -> NDArray[np.int32]:
+        """Prompt tokens of one sequence."""
+        start = self.cu_seqlens[row]
+        return self.tokens[start : start + self.prompt_lengths[row]]
+
+    def select(self, rows: NDArray[np.int64]) -> "TokenBlock":
+        """The block of these rows, in this order."""
+        cu_responses = np.concatenate([[0], np.cumsum(self.response_lengths)])
+        tokens = [self.tokens[self.cu_seqlens[r] : self.cu_seqlens[r + 1]] for r in rows]
+        logprobs = [self.rollout_logprobs[cu_responses[r] : cu_responses[r + 1]] for r in rows]
+        return TokenBlock(
+            np.concatenate(tokens),
+            np.concatenate([[0], np.cumsum(self.lengths[rows])]),
+            self.prompt_lengths[rows],
+            np.concatenate(logprobs),
+        )
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the driver knows of B sampled responses."""
+
+    block: Handle  # of the TokenBlock
+    groups: NDArray[np.int64]  # [B] which prompt of the step each response answers
+    prompt_lengths: NDArray[np.int64]  # [B] tokens
+    response_lengths: NDArray[np.int64]  # [B] tokens
+    truncated: NDArray[np.bool_]  # [B] cut at the token limit, no end-of-sequence
+    weight_versions: NDArray[np.int64]  # [B] version of the weights that sampled the response
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[B] tokens of each sequence."""
+        return self.prompt_lengths + self.response_lengths
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the batch as sampled."""
+        return {
+            "rollout/samples": float(len(self.groups)),
+            "rollout/tokens": float(self.response_lengths.sum()),
+            "rollout/response_length_mean_tokens": float(self.response_lengths.mean()),
+            "rollout/truncated_fraction": float(self.truncated.mean()),
+        }
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
+
+    block: Handle
+    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each micro-batch, sorted by length
+    advantages: NDArray[np.float32]  # [B] by row of the block
+    weights: NDArray[np.float64]  # [B] what one token of the row counts for in the loss
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Numbers of one update as one replica saw them; `sums` add up over replicas, `maxima` take the largest."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)

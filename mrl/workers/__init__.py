@@ -1,0 +1,1 @@
+"""Megatron trainer processes: one per GPU (on a CPU, one per rank)."""

@@ -1,0 +1,111 @@
+"""The Ray actor around one rank: brings the process up, and hands token blocks from the object store to the model."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mrl.algorithms.losses import Loss
+from mrl.types import Share, UpdateReport
+from mrl.workers.spec import ActorSpec
+from parallel.dims import ParallelDims
+
+
+class TrainWorker:
+    """One trainer process. Methods are called on all ranks of the layout at once, by mrl.workers.group."""
+
+    def __init__(self, rank: int, dims: ParallelDims, log_dir: str) -> None:
+        """Start the heavy imports; nothing here waits for another rank."""
+        logging.basicConfig(
+            filename=Path(log_dir) / f"trainer_{rank}.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+        )
+        self.rank, self.dims = rank, dims
+        self._transport: Any = None
+        self._blocks: dict[Any, Any] = {}  # the last block fetched, by handle
+        from parallel import device  # torch is heavy: imported here, in the process that computes
+
+        device.install()
+        device.set_threads()
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 will listen for the others: its node's address and a port that is free there now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def setup(self, spec: ActorSpec, seed: int, address: str, port: int, timeout_s: float) -> None:
+        """Join the process group and build this rank's part of the actor."""
+        from mrl.workers.actor import Actor  # imports Megatron, after the device stand-in
+        from parallel import device, groups
+
+        device.init_process_group(self.rank, self.dims.world_size, address, port, timeout_s)
+        groups.initialize(self.dims, seed)
+        self.actor = Actor(spec)
+
+    def load_sft(self, path: str, tokenizer: str, max_tokens: int) -> dict[str, Any]:
+        """Tokenise a supervised data set into the object store; returns its handle and [rows] lengths."""
+        from mrl.data.sft import SftDataset  # imports the tokenizer library
+        from mrl.types import TokenBlock
+
+        data = SftDataset.load(path, tokenizer, max_tokens)
+        block = TokenBlock.from_lists(data.prompts, data.responses)
+        return dict(handle=ray.put(block), lengths=block.lengths, response_lengths=block.response_lengths)
+
+    def reset_optimizer(self, **settings: Any) -> None:
+        """Fresh optimizer state around the current weights."""
+        from parallel.optimizer_settings import AdamW
+
+        self.actor.reset_optimizer(AdamW(**settings))
+
+    def update(self, share: Share, loss: Loss, lr: float) -> UpdateReport:
+        """One optimizer step on this replica's share."""
+        return self.actor.update(self._fetch(share.block), share, loss, lr)
+
+    def _fetch(self, handle: Any) -> Any:
+        if handle not in self._blocks:
+            self._blocks = {handle: ray.get(handle)}
+        return self._blocks[handle]
+
+    def connect_engines(self, urls: list[str], **settings: Any) -> None:
+        """Open the way to the engines; only the rank that sends does anything."""
+        if self.rank > 0:
+            return
+        from mrl.weight_sync.transport import open_transport  # imports the engine's group helper
+
+        self._transport = open_transport(urls, fusions=self.actor.bridge.fusions, **settings)
+
+    def push_weights(self, version: int) -> Any:
+        """Send the current weights to the engines as `version`; the sender returns mrl.weight_sync's report."""
+        if self.rank >= self.dims.tp:  # other replicas hold the same weights
+            return None
+        tensors = self.actor.export()
+        if self._transport is not None:
+            return self._transport.push(tensors, version)
+        for _ in tensors:  # take part in the gathers
+            pass
+        return None
+
+    def export_hf(self, folder: str) -> None:
+        """Write the current weights as a Hugging Face folder."""
+        self.actor.export_hf(folder)
+
+    def save(self, folder: str) -> None:
+        """Write a distributed checkpoint."""
+        self.actor.save(folder)
+
+    def cpu_seconds(self) -> float:
+        """User and system seconds this process has used, for benchmarks."""
+        times = os.times()
+        return times.user + times.system
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        import torch.distributed as dist
+
+        if self._transport is not None:
+            self._transport.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

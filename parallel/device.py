@@ -1,0 +1,160 @@
+"""The device layer: which device and backend this process uses, and a stand-in that lets stock Megatron-Core run on a CPU.
+
+`install()` must run before anything from Megatron is imported. It does nothing where CUDA is present.
+Megatron-Core 0.19 calls `torch.cuda` directly in places that its own process-group arguments do not reach (streams, RNG
+state, `device="cuda"` in factory calls); on a CPU those calls are answered by their `torch.cpu` counterparts.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+def has_cuda() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: its current GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
+
+
+def backend() -> str:
+    """torch.distributed backend that fits `device()`."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    """AdamW with Apex's contract: the step count lives in the param group, as Megatron's distributed checkpoint expects."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unused):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            if params:
+                self._update(group, params)
+
+    def _update(self, group, params):
+        state = [self.state[p] for p in params]
+        torch.optim._functional.adam(
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in state],
+            [s["exp_avg_sq"] for s in state],
+            [],
+            [torch.tensor(group["step"] - 1.0) for _ in params],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            foreach=True,
+            decoupled_weight_decay=self.adam_w_mode,
+        )
+
+
+def _on_cpu(factory):
+    """`factory` with `device="cuda"` and `pin_memory` answered by plain CPU memory."""
+
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        where = kwargs.get("device")
+        if where is not None and not isinstance(where, int) and torch.device(where).type == "cuda":
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _stand_in_for_cuda() -> None:
+    cuda, main = torch.cuda, _Stream()
+    cuda.current_device = lambda: CPU
+    cuda.set_device = cuda.synchronize = lambda *a: None
+    cuda.Stream, cuda.Event, cuda.stream = _Stream, torch.cpu.Event, torch.cpu.stream
+    cuda.current_stream = cuda.default_stream = lambda *a: main
+    cuda.get_rng_state = lambda *a: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *a: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+
+
+def _stand_in_for_tensors() -> None:
+    tensor_type = torch.Tensor.type
+
+    def type_(self, dtype=None, **kwargs):  # Megatron compares `p.type()` with "torch.cuda.FloatTensor"
+        if dtype is not None:
+            return tensor_type(self, dtype, **kwargs)
+        return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *a, **k: self
+    torch.Tensor.type = type_
+
+
+def _stand_in_for_megatron() -> None:
+    import megatron.core.optimizer as optimizer  # after the stand-ins above: Megatron reads torch.cuda on import
+    import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = _FusedAdam, False
+    distributed_optimizer.Adam = _FusedAdam
+    distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def install() -> None:
+    """Make Megatron-Core importable and runnable on this machine; idempotent, a no-op where CUDA is present."""
+    if has_cuda() or torch.cuda.Stream is _Stream:
+        return
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # its import needs a CUDA driver; Megatron then skips it
+    torch.compiler.set_stance("force_eager")  # Megatron's jit_fuser is torch.compile: minutes of C++ builds on a CPU
+    _stand_in_for_cuda()
+    _stand_in_for_tensors()
+    _stand_in_for_megatron()
+
+
+def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
+    """Join the trainer's process group; raises torch's error after `timeout_s` when a peer does not come."""
+    from datetime import timedelta  # only needed here
+
+    dist.init_process_group(
+        backend(),
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def set_threads() -> None:
+    """One thread for torch's CPU kernels per rank, unless OMP_NUM_THREADS says otherwise: ranks share the cores."""
+    import os  # only needed here
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

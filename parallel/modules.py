@@ -1,0 +1,76 @@
+"""Layer modules for machines without Transformer Engine, under Transformer Engine's parameter names.
+
+Same names on every device means one checkpoint layout and one conversion table.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from parallel.attention import PackedAttention
+from parallel.device import has_cuda
+from parallel.packing import PackedSequences
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, its weight marked for Megatron's sequence-parallel gradient all-reduce."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm, then a column-parallel projection; owns `layer_norm_weight` as Transformer Engine's fused layer does."""
+
+    def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """RoPE angles looked up per token of the pack, so that Megatron applies them in one operation, not per sequence."""
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed=None, **unused) -> int:
+        assert isinstance(packed, PackedSequences), f"a pack is needed, got {type(packed)}"
+        self._packed = packed
+        return int(packed.max_seqlen_q)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
+        """Angles [S, 1, 1, d] of the pack that `get_rotary_seq_len` saw."""
+        return self.get_emb(max_seq_len, offset)[self._packed.position_ids]
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Names the modules above where Megatron's Transformer Engine provider names NVIDIA's."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+
+def spec_provider() -> BackendSpecProvider:
+    """NVIDIA's Transformer Engine modules where they are installed on a GPU machine, plain torch modules elsewhere."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE  # heavy where it is installed
+
+    if has_cuda() and HAVE_TE:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        return TESpecProvider()
+    return TorchSpecProvider()

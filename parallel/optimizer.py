@@ -1,0 +1,49 @@
+"""Megatron's gradient buffers and (distributed) optimizer around a model."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from parallel.optimizer_settings import AdamW
+
+
+def wrap(model: GPTModel) -> DistributedDataParallel:
+    """Give `model` Megatron's flat gradient buffers; gradients are summed, never averaged, over replicas."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
+    )
+    wrapped = DistributedDataParallel(model.config, config, model)
+    wrapped.broadcast_params()
+    return wrapped
+
+
+def build_optimizer(model: DistributedDataParallel, settings: AdamW) -> MegatronOptimizer:
+    """The distributed optimizer over `model`'s buffers, hooked into Megatron's schedule."""
+    dtype = model.config.params_dtype
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        [model],
+    )
+    # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
+    model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(chunks, None)
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

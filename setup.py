@@ -1,0 +1,62 @@
+"""The package and its dependency ranges, stated here only.
+
+`requirements.txt` (any machine, no GPU needed) and `requirements-gpu.txt` (clusters) are locks that `make lock` resolves
+from these ranges; a test fails when a lock leaves them.
+"""
+
+from setuptools import find_packages, setup
+
+DEPENDENCIES = [
+    # The engines and the model: these move together, sglang pins torch and transformers exactly.
+    "torch>=2.14,<2.15",
+    "megatron-core>=0.19.2,<0.20",
+    "sglang>=0.5.23,<0.6",
+    "transformers>=5.19,<6",
+    "tokenizers>=0.23",
+    "safetensors>=0.8",
+    # The controller.
+    "ray[default]>=2.60,<3",
+    "hydra-core>=1.3.8,<1.4",
+    "omegaconf>=2.3.1,<2.4",
+    "httpx>=0.28,<1",
+    "orjson>=3.13,<4",
+    "psutil>=7",  # Megatron-Core imports it without declaring it
+    # Data.
+    "numpy>=2.3,<2.4",  # mistral-common, which sglang needs beside its CUDA kernels, stops there
+    "pyarrow>=26",
+    # What a run shows.
+    "matplotlib>=3.11,<4",
+    "rich>=15",
+    "wandb>=0.31,<1",
+]
+
+EXTRAS = {
+    "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
+    "dev": [
+        "import-linter>=2.5",
+        "packaging>=26",
+        "pre-commit>=4",
+        "pyrefly>=1.4,<2",
+        "pytest>=9,<10",
+        "pytest-timeout>=2.4",
+        "ruff>=0.15",
+    ],
+}
+
+setup(
+    name="mrl",
+    version="0.1.0",
+    description="Reinforcement learning of language models with Megatron-Core, SGLang and Ray",
+    license="Apache-2.0",
+    python_requires=">=3.12,<3.13",
+    # {"": "."} makes an editable install a plain .pth entry, under which a folder named `models/` in the working directory
+    # does not win over ours; `include` keeps tests, conf and outputs out of a wheel.
+    package_dir={"": "."},
+    packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
+    install_requires=DEPENDENCIES,
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": ["mrl = mrl.cli:main"],
+        "sglang.srt.platforms": ["mrl_cpu = mrl.rollout.cpu_platform:activate"],
+    },
+)
