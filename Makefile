@@ -31,7 +31,7 @@ lock: setup ## resolve both locks again from setup.py; UPGRADE=--upgrade takes n
 	$(COMPILE) --extra gpu $(UPGRADE) -o requirements-gpu.txt
 	$(COMPILE) --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
 
-COMPILE = PATH="$(BIN):.uv/bin:$$PATH" UV_CUSTOM_COMPILE_COMMAND="make lock" \
+COMPILE = PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 UV_CUSTOM_COMPILE_COMMAND="make lock" \
 	uv pip compile --quiet --no-annotate --python-version 3.12 setup.py --extra dev
 
 clean: ## remove .venv, caches and build leftovers; outputs/ stays

@@ -1,7 +1,7 @@
 """The package and its dependency ranges, stated here only.
 
-`requirements.txt` (any machine, no GPU needed) and `requirements-gpu.txt` (clusters) are locks that `make lock` resolves
-from these ranges; a test fails when a lock leaves them.
+`requirements.txt` (any machine, no GPU needed) and `requirements-gpu.txt` (clusters) are locks that `make lock`
+resolves from these ranges; a test fails when a lock leaves them.
 """
 
 from setuptools import find_packages, setup
@@ -49,8 +49,8 @@ setup(
     description="Reinforcement learning of language models with Megatron-Core, SGLang and Ray",
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
-    # {"": "."} makes an editable install a plain .pth entry, under which a folder named `models/` in the working directory
-    # does not win over ours; `include` keeps tests, conf and outputs out of a wheel.
+    # {"": "."} makes an editable install a plain .pth entry, under which a folder named `models/` in the working
+    # directory does not win over ours; `include` keeps tests, conf and outputs out of a wheel.
     package_dir={"": "."},
     packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
     install_requires=DEPENDENCIES,

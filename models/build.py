@@ -45,7 +45,6 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=dims.tp,
-        sequence_parallel=dims.sequence_parallel,
         use_cpu_initialization=not has_cuda(),
         perform_initialization=False,  # weights always come from a checkpoint
         calculate_per_token_loss=True,  # losses are sums that we normalise ourselves, with global denominators

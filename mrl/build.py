@@ -2,11 +2,10 @@
 
 import difflib
 import inspect
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from mrl.rollout.generator import RolloutGenerator
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.spec import RolloutSpec
 from mrl.sft import SupervisedStage
-from mrl.tracking import Tracker, open_tracker
+from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy
@@ -186,7 +185,8 @@ class Cluster:
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             seed=config.run.seed,
         )
-        with open_tracker(Path(config.run.dir) / "sft", total_steps=sft.steps, name="sft", wandb=False) as tracker:
+        sinks = [JsonlSink(Path(config.run.dir) / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
+        with Tracker(sinks) as tracker:
             loss = stage.run(tracker)
         if sft.output:
             self.group.call("export_hf", str(Path(sft.output).resolve()))
@@ -245,19 +245,23 @@ def trainer(plan: Plan) -> Iterator[Trainer]:
             processes.group.call("reset_optimizer", **vars(plan.optimizer))
         urls = processes.generator.wait_ready(config.rollout.start_timeout_s)
         processes.group.call("connect_engines", urls, **vars(config.weight_sync))
-        phase = Phases()
-        with open_tracker(
-            Path(config.run.dir),
-            total_steps=config.trainer.max_steps,
-            name=config.run.name,
-            wandb=config.tracking.wandb,
-            project=config.tracking.project,
-            config=json.loads(json.dumps(config, default=vars)),
-        ) as tracker:
-            yield _wire(plan, processes, phase, tracker)
+        with Tracker(_sinks(config)) as tracker:
+            yield _wire(plan, processes, tracker)
 
 
-def _wire(plan: Plan, processes: Cluster, phase: Phases, tracker: Tracker) -> Trainer:
+def _sinks(config: Config) -> list[Sink]:
+    folder, run = Path(config.run.dir), config.run
+    sinks: list[Sink] = [
+        JsonlSink(folder / "metrics.jsonl"),
+        ConsoleSink(config.trainer.max_steps, title=run.name),
+        CurveSink(folder / "curve.png", title=run.name),
+    ]
+    if config.tracking.wandb:
+        sinks.append(WandbSink(folder, project=config.tracking.project, name=run.name, config=asdict(config)))
+    return sinks
+
+
+def _wire(plan: Plan, processes: Cluster, tracker: Tracker) -> Trainer:
     config = plan.config
     assert processes.generator is not None, "a trainer samples"
     return Trainer(
@@ -274,7 +278,7 @@ def _wire(plan: Plan, processes: Cluster, phase: Phases, tracker: Tracker) -> Tr
             config.trainer.max_tokens_per_micro_batch,
             config.algorithm.skip_zero_advantage,
         ),
-        phase=phase,
+        phase=Phases(),
         tracker=tracker,
         schedule=Schedule(
             config.trainer.max_steps, config.trainer.stop_reward, config.trainer.stop_window, config.trainer.eval_every

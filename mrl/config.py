@@ -81,7 +81,6 @@ class SftConfig:
 class ParallelConfig:
     tp: int = 1  # tensor-parallel size
     dp: int = 1  # data-parallel replicas
-    sequence_parallel: bool = False  # cut activations along the sequence between tensor-parallel regions
 
 
 @dataclass(frozen=True)

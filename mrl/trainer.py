@@ -83,19 +83,18 @@ class Trainer:
         """Run steps until one of the schedule's ends; evaluate before and after."""
         window: deque[float] = deque(maxlen=self.schedule.stop_window)
         self.actor.push_weights(version=0)
-        before = after = self.evaluate()
+        before = after = self.evaluate(step=0)
         step = 0
         while step < self.schedule.max_steps and not self._reached(window):
             start = time.perf_counter()
             metrics = self.step(step)
             window.append(metrics["reward/mean"])
             step += 1
-            metrics |= self._throughput(metrics, time.perf_counter() - start)
+            self.tracker.log(step, metrics | self._throughput(metrics, time.perf_counter() - start))
             if self.schedule.eval_every and step % self.schedule.eval_every == 0:
-                metrics |= self.evaluate()
-            self.tracker.log(step, metrics)
+                self.evaluate(step)
         if step:
-            after = self.evaluate()
+            after = self.evaluate(step)
         return Result(step, float(np.mean(window)) if window else float("nan"), before, after)
 
     def step(self, step: int) -> Metrics:
@@ -119,11 +118,13 @@ class Trainer:
 
         return metrics | rollouts.metrics() | {"reward/mean": float(rewards.mean())} | self.phase.seconds()
 
-    def evaluate(self) -> Metrics:
-        """Accuracy on held-out problems: sampled at temperature 1, and greedy; empty without a test set."""
+    def evaluate(self, step: int) -> Metrics:
+        """Log the accuracy on held-out problems, sampled at temperature 1 and greedy; empty without a test set."""
         names = {"eval/accuracy_sampled": 1.0, "eval/accuracy_greedy": 0.0}
         scores = {name: self.generator.evaluate(temperature) for name, temperature in names.items()}
-        return {name: score for name, score in scores.items() if not np.isnan(score)}
+        accuracy = {name: score for name, score in scores.items() if not np.isnan(score)}
+        self.tracker.log(step, accuracy)
+        return accuracy
 
     def _reached(self, window: deque[float]) -> bool:
         goal = self.schedule.stop_reward
@@ -131,8 +132,10 @@ class Trainer:
 
     @staticmethod
     def _throughput(metrics: Metrics, seconds: float) -> Metrics:
+        work = ("spent/engine_s", "spent/megatron_s", "time/reward_s", "spent/transport_s")
         return {
             "time/step_s": seconds,
+            "spent/controller_s": seconds - sum(metrics[name] for name in work),  # all that is our own
             "throughput/tokens_per_s": metrics["rollout/tokens"] / seconds,
             "throughput/samples_per_s": metrics["rollout/samples"] / seconds,
         }

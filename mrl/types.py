@@ -84,11 +84,12 @@ class Rollouts:
     """What the driver knows of B sampled responses."""
 
     block: Handle  # of the TokenBlock
-    groups: NDArray[np.int64]  # [B] which prompt of the step each response answers
     prompt_lengths: NDArray[np.int64]  # [B] tokens
     response_lengths: NDArray[np.int64]  # [B] tokens
+    groups: NDArray[np.int64]  # [B] which prompt of the step each response answers
     truncated: NDArray[np.bool_]  # [B] cut at the token limit, no end-of-sequence
     weight_versions: NDArray[np.int64]  # [B] version of the weights that sampled the response
+    engine_seconds: float = 0.0  # of the phase, spent waiting for the engines
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -102,6 +103,7 @@ class Rollouts:
             "rollout/tokens": float(self.response_lengths.sum()),
             "rollout/response_length_mean_tokens": float(self.response_lengths.mean()),
             "rollout/truncated_fraction": float(self.truncated.mean()),
+            "spent/engine_s": self.engine_seconds,
         }
 
 

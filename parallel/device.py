@@ -111,6 +111,7 @@ def _stand_in_for_tensors() -> None:
             return tensor_type(self, dtype, **kwargs)
         return tensor_type(self).replace("torch.", "torch.cuda.", 1)
 
+    torch.utils._device._device_constructors()  # cached: `with torch.device(...)` must know the originals, not ours
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self

@@ -12,14 +12,11 @@ class ParallelDims:
 
     tp: int = 1  # tensor parallel: a layer's matrices are cut over tp ranks
     dp: int = 1  # data parallel: each replica trains its own samples
-    sequence_parallel: bool = False  # cut activations between tensor-parallel regions along the sequence
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name}={getattr(self, name)}: a parallel size must be 1 or more.")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError("parallel.sequence_parallel=true needs parallel.tp of 2 or more (got parallel.tp=1).")
 
     @property
     def world_size(self) -> int:

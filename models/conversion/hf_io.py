@@ -1,20 +1,17 @@
-"""Hugging Face checkpoints on disk: headers checked before anything is loaded, exports written whole or not at all."""
+"""Hugging Face checkpoints on disk: headers are checked, without torch, before anything is loaded."""
 
-import json
-import shutil
-from collections.abc import Iterable
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from models.families import family_of
 from models.spec import HFConfig
 
-_COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "vocab*", "merges.txt")
-_COMPANIONS += ("special_tokens_map.json", "added_tokens.json")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HFWeights:
@@ -25,7 +22,7 @@ class HFWeights:
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
+            with safe_open(path, "numpy") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
         if not self._file_of:
             raise ValueError(f"model.path={folder}: no *.safetensors found; a Hugging Face model folder is expected.")
@@ -34,7 +31,7 @@ class HFWeights:
         """Every tensor's shape, from the file headers."""
         found = {}
         for path in sorted(set(self._file_of.values())):
-            with safe_open(path, "pt") as file:
+            with safe_open(path, "numpy") as file:
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         return found
 
@@ -66,25 +63,3 @@ def check_checkpoint(folder: str | Path) -> HFConfig:
         shown = "; ".join(sorted(problems)[:5])
         raise ValueError(f"{folder}: config.json and weights disagree in {len(problems)} tensors: {shown}.")
     return config
-
-
-def write_export(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path) -> None:
-    """Write a Hugging Face folder at `target`: `tensors`, and config and tokenizer files copied from `source`.
-
-    The folder appears under its name only when it is complete.
-    """
-    target = Path(target)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    for pattern in _COMPANIONS:
-        for path in Path(source).glob(pattern):
-            shutil.copy(path, partial / path.name)
-    config = json.loads((partial / "config.json").read_text())
-    dtype = {str(t.dtype).removeprefix("torch.") for t in weights.values()}
-    config["dtype"] = dtype.pop() if len(dtype) == 1 else str(torch.float32).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)

@@ -5,11 +5,20 @@ whole); then `merge` lays the shards of one rank out as Megatron wants them. `sp
 along `axis` undoes the cut, so each rule is declared once and works both ways.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and needs no torch for it
+    from torch import Tensor
+
+
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    import torch  # only where there are tensors
+
+    return torch.cat(tensors, dim)
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Mapping:
     axis: int | None = None  # the dim of the Hugging Face tensors that tensor parallelism cuts
     untied_only: bool = False  # the row is absent where input and output embeddings are one tensor
 
-    def at_layer(self, layer: int) -> "Mapping":
+    def at_layer(self, layer: int) -> Mapping:
         """This row with the layer number filled in."""
         hf = tuple(name.format(layer=layer) for name in self.hf)
         return replace(self, megatron=self.megatron.format(layer=layer), hf=hf)
@@ -51,7 +60,7 @@ class Mapping:
         if self.axis is None:
             shards = shards[:1]
         parts = [self.split(shard, sizes) for shard in shards]
-        whole = [torch.cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)]
+        whole = [_cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)]
         shapes = self.hf_shapes(sizes)
         return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, whole, strict=True)}
 
@@ -68,7 +77,7 @@ class VocabMapping(Mapping):
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
         missing = -tensor.size(0) % tp_size
-        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+        return _cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
     def _unpadded(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         return tensor[: shape[0]]
@@ -84,7 +93,7 @@ class QKVMapping(Mapping):
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
         d = sizes["head_dim"]
         groups = parts[1].size(0) // d
-        return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
+        return _cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).reshape(-1, *parts[0].shape[1:])
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         d, per_group = sizes["head_dim"], sizes["q"] // sizes["kv"]
@@ -98,7 +107,7 @@ class GatedMLPMapping(Mapping):
     """Gate and up projections <-> Megatron's one tensor: on each rank its gate shard, then its up shard."""
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        return torch.cat(list(parts), 0)
+        return _cat(list(parts), 0)
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         return list(tensor.chunk(2, 0))

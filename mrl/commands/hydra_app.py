@@ -19,14 +19,13 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
     """Compose the config from `argv` and run `job` on it (once per point of a sweep); returns the exit status."""
     if not CONF.is_dir():
         raise SystemExit(f"mrl: the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
-    argv = _with_default_experiment(argv)
+    argv = with_default_experiment(argv)
     try:
         _check_keys(argv)
     except ValueError as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
-    schema = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
-    ConfigStore.instance().store(name="base_config", node=schema)
+    register_schema()
     signal.signal(signal.SIGTERM, _end)
 
     @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
@@ -42,6 +41,12 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
     return 0
 
 
+def register_schema() -> None:
+    """Let the yaml files build on every key of mrl.config with its default."""
+    schema = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
+    ConfigStore.instance().store(name="base_config", node=schema)
+
+
 def refuse(error: ValueError) -> None:
     """End with the message of a mistake in the user's input, no traceback."""
     sys.stderr.write(f"mrl: {error}\n")
@@ -52,7 +57,7 @@ def _end(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)  # unwinds the stack, so that every process is ended
 
 
-def _with_default_experiment(argv: list[str]) -> list[str]:
+def with_default_experiment(argv: list[str]) -> list[str]:
     """Add `experiment=quickstart` where no experiment is named and there is no GPU to do more."""
     named = any(a.lstrip("+").startswith("experiment=") for a in argv)
     has_gpu = Path("/proc/driver/nvidia/version").exists()

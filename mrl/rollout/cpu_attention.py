@@ -56,11 +56,13 @@ class Row(NamedTuple):
 class Tile:
     """Rows that share one SDPA call. Padding repeats the last valid query and key of a row, so it is always finite."""
 
-    tokens_NQ: Tensor
+    num_rows: int
+    queries_per_row: int
+    tokens: Tensor | None  # [N * Q] query token of each place; None when the places are exactly the batch's tokens
+    kept_places: Tensor | None  # places that are not padding; None when all are kept
+    kept_tokens: Tensor | None  # the query token of each kept place
     slots_NL: Tensor
     query_positions_NQ: Tensor
-    num_queries_N: Tensor
-    is_ragged: bool  # rows differ in num_queries
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -87,49 +89,68 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Row]:
     return rows
 
 
-def group_rows(rows: list[Row]) -> list[list[Row]]:
-    """Group rows of like size so that every tile stays within the waste and memory bounds."""
-    groups: list[list[Row]] = []
-    widest_Q = widest_L = wanted = 0
-    for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):
-        wide_Q, wide_L = max(widest_Q, row.num_queries), max(widest_L, row.num_keys)
-        count = len(groups[-1]) + 1 if groups else 1
-        wanted += row.num_queries * row.num_keys
-        scores = count * wide_Q * wide_L
-        if (
-            not groups
-            or scores > MAX_WASTE * wanted + SLACK_SCORES
-            or scores > MAX_TILE_SCORES
-            or count * wide_L > MAX_TILE_KEYS
-        ):
-            groups.append([])
-            wide_Q, wide_L, wanted = row.num_queries, row.num_keys, row.num_queries * row.num_keys
-        groups[-1].append(row)
-        widest_Q, widest_L = wide_Q, wide_L
-    return groups
-
-
-def build_tile(rows: list[Row], req_to_token: Tensor, req_pool_indices: Tensor) -> Tile:
-    """Index tensors of one tile. req_to_token: [requests, context] slot of each token."""
-    sequence, first, num_queries, num_keys = torch.tensor(rows).unbind(1)
-    offset_NQ = torch.arange(int(num_queries.max())).expand(len(rows), -1)
-    offset_NQ = offset_NQ.minimum(num_queries[:, None] - 1)
-    position_NL = torch.arange(int(num_keys.max())).minimum(num_keys[:, None] - 1)
-    return Tile(
-        tokens_NQ=first[:, None] + offset_NQ,
-        slots_NL=req_to_token[req_pool_indices[sequence, None], position_NL].long(),
-        query_positions_NQ=(num_keys - num_queries)[:, None] + offset_NQ,
-        num_queries_N=num_queries,
-        is_ragged=bool((num_queries != num_queries[0]).any()),
+def fits(num_rows: int, widest_Q: int, widest_L: int, wanted_scores: int) -> bool:
+    """Whether rows of these extremes may share a tile: bounded waste, bounded memory."""
+    scores = num_rows * widest_Q * widest_L
+    return (
+        scores <= MAX_WASTE * wanted_scores + SLACK_SCORES
+        and scores <= MAX_TILE_SCORES
+        and num_rows * widest_L <= MAX_TILE_KEYS
     )
 
 
-def make_plan(
-    query_lens: Sequence[int], key_lens: Sequence[int], req_to_token: Tensor, req_pool_indices: Tensor
-) -> list[Tile]:
-    """Tiles of one forward pass, for sequences whose last `query_lens` of `key_lens` tokens are queried."""
-    groups = group_rows(split_rows(query_lens, key_lens))
-    return [build_tile(rows, req_to_token, req_pool_indices) for rows in groups]
+def group_rows(rows: list[Row]) -> list[list[Row]]:
+    """Group rows of like size into tiles, longest sequences last. A single row is always allowed."""
+    groups: list[list[Row]] = []
+    widest_Q = widest_L = wanted = 0
+    for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):
+        widest_Q, widest_L = max(widest_Q, row.num_queries), max(widest_L, row.num_keys)
+        wanted += row.num_queries * row.num_keys
+        if not groups or not fits(len(groups[-1]) + 1, widest_Q, widest_L, wanted):
+            groups.append([])
+            widest_Q, widest_L, wanted = row.num_queries, row.num_keys, row.num_queries * row.num_keys
+        groups[-1].append(row)
+    return groups
+
+
+def build_tile(rows_N4: Tensor, slots: Tensor, req_pool_indices: Tensor, num_tokens: int) -> Tile:
+    """Index tensors of one tile. rows_N4: columns as in `Row`; slots: [requests, context] slot of each token."""
+    sequence, first, num_queries, num_keys = rows_N4.unbind(1)
+    widest_Q = int(num_queries.max())
+    query_NQ = torch.arange(widest_Q)
+    kept_NQ = query_NQ < num_queries[:, None]
+    query_NQ = query_NQ.minimum(num_queries[:, None] - 1)
+    tokens = (first[:, None] + query_NQ).view(-1)
+    places = None if kept_NQ.all() else kept_NQ.view(-1).nonzero().view(-1)
+    kept = tokens if places is None else tokens[places]
+    in_order = kept.numel() == num_tokens and bool((kept == torch.arange(num_tokens)).all())
+    position_NL = torch.arange(int(num_keys.max())).minimum(num_keys[:, None] - 1)
+    return Tile(
+        num_rows=len(rows_N4),
+        queries_per_row=widest_Q,
+        tokens=None if in_order and places is None else tokens,
+        kept_places=places,
+        kept_tokens=None if in_order else kept,
+        slots_NL=slots[req_pool_indices[sequence, None], position_NL].long(),
+        query_positions_NQ=(num_keys - num_queries)[:, None] + query_NQ,
+    )
+
+
+def make_plan(query_lens: Tensor, key_lens: Tensor, slots: Tensor, req_pool_indices: Tensor) -> list[Tile]:
+    """Tiles of one forward pass over sequences whose last `query_lens[i]` of `key_lens[i]` tokens are queried.
+
+    query_lens, key_lens, req_pool_indices: [sequences], int64. slots: [requests, context].
+    """
+    ends = query_lens.cumsum(0)
+    num_tokens, wanted = int(ends[-1]), int((query_lens * key_lens).sum())
+    widest_Q, widest_L = int(query_lens.max()), int(key_lens.max())
+    if widest_Q <= MAX_QUERY_ROWS and fits(len(query_lens), widest_Q, widest_L, wanted):  # the usual case, without a loop
+        rows_N4 = torch.stack([torch.arange(len(query_lens)), ends - query_lens, query_lens, key_lens], 1)
+        groups = [rows_N4]
+    else:
+        rows = split_rows(query_lens.tolist(), key_lens.tolist())
+        groups = [torch.tensor(group) for group in group_rows(rows)]
+    return [build_tile(rows_N4, slots, req_pool_indices, num_tokens) for rows_N4 in groups]
 
 
 def run_tile(
@@ -145,29 +166,25 @@ def run_tile(
 
     query, output: [T, H, D]; k_cache, v_cache: [slots, K, D].
     """
-    N, Q = tile.tokens_NQ.shape
-    H, K = query.size(1), k_cache.size(1)
+    N, Q, H, K = tile.num_rows, tile.queries_per_row, query.size(1), k_cache.size(1)
     keys, values = (_gather(cache, tile.slots_NL, query.dtype) for cache in (k_cache, v_cache))
-    picked = query.index_select(0, tile.tokens_NQ.view(-1))
-    if Q == 1:  # heads that share a key head become its queries: no copy of keys
-        result = scaled_dot_product_attention(
-            picked.view(N, K, H // K, -1), keys, values, attn_mask=tile.mask(window, query.dtype), scale=scaling
-        ).reshape(N, H, -1)
+    picked = query if tile.tokens is None else query.index_select(0, tile.tokens)
+    mask = tile.mask(window, query.dtype)
+    if Q == 1:  # query heads that share a key head become its queries: keys are not repeated
+        picked = picked.reshape(N, K, H // K, -1)
+        result = scaled_dot_product_attention(picked, keys, values, attn_mask=mask, scale=scaling)
     else:
+        picked = picked.reshape(N, Q, H, -1).transpose(1, 2)
         result = scaled_dot_product_attention(
-            picked.view(N, Q, H, -1).transpose(1, 2),
-            keys,
-            values,
-            attn_mask=tile.mask(window, query.dtype),
-            scale=scaling,
-            enable_gqa=H != K,
-        )
-        result = result.transpose(1, 2).reshape(N * Q, H, -1)
-    tokens = tile.tokens_NQ.reshape(-1)
-    if tile.is_ragged:
-        valid = (torch.arange(Q) < tile.num_queries_N[:, None]).view(-1)
-        tokens, result = tokens[valid], result[valid]
-    output.index_copy_(0, tokens, result)
+            picked, keys, values, attn_mask=mask, scale=scaling, enable_gqa=H != K
+        ).transpose(1, 2)
+    result = result.reshape(N * Q, H, -1)
+    if tile.kept_places is not None:
+        result = result.index_select(0, tile.kept_places)
+    if tile.kept_tokens is None:
+        output.copy_(result)
+    else:
+        output.index_copy_(0, tile.kept_tokens, result)
 
 
 def _gather(cache: Tensor, slots_NL: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,11 +206,12 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
         self.plan = None
         if forward_batch.encoder_lens is not None or self.use_sliding_window_kv_pool:
             return
-        key_lens = forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_decode():
-            query_lens = [1] * len(key_lens)
-        else:
-            query_lens = forward_batch.extend_seq_lens.tolist()
+        key_lens = forward_batch.seq_lens.long()
+        query_lens = (
+            torch.ones_like(key_lens)
+            if forward_batch.forward_mode.is_decode()
+            else forward_batch.extend_seq_lens.long()
+        )
         self.plan = make_plan(
             query_lens, key_lens, self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.long()
         )

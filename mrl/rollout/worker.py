@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class RolloutWorker:
         self.test = PromptDataset.load(spec.test, spec.model_path, spec.max_prompt_tokens) if spec.test else None
         self.clients: list[EngineClient] = []
         self._last: tuple[TokenBlock, NDArray[np.int64]] | None = None  # block and its rows in self.train
+        self._engine_seconds = 0.0  # spent on the last sampling request
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait for the engines; returns their URLs."""
@@ -49,22 +51,29 @@ class RolloutWorker:
 
     def generate(self, rows: NDArray[np.int64], step: int) -> Rollouts:
         """G responses to each prompt row; the driver gets lengths and a handle."""
-        repeated = np.repeat(rows, self.spec.responses_per_prompt)
         if self.spec.replay:
             block, columns = recording.read(self.spec.replay, step)
-            repeated = columns.pop("rows")
         else:
             prompts = [self.train.encode(row) for row in rows for _ in range(self.spec.responses_per_prompt)]
             block, columns = self._sample(prompts)
+            columns["rows"] = np.repeat(rows, self.spec.responses_per_prompt)
+            columns["groups"] = np.repeat(np.arange(len(rows)), self.spec.responses_per_prompt)
         if self.spec.record:
-            recording.write(Path(self.spec.run_dir) / "rollouts", step, block, rows=repeated, **columns)
-        self._last = (block, repeated)
-        _, groups = np.unique(repeated, return_inverse=True)
-        return Rollouts(ray.put(block), groups, block.prompt_lengths, block.response_lengths, **columns)
+            recording.write(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
+        self._last = (block, columns.pop("rows"))
+        return Rollouts(
+            ray.put(block),
+            block.prompt_lengths,
+            block.response_lengths,
+            **columns,
+            engine_seconds=self._engine_seconds,
+        )
 
     def _sample(self, prompts: list[list[int]]) -> tuple[TokenBlock, dict[str, NDArray]]:
         params = SamplingParams(max_new_tokens=self.spec.max_response_tokens, temperature=self.spec.temperature)
+        start = time.perf_counter()
         done = self._complete(prompts, params)
+        self._engine_seconds = time.perf_counter() - start
         block = TokenBlock.from_lists(prompts, [c.token_ids for c in done], [c.logprobs for c in done])
         return block, dict(
             truncated=np.array([c.finish_reason == "length" for c in done]),
@@ -81,7 +90,7 @@ class RolloutWorker:
 
     def score(self) -> NDArray[np.float64]:
         """Rewards [B] of the last generated block."""
-        assert self._last is not None, "score() needs a generate() before it"
+        assert self._last, "score() needs a generate() before it"
         block, rows = self._last
         texts = self.train.decode([block.response(i) for i in range(len(rows))])
         return self._reward(self.train, rows, texts)

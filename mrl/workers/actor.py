@@ -1,6 +1,7 @@
 """The policy being trained: one rank's Megatron model, optimizer, and its ways out (engines, checkpoint, export)."""
 
 import logging
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from models.build import build_model
 from models.conversion.bridge import Bridge
-from models.conversion.hf_io import HFWeights, write_export
+from models.conversion.hf_export import write_export
+from models.conversion.hf_io import HFWeights
 from models.families import family_of
 from models.spec import HFConfig
 from mrl.algorithms.losses import Loss, LossInputs
@@ -49,11 +51,13 @@ class Actor:
         self.optimizer.zero_grad()
         set_lr(self.optimizer, lr)
         micros = [MicroBatch.build(block, rows, share, device()) for rows in share.micro_batches]
+        start = time.perf_counter()
         reports = schedule.run(self.model, micros, lambda logits, micro: self._loss(logits, micro, loss))
         stepped, grad_norm, _ = self.optimizer.step()
+        seconds = time.perf_counter() - start
         if not stepped:
             raise FloatingPointError("the optimizer refused the step: a gradient is inf or NaN.")
-        return _summarise(reports, {"optim/grad_norm": float(grad_norm)})
+        return _summarise(reports, {"optim/grad_norm": float(grad_norm), "seconds": seconds})
 
     @torch.no_grad()
     def compute_logprobs(self, block: TokenBlock, share: Share) -> list[Tensor]:

@@ -50,6 +50,7 @@ class ActorPolicy:
             "batch/trained_tokens": tokens,
             "batch/zero_advantage_fraction": float((advantages == 0).mean()),
             "optim/lr": lr,
+            "spent/megatron_s": report.maxima.pop("seconds"),
             **report.sums,
             **report.maxima,
         }
@@ -59,6 +60,7 @@ class ActorPolicy:
         report = self.group.call("push_weights", version)[0]
         return {
             "weight_sync/version": float(version),
+            "spent/transport_s": report.seconds,
             "weight_sync/bytes": float(report.bytes),
             "weight_sync/tensors": float(report.tensors),
             "weight_sync/buckets": float(report.buckets),

@@ -1,0 +1,115 @@
+"""Times a training step by phase, and counts samples per second and CPU-seconds per sample.
+
+    python benchmarks/step.py [--steps 30] [mrl train overrides, e.g. experiment=quickstart parallel.dp=2]
+
+CPU-seconds are user and system time of the whole process tree (driver, Ray, trainer, engine), read between steps.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+
+import psutil
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+
+from mrl import build
+from mrl.commands import hydra_app
+from mrl.config import from_hydra
+
+SPENT = ("engine", "megatron", "transport", "controller")
+
+
+def tree_cpu_seconds() -> dict[str, float]:
+    """User and system seconds of this process and its descendants, by what they are."""
+    seconds: dict[str, float] = defaultdict(float)
+    here = psutil.Process()
+    for process in [here, *here.children(recursive=True)]:
+        try:
+            times, line = process.cpu_times(), " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        seconds[role(line, process.pid)] += times.user + times.system
+    return dict(seconds)
+
+
+def role(line: str, pid: int) -> str:
+    """Which part of the system a process belongs to, from its command line."""
+    names = {"sglang": "engine", "mrl.rollout": "engine", "TrainWorker": "trainer", "RolloutWorker": "rollout worker"}
+    if pid == os.getpid():
+        return "driver"
+    return next((what for mark, what in names.items() if mark in line), "ray")
+
+
+class StepMeter:
+    """A tracker sink that reads the process tree after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.cpu: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if "time/step_s" in metrics:
+            self.steps.append(dict(metrics))
+            self.cpu.append(tree_cpu_seconds())
+
+    def close(self) -> None: ...
+
+    def cpu_per_step(self) -> dict[str, float]:
+        """Mean CPU-seconds of a step by role, the first step left out."""
+        first, last, count = self.cpu[0], self.cpu[-1], len(self.cpu) - 1
+        return {name: (last[name] - first.get(name, 0.0)) / count for name in last}
+
+    def median(self, name: str) -> float:
+        return statistics.median(step[name] for step in self.steps[1:])
+
+
+def measure(overrides: list[str], steps: int) -> StepMeter:
+    """Run `steps` steps of an experiment."""
+    hydra_app.register_schema()
+    meter = StepMeter()
+    with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", "trainer.stop_reward=null", "trainer.save=false"]
+        config = from_hydra(compose("config", [*hydra_app.with_default_experiment(overrides), *fixed]))
+        with build.trainer(build.plan(config)) as trainer:
+            trainer.tracker.sinks.append(meter)
+            trainer.fit()
+    return meter
+
+
+def show(meter: StepMeter) -> None:
+    """Print where a step's seconds and CPU-seconds go."""
+    step = meter.median("time/step_s")
+    samples = meter.median("rollout/samples")
+    cpu = meter.cpu_per_step()
+    table = Table(title=f"{len(meter.steps)} steps, medians without the first", title_justify="left")
+    for column in ("", "seconds", "share"):
+        table.add_column(column, justify="left" if not column else "right")
+    phases = [n for n in meter.steps[0] if n.startswith("time/") and n != "time/step_s"]
+    for name in [*phases, *(f"spent/{what}_s" for what in SPENT)]:
+        table.add_row(name, f"{meter.median(name):.4f}", f"{meter.median(name) / step:.1%}")
+        if name == phases[-1]:
+            table.add_section()
+    table.add_section()
+    table.add_row("time/step_s", f"{step:.4f}", "")
+    for name, seconds in sorted(cpu.items(), key=lambda item: -item[1]):
+        table.add_row(f"CPU-s of a step: {name}", f"{seconds:.4f}", f"{seconds / sum(cpu.values()):.1%}")
+    Console().print(table)
+    print(f"samples/s {samples / step:.1f}   CPU-s per sample {sum(cpu.values()) / samples:.5f}")
+    print(f"controller's share of a step {meter.median('spent/controller_s') / step:.1%}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    args, overrides = parser.parse_known_args()
+    show(measure(overrides, args.steps))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Hugging Face folders written from live weights: whole or not at all."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+_COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "vocab*", "merges.txt")
+_COMPANIONS += ("special_tokens_map.json", "added_tokens.json")
+
+
+def write_export(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path) -> None:
+    """Write a Hugging Face folder at `target`: `tensors`, and config and tokenizer files copied from `source`.
+
+    The folder appears under its name only when it is complete.
+    """
+    target = Path(target)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    for pattern in _COMPANIONS:
+        for path in Path(source).glob(pattern):
+            shutil.copy(path, partial / path.name)
+    config = json.loads((partial / "config.json").read_text())
+    dtype = {str(t.dtype).removeprefix("torch.") for t in weights.values()}
+    config["dtype"] = dtype.pop() if len(dtype) == 1 else str(torch.float32).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)

@@ -1,0 +1,102 @@
+"""Config: unknown keys are errors with the nearest match; the key list grows on purpose."""
+
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from mrl.build import construct
+from mrl.commands import hydra_app
+from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
+
+
+def composed(**overrides):
+    base = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
+    node = {"_target_": "mrl.rewards.math.ExactMatch"}
+    needed = {
+        "run.dir": "out",
+        "model.path": "model",
+        "data.train": ["a.parquet"],
+        "reward": node,
+        "algorithm.advantage": {"_target_": "mrl.algorithms.advantages.GRPO"},
+        "algorithm.loss": {"_target_": "mrl.algorithms.losses.PPOClip"},
+    }
+    for key, value in (needed | overrides).items():
+        OmegaConf.update(base, key, value, force_add=True)
+    return base
+
+
+def test_a_complete_config_becomes_typed_objects():
+    config = from_hydra(composed(**{"algorithm.lr": "3e-4", "sft": {"train": "x.parquet", "steps": 5}}))
+    assert config.algorithm.lr == 3e-4 and config.sft.steps == 5 and config.sft.batch_size == 128
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("algorithm.lr_typo", "algorithm.lr"),
+        ("trainer.max_step", "trainer.max_steps"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("paralel.tp", "parallel.tp"),
+    ],
+)
+def test_an_unknown_key_names_its_nearest_match(key, near):
+    assert not is_known(key)
+    assert f"did you mean {near!r}" in unknown_key_message(key)
+    with pytest.raises(ValueError, match=near):
+        from_hydra(composed(**{key: 1}))
+
+
+def test_free_form_nodes_take_any_key():
+    assert is_known("sglang.mem_fraction_static") and is_known("algorithm.loss.clip_low") and is_known("megatron.x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("algorithm.lr", "fast", "algorithm.lr"),
+        ("rollout.temperature", 0.0, "rollout.temperature=0.0: must be greater than 0"),
+        ("model.dtype", "float8", "expected bfloat16 or float32"),
+        ("trainer.max_steps", -1, "must be 0 or more"),
+        ("model.path", "???", "model.path must be set"),
+    ],
+)
+def test_a_bad_value_names_the_key(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_hydra(composed(**{key: value}))
+
+
+def test_checks_accept_the_defaults():
+    check(from_hydra(composed()))
+
+
+def test_the_key_list_is_a_decision():
+    """Growth of the config is deliberate: change this number together with the docs."""
+    assert len(known_keys()) == 86
+
+
+def test_a_plug_in_is_built_and_its_arguments_are_checked():
+    assert construct({"_target_": "mrl.algorithms.losses.PPOClip", "clip_low": 0.1}, "k").clip_low == 0.1
+    with pytest.raises(ValueError, match=r"algorithm.loss.clip_lo: .* did you mean 'clip_low'"):
+        construct({"_target_": "mrl.algorithms.losses.PPOClip", "clip_lo": 0.1}, "algorithm.loss")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        construct({"_target_": "no.such.Thing"}, "reward")
+    with pytest.raises(ValueError, match="_target_ is missing"):
+        construct({"x": 1}, "reward")
+
+
+def test_quickstart_is_the_default_experiment_only_where_none_is_named(monkeypatch):
+    monkeypatch.setattr(hydra_app.Path, "exists", lambda self: False)
+    assert hydra_app.with_default_experiment(["a=1"]) == ["a=1", "experiment=quickstart"]
+    assert hydra_app.with_default_experiment(["experiment=gsm8k"]) == ["experiment=gsm8k"]
+    monkeypatch.setattr(hydra_app.Path, "exists", lambda self: True)
+    assert hydra_app.with_default_experiment(["a=1"]) == ["a=1"]
+
+
+def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mrl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "mrl needs its own package 'models'" in done.stderr and str(tmp_path) in done.stderr

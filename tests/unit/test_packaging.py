@@ -1,0 +1,108 @@
+import ast
+import runpy
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("mrl", "models", "parallel")
+LOCKS = ("requirements.txt", "requirements-gpu.txt")
+ONLY_WITH_A_GPU = {"transformer_engine"}  # declared in the extra `gpu`
+
+
+@pytest.fixture(scope="module")
+def setup_arguments():
+    """What setup.py says, read by running it."""
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", said.update)
+        patch.chdir(ROOT)
+        runpy.run_path("setup.py")
+    return said
+
+
+def locked(name):
+    """Package -> version of a lock file."""
+    pins = [Requirement(line) for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
+
+
+def cuda_only():
+    """The packages that the CPU lock leaves out."""
+    lines = (ROOT / "requirements/overrides-cpu.txt").read_text().splitlines()
+    return {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
+
+
+def source_files():
+    return [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+
+
+def imported_names(file):
+    """Top-level modules that a file imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize(("lock", "extras"), [("requirements.txt", ["dev"]), ("requirements-gpu.txt", ["dev", "gpu"])])
+def test_the_lock_satisfies_every_range_of_setup_py(setup_arguments, lock, extras):
+    pins = locked(lock)
+    ranges = [setup_arguments["install_requires"], *(setup_arguments["extras_require"][extra] for extra in extras)]
+    for requirement in map(Requirement, chain.from_iterable(ranges)):
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version and version in requirement.specifier, f"setup.py wants {requirement}, {lock} has {version}"
+
+
+def test_both_locks_pin_the_same_versions():
+    cpu, gpu = map(locked, LOCKS)
+    assert {name: (version, gpu.get(name)) for name, version in cpu.items() if gpu.get(name) != version} == {}
+
+
+def test_cuda_only_kernels_are_in_the_gpu_lock_and_nowhere_else():
+    cpu, gpu = map(set, map(locked, LOCKS))
+    assert cuda_only() and cuda_only() <= gpu
+    assert not cuda_only() & cpu
+    assert "transformer-engine" in gpu - cpu
+
+
+def test_the_locks_name_no_index_and_no_local_path():
+    for lock in LOCKS:
+        text = (ROOT / lock).read_text()
+        assert "://" not in text and "-e " not in text and " @ " not in text, lock
+        assert not any(line.startswith(("-", "/", ".")) for line in text.splitlines()), lock
+
+
+def test_every_import_is_a_dependency_that_setup_py_declares(setup_arguments):
+    providers = packages_distributions()
+    declared = {canonicalize_name(Requirement(line).name) for line in setup_arguments["install_requires"]}
+    undeclared = {}
+    for file in source_files():
+        for name in set(imported_names(file)) - set(PACKAGES) - sys.stdlib_module_names - ONLY_WITH_A_GPU:
+            if not declared & {canonicalize_name(provider) for provider in providers.get(name, [])}:
+                undeclared[name] = str(file.relative_to(ROOT))
+    assert undeclared == {}, "declare these in setup.py, then `make lock`"
+
+
+def test_an_install_ships_the_three_packages_and_nothing_else(setup_arguments):
+    assert {name.split(".")[0] for name in setup_arguments["packages"]} == set(PACKAGES)
+
+
+def test_every_folder_with_code_is_a_package():
+    folders = {file.parent for file in source_files()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_imports_point_one_way():
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,227 @@
+import io
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from mrl import metrics, tracking
+from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Tracker, WandbSink, wandb_mode
+
+
+class Memory:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step, metrics):
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def no_login(monkeypatch, tmp_path):
+    """No key and no netrc, whatever this machine has."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def console_lines(log, *, terminal=False, total=10, every_s=0.0):
+    screen = io.StringIO()
+    sink = ConsoleSink(total, every_s=every_s, console=Console(file=screen, force_terminal=terminal, width=200))
+    log(sink)
+    sink.close()
+    return screen.getvalue().splitlines()
+
+
+def test_every_metric_name_is_area_slash_what():
+    for name in metrics.METRICS:
+        area, what = name.split("/")
+        assert area and what and name == name.lower(), name
+
+
+def test_every_metric_says_what_it_means_and_can_be_shown():
+    for name, metric in metrics.METRICS.items():
+        assert metric.meaning, name
+        assert metric.text(0.5)
+
+
+def test_a_misspelt_metric_is_an_error_that_names_the_nearest():
+    with pytest.raises(ValueError, match=r"'reward/men'.*'reward/mean'"):
+        metrics.check(["time/step_s", "reward/men"])
+
+
+def test_any_phase_may_be_timed_but_only_in_seconds():
+    assert metrics.find("time/some_new_phase_s").unit == "s"
+    with pytest.raises(ValueError):
+        metrics.find("time/rollout_ms")
+
+
+def test_the_tracker_hands_every_step_to_every_sink_and_closes_them_after_an_error():
+    sinks = [Memory(), Memory()]
+    with pytest.raises(KeyboardInterrupt), Tracker(sinks) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        raise KeyboardInterrupt
+    assert all(sink.logged == [(1, {"reward/mean": 0.5})] and sink.closed for sink in sinks)
+
+
+def test_the_tracker_refuses_an_undeclared_name_before_any_sink_sees_it():
+    sink = Memory()
+    with pytest.raises(ValueError, match="loss/polcy"):
+        Tracker([sink]).log(1, {"loss/polcy": 0.0})
+    assert sink.logged == []
+
+
+def test_a_step_without_numbers_is_not_recorded():
+    sink = Memory()
+    Tracker([sink]).log(1, {})
+    assert sink.logged == []
+
+
+def test_a_sink_that_fails_to_close_does_not_keep_the_others_open():
+    class Broken(Memory):
+        def close(self):
+            raise OSError("disk full")
+
+    last = Memory()
+    Tracker([Broken(), last]).close()
+    assert last.closed
+
+
+def test_each_step_is_on_disk_before_log_returns(tmp_path):
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.log(1, {"reward/mean": 0.25})
+    sink.log(2, {"reward/mean": float("nan")})
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    sink.close()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "reward/mean": 0.25},
+        {"step": 2, "reward/mean": None},
+    ]
+
+
+def test_wandb_is_offline_without_a_login_and_online_with_a_key_or_netrc(no_login, monkeypatch):
+    assert wandb_mode() == "offline"
+    no_login.write_text("machine api.wandb.ai login user password secret")
+    assert wandb_mode() == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.example.org")
+    assert wandb_mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert wandb_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode() == "disabled"
+
+
+@pytest.mark.slow
+def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_path):
+    start = time.monotonic()
+    sink = WandbSink(tmp_path, project="mrl", name="test", config={"seed": 0})
+    sink.log(1, {"reward/mean": 0.5})
+    assert time.monotonic() - start < 0.5
+    sink.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Counts the times wandb's helper process would have been ended, and ends none."""
+    calls: list[None] = []
+    monkeypatch.setattr(tracking, "_end_wandb_service", lambda: calls.append(None))
+    return calls
+
+
+def test_a_failure_in_wandb_is_one_warning_and_nothing_else(monkeypatch, tmp_path, caplog, ended):
+    def fail(self):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(WandbSink, "_start", fail)
+    with caplog.at_level(logging.WARNING), Tracker([WandbSink(tmp_path, project="mrl", name="test")]) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": 0.5})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no route" in caplog.text
+    assert len(ended) == 1
+
+
+def test_a_wandb_that_hangs_is_left_behind_at_the_deadline(monkeypatch, tmp_path, caplog, ended):
+    release = threading.Event()
+    run = SimpleNamespace(finish=lambda: release.wait(60))
+    monkeypatch.setattr(WandbSink, "_start", lambda self: run)
+    sink = WandbSink(tmp_path, project="mrl", name="test", deadline_s=0.2)
+    start = time.monotonic()
+    sink.close()
+    assert time.monotonic() - start < 5
+    assert "did not finish" in caplog.text
+    assert len(ended) == 1
+    release.set()
+
+
+def test_without_a_terminal_progress_is_one_line_per_interval_and_the_last_step():
+    def log(sink):
+        for step in range(1, 11):
+            sink.log(step, {"reward/mean": step / 10, "time/step_s": 1.0, "time/rollout_s": 0.75})
+
+    lines = console_lines(log, every_s=3600)
+    assert len(lines) == 2
+    assert "1/10  reward 0.100  1.00 s a step (rollout 0.75)" in lines[0]
+    assert "10/10  reward 1.000" in lines[1]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_held_out_accuracy_is_always_printed_and_compared_at_the_end(terminal):
+    def log(sink):
+        sink.log(0, {"eval/accuracy_sampled": 0.5})
+        sink.log(5, {"reward/mean": 0.8})
+        sink.log(10, {"eval/accuracy_sampled": 0.75})
+
+    text = "\n".join(console_lines(log, terminal=terminal, every_s=3600))
+    assert "held-out sampled 0.500" in text
+    assert "before -> after: sampled 0.500 -> 0.750 (+0.250)" in text
+
+
+def test_on_a_terminal_the_display_shows_reward_phases_and_throughput():
+    def log(sink):
+        sink.log(3, {"reward/mean": 0.3, "time/step_s": 1.0, "time/update_s": 0.5, "throughput/tokens_per_s": 4210})
+
+    text = "\n".join(console_lines(log, terminal=True))
+    for part in ("3/10", "reward 0.300", "update 0.50", "4,210 tokens/s"):
+        assert part in text
+
+
+def test_the_curve_is_a_picture_and_appears_before_the_run_ends(tmp_path):
+    path = tmp_path / "curve.png"
+    sink = CurveSink(path, every=2)
+    sink.log(0, {"eval/accuracy_sampled": 0.5, "eval/accuracy_greedy": 0.6})
+    for step in (1, 2):
+        sink.log(step, {"reward/mean": 0.4})
+    assert sink._drawing is not None
+    sink._drawing.result(timeout=60)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+    sink.close()
+    assert path.exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_a_run_that_ends_before_its_first_step_draws_nothing(tmp_path):
+    CurveSink(tmp_path / "curve.png").close()
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
+    code = "import sys, mrl.tracking; print(*{'wandb', 'matplotlib', 'rich', 'torch'} & set(sys.modules))"
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert result.stdout.strip() == ""
