@@ -68,12 +68,13 @@ class StepMeter:
         return statistics.median(step[name] for step in self.steps[1:])
 
 
-def measure(overrides: list[str], steps: int) -> StepMeter:
-    """Run `steps` steps of an experiment."""
+def measure(overrides: list[str], steps: int, stop_reward: float | None = None) -> StepMeter:
+    """Run at most `steps` steps of an experiment."""
     hydra_app.register_schema()
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
-        fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", "trainer.stop_reward=null", "trainer.save=false"]
+        goal = "null" if stop_reward is None else stop_reward
+        fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", f"trainer.stop_reward={goal}", "trainer.save=false"]
         config = from_hydra(compose("config", [*hydra_app.with_default_experiment(overrides), *fixed]))
         with build.trainer(build.plan(config)) as trainer:
             trainer.tracker.sinks.append(meter)

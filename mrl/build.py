@@ -213,7 +213,7 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         max_response_tokens=c.rollout.max_response_tokens,
         max_prompt_tokens=prompt_limit(c, plan.context),
         temperature=c.rollout.temperature,
-        num_engines=c.rollout.num_engines,
+        num_engines=0 if c.rollout.replay else c.rollout.num_engines,
         engine_tp=c.rollout.engine_tp,
         dtype=c.model.dtype,
         seed=c.run.seed,

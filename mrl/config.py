@@ -5,10 +5,12 @@ mrl/build.py before any process starts. Unknown keys are errors.
 """
 
 import difflib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Optional
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 Node = dict[str, Any]
@@ -47,7 +49,7 @@ class RolloutConfig:
     start_timeout_s: float = 600.0  # until every engine answers
     request_timeout_s: float = 600.0  # for one batch of responses
     record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
-    replay: Optional[str] = None  # folder of such files: train on them instead of sampling
+    replay: Optional[str] = None  # folder of such files: train on them, without any engine
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def from_hydra(composed: DictConfig) -> Config:
         if not is_known(key):
             raise ValueError(unknown_key_message(key))
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        with _writable(OmegaConf.structured(Config)) as schema:
+            config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
     except OmegaConfBaseException as error:
         if error.full_key and "Missing mandatory value" in str(error):
             raise ValueError(f"{error.full_key} must be set: {error.full_key}=VALUE") from None
@@ -180,6 +183,16 @@ def from_hydra(composed: DictConfig) -> Config:
     assert isinstance(config, Config), f"config is a {type(config)}"
     check(config)
     return config
+
+
+@contextmanager
+def _writable(schema: DictConfig) -> Iterator[DictConfig]:
+    """`schema` with the read-only flags gone that OmegaConf takes over from frozen dataclasses."""
+    with ExitStack() as stack:
+        for node in [schema, *(schema._get_node(f.name) for f in fields(Config))]:
+            if isinstance(node, DictConfig):
+                stack.enter_context(read_write(node))
+        yield schema
 
 
 def _leaves(node: dict, prefix: str = "") -> list[str]:

@@ -118,6 +118,16 @@ class Share:
 
 
 @dataclass(frozen=True)
+class SyncReport:
+    """One weight sync as its sender saw it; all zero where there is no engine."""
+
+    bytes: int = 0  # sent to each engine
+    tensors: int = 0  # by Hugging Face name
+    buckets: int = 0  # messages
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """Numbers of one update as one replica saw them; `sums` add up over replicas, `maxima` take the largest."""
 

@@ -6,7 +6,6 @@ state, `device="cuda"` in factory calls); on a CPU those calls are answered by t
 """
 
 import functools
-import sys
 from typing import Any
 
 import torch
@@ -134,7 +133,6 @@ def install() -> None:
     """Make Megatron-Core importable and runnable on this machine; idempotent, a no-op where CUDA is present."""
     if has_cuda() or torch.cuda.Stream is _Stream:
         return
-    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # its import needs a CUDA driver; Megatron then skips it
     torch.compiler.set_stance("force_eager")  # Megatron's jit_fuser is torch.compile: minutes of C++ builds on a CPU
     _stand_in_for_cuda()
     _stand_in_for_tensors()

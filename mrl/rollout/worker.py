@@ -109,8 +109,8 @@ class RolloutWorker:
         return rewards
 
     def evaluate(self, temperature: float) -> float:
-        """Mean reward of one response per held-out prompt; temperature 0 is greedy. NaN without a test set."""
-        if self.test is None:
+        """Mean reward of one response per held-out prompt; temperature 0 is greedy. NaN without a test set or engine."""
+        if self.test is None or not self.clients:
             return float("nan")
         rows = np.arange(min(len(self.test), self.spec.eval_rows or len(self.test)))
         params = SamplingParams(max_new_tokens=self.spec.max_response_tokens, temperature=temperature)

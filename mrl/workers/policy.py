@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Rollouts
+from mrl.types import Rollouts, SyncReport
 from mrl.workers.group import WorkerGroup
 from parallel.optimizer_settings import AdamW
 
@@ -57,7 +57,7 @@ class ActorPolicy:
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`."""
-        report = self.group.call("push_weights", version)[0]
+        report = self.group.call("push_weights", version)[0] or SyncReport()
         return {
             "weight_sync/version": float(version),
             "spent/transport_s": report.seconds,

@@ -71,7 +71,7 @@ class TrainWorker:
 
     def connect_engines(self, urls: list[str], **settings: Any) -> None:
         """Open the way to the engines; only the rank that sends does anything."""
-        if self.rank > 0:
+        if self.rank > 0 or not urls:  # without engines (a replay) there is nowhere to send to
             return
         from mrl.weight_sync.transport import open_transport  # imports the engine's group helper
 

@@ -1,1 +1,111 @@
-"""The whole loop with real parts: Ray, Megatron, SGLang; each run is a process of its own, as a user starts it."""
+"""The whole loop with the real parts, started as a user starts it."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+PHASES = ("rollout", "reward", "advantage", "update", "weight_sync")
+
+
+def wait_for(condition, timeout_s: float = 180) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+
+
+
+def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, inputs):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = start_mrl("train", *quickstart, "trainer.max_steps=3", "rollout.record=true").finish()
+    assert run.process.returncode == 0, run.output()
+    assert run.leftovers() == []
+    steps = run.metrics()
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    for step in steps:
+        assert all(step[f"time/{phase}_s"] >= 0 for phase in PHASES)
+        assert 0 <= step["reward/mean"] <= 1 and step["rollout/tokens"] > 0
+        assert step["mismatch/logprob_abs_max"] <= 1e-4
+        assert step["weight_sync/version"] == step["step"]
+        model_bytes = sum(t.nbytes for t in load_file(inputs / "model/model.safetensors").values())
+        assert step["weight_sync/bytes"] == model_bytes
+    assert "held-out accuracy sampled" in run.output()
+    assert (run.folder / "curve.png").stat().st_size > 10_000
+    assert (run.folder / "checkpoint/metadata.json").exists()
+    assert list(run.folder.glob("wandb/offline-run-*"))
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(tokens).logits).all()
+    changed = load_file(run.folder / "hf/model.safetensors")
+    before = load_file(inputs / "model/model.safetensors")
+    assert any(not torch.equal(changed[name], before[name]) for name in before)
+
+
+def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickstart):
+    source = start_mrl("train", *quickstart, "trainer.max_steps=1", "rollout.record=true", "trainer.save=false").finish()
+    assert source.process.returncode == 0, source.output()
+    expected = source.metrics()[0]
+    for layout in ("parallel.tp=2", "parallel.dp=2"):
+        replay = [layout, f"rollout.replay={source.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]
+        run = start_mrl("train", *quickstart, *replay).finish()
+        assert run.process.returncode == 0, run.output()
+        found = run.metrics()[0]
+        for name in ("loss/policy", "optim/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], abs=1e-5), (layout, name)
+        assert found["reward/mean"] == expected["reward/mean"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
+    run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false", "tracking.wandb=false")
+    wait_for(lambda: run.process.poll() is not None or (run.folder / "metrics.jsonl").exists() and run.metrics())
+    assert run.process.poll() is None, run.output()
+    run.process.send_signal(how)
+    run.finish(60)
+    assert run.process.returncode != 0
+    assert [p.cmdline() for p in run.leftovers()] == []
+
+
+def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
+    """Long prompts, quotes, dollar signs, unicode: the tokens that were sent decode to the text of the row."""
+    import orjson
+    from transformers import AutoTokenizer
+
+    from mrl.commands import data
+
+    texts = [
+        'She said "buy 3 for $4.50" — so what is 3 × 4.50 in €? ☃ ' + "and again " * 60 + str(i) for i in range(4)
+    ]
+    rows = [{"question": text, "answer": f"It is <<1+1=2>> so\n#### {i},000"} for i, text in enumerate(texts)]
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
+    assert data.main(["gsm8k", str(source), str(tmp_path / "train.parquet")]) == 0
+    assert data.main(["tiny-model", str(tmp_path / "model")]) == 0
+    run = start_mrl(
+        "train",
+        "experiment=gsm8k",
+        f"model.path={tmp_path / 'model'}",
+        "model.dtype=float32",
+        f"data.train=[{tmp_path / 'train.parquet'}]",
+        "rollout.prompts_per_step=4",
+        "rollout.responses_per_prompt=2",
+        "rollout.max_response_tokens=16",
+        "rollout.record=true",
+        "trainer.max_steps=3",
+    ).finish()
+    assert run.process.returncode == 0, run.output()
+    assert len(run.metrics()) == 3
+    assert max(step["mismatch/logprob_abs_max"] for step in run.metrics()) <= 1e-4
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    with np.load(run.folder / "rollouts/step_000000.npz") as file:
+        sent = set()
+        for row, start, length in zip(file["rows"], file["cu_seqlens"], file["prompt_lengths"], strict=False):
+            decoded = tokenizer.decode(file["tokens"][start : start + length].tolist())
+            assert texts[row] in decoded
+            sent.add(int(row))
+    assert sent == {0, 1, 2, 3}

@@ -1,0 +1,113 @@
+"""The same work, mrl beside TRL's GRPOTrainer, run in turn: CPU-seconds and wall seconds per step and to 0.90 reward.
+
+    python benchmarks/against_trl.py --peer FOLDER --peer-python VENV/bin/python [--seeds 0 1 2]
+
+FOLDER holds the peer's baseline: data/{train,test}.parquet, a start in warm/, and trl_grpo.py, which writes steps.jsonl. Both
+train 32 prompts x 8 samples a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas (0.9, 0.98), no KL, float32, one
+thread per process. Clocks leave out start-up and evaluation, for both.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from step import StepMeter, measure
+
+GOALS = (0.80, 0.90)
+WINDOW = 5  # steps whose mean reward is compared with a goal
+
+
+def ours(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
+    """Run mrl; one record a step."""
+    meter: StepMeter = measure(
+        [
+            "experiment=quickstart",
+            "data.inputs=null",
+            "sft=null",
+            f"model.path={folder / 'warm'}",
+            f"data.train=[{folder / 'data/train.parquet'}]",
+            "data.test=[]",
+            "rollout.prompts_per_step=32",
+            "rollout.responses_per_prompt=8",
+            "rollout.max_response_tokens=8",
+            "algorithm.lr=3e-4",
+            "algorithm.betas=[0.9,0.98]",
+            "algorithm.clip_grad=1.0",
+            "algorithm.warmup_steps=0",
+            f"run.seed={seed}",
+        ],
+        steps,
+        stop_reward=0.92,
+    )
+    totals = [sum(cpu.values()) for cpu in meter.cpu]
+    start = totals[0] - (totals[1] - totals[0])  # the first step's own CPU-seconds are not separable from start-up
+    walls = [step["time/step_s"] for step in meter.steps]
+    return [
+        {"reward": step["reward/mean"], "wall": wall, "cum_wall": sum(walls[: i + 1]), "cum_cpu": totals[i] - start}
+        for i, (step, wall) in enumerate(zip(meter.steps, walls, strict=True))
+    ]
+
+
+def theirs(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, float]]:
+    """Run TRL; one record a step."""
+    name = f"trl_{seed}"
+    command = [python, "trl_grpo.py", "--root", str(folder), "--name", name, "--seed", str(seed), "--steps", str(steps)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
+    with (folder / f"{name}.log").open("w") as log:
+        subprocess.run([*command, "--eval-every", "0"], cwd=folder, env=env, stdout=log, stderr=log, check=True, timeout=900)
+    rows = [json.loads(line) for line in (folder / "out" / name / "steps.jsonl").read_text().splitlines()]
+    return [
+        {"reward": r["reward"], "wall": r["step_wall"], "cum_wall": r["cum_wall"], "cum_cpu": r["cum_cpu"]} for r in rows
+    ]
+
+
+def reached(records: list[dict[str, float]], goal: float) -> tuple[int, float, float] | None:
+    """First step whose trailing mean reward is at least `goal`, with the wall and CPU seconds up to it."""
+    for i in range(WINDOW - 1, len(records)):
+        if statistics.mean(r["reward"] for r in records[i - WINDOW + 1 : i + 1]) >= goal:
+            return i + 1, records[i]["cum_wall"], records[i]["cum_cpu"]
+    return None
+
+
+def row(name: str, records: list[dict[str, float]]) -> list[str]:
+    """One line of the table."""
+    wall = statistics.median(r["wall"] for r in records[1:])
+    cpu = (records[-1]["cum_cpu"] - records[0]["cum_cpu"]) / (len(records) - 1)
+    cells = [name, f"{wall:.3f}", f"{cpu:.3f}"]
+    for goal in GOALS:
+        found = reached(records, goal)
+        cells.append(f"{found[0]} steps, {found[1]:.1f} / {found[2]:.1f} s" if found else "not reached")
+    return cells
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's baseline")
+    parser.add_argument("--peer-python", required=True, help="Python of an environment with TRL")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=80)
+    args = parser.parse_args()
+    table = Table(title="per step and to a trailing 5-step mean reward", title_justify="left")
+    for column in ("run", "wall s/step", "CPU-s/step", *(f"to {goal:.2f}: wall / CPU" for goal in GOALS)):
+        table.add_column(column)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "peer"
+        shutil.copytree(args.peer, folder)
+        subprocess.run(["chmod", "-R", "u+w", folder], check=True)
+        for seed in args.seeds:
+            table.add_row(*row(f"TRL, seed {seed}", theirs(folder, args.peer_python, seed, args.steps)))
+            table.add_row(*row(f"mrl, seed {seed}", ours(folder, seed, args.steps)))
+    Console(width=120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
