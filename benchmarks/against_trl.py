@@ -2,9 +2,9 @@
 
     python benchmarks/against_trl.py --peer FOLDER --peer-python VENV/bin/python [--seeds 0 1 2]
 
-FOLDER holds the peer's baseline: data/{train,test}.parquet, a start in warm/, and trl_grpo.py, which writes steps.jsonl. Both
-train 32 prompts x 8 samples a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas (0.9, 0.98), no KL, float32, one
-thread per process. Clocks leave out start-up and evaluation, for both.
+FOLDER holds the peer's baseline: data/{train,test}.parquet, a start in warm/, and trl_grpo.py, which writes
+steps.jsonl. Both train 32 prompts x 8 samples a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas
+(0.9, 0.98), no KL, float32, one thread per process. Clocks leave out start-up and evaluation, for both.
 """
 
 import argparse
@@ -62,10 +62,13 @@ def theirs(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, f
     command = [python, "trl_grpo.py", "--root", str(folder), "--name", name, "--seed", str(seed), "--steps", str(steps)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
     with (folder / f"{name}.log").open("w") as log:
-        subprocess.run([*command, "--eval-every", "0"], cwd=folder, env=env, stdout=log, stderr=log, check=True, timeout=900)
+        subprocess.run(
+            [*command, "--eval-every", "0"], cwd=folder, env=env, stdout=log, stderr=log, check=True, timeout=900
+        )
     rows = [json.loads(line) for line in (folder / "out" / name / "steps.jsonl").read_text().splitlines()]
     return [
-        {"reward": r["reward"], "wall": r["step_wall"], "cum_wall": r["cum_wall"], "cum_cpu": r["cum_cpu"]} for r in rows
+        {"reward": r["reward"], "wall": r["step_wall"], "cum_wall": r["cum_wall"], "cum_cpu": r["cum_cpu"]}
+        for r in rows
     ]
 
 

@@ -67,7 +67,7 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a Hugging Face config says of a decoder, in Megatron's terms; every field is logged when a model is built."""
+    """What a Hugging Face config says of a decoder, in Megatron's terms; logged field by field when a model is built."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -96,7 +96,9 @@ class Family:
     architecture: str  # as in config.json
     read: Callable[[HFConfig], Architecture]
     table: tuple[Mapping, ...]
-    engine_fusions: dict[str, tuple[str, ...]]  # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order
+    engine_fusions: dict[
+        str, tuple[str, ...]
+    ]  # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order
 
     def entries(self, arch: Architecture) -> list[Mapping]:
         """The table's rows for this model: one per Megatron parameter, layers written out."""

@@ -25,7 +25,7 @@ from mrl.rollout.generator import RolloutGenerator
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.spec import RolloutSpec
 from mrl.sft import SupervisedStage
-from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
+from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def construct(node: Node, key: str) -> Any:
-    """Build the object that a `_target_` node names; raises ValueError with the key, the class and the nearest argument."""
+    """Build the object that a `_target_` node names; raises ValueError naming key, class and nearest argument."""
     target = node.get("_target_")
     if not target:
         raise ValueError(f"{key}: _target_ is missing; expected the dotted name of a class, got {node}.")
@@ -139,8 +139,8 @@ def prompt_limit(config: Config, context: int) -> int:
     room = context - config.rollout.max_response_tokens
     if room < 1:
         raise ValueError(
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: the model's context of {context} tokens "
-            f"leaves no room for a prompt; use at most {context - 1}."
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: the model's context of {context} "
+            f"tokens leaves no room for a prompt; use at most {context - 1}."
         )
     return min(room, config.data.max_prompt_tokens or room)
 
@@ -237,13 +237,18 @@ def cluster(plan: ModelPlan) -> Iterator[Cluster]:
 def trainer(plan: Plan) -> Iterator[Trainer]:
     """A Trainer whose processes are up, warm-started where the plan says so; everything ends with the context."""
     config = plan.config
+    startup = Startup()
     with cluster(plan) as processes:
         assert processes.generator is not None, "a trainer samples"
+        startup.ready("Ray is up")
         processes.group.wait_ready(config.cluster.start_timeout_s)
+        startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
         if plan.warm_start:
-            processes.warm_start(plan.warm_start)
+            loss = processes.warm_start(plan.warm_start)
             processes.group.call("reset_optimizer", **vars(plan.optimizer))
+            startup.ready(f"supervised warm start done (loss {loss:.3f})")
         urls = processes.generator.wait_ready(config.rollout.start_timeout_s)
+        startup.ready(f"engines ready ({len(urls)})")
         processes.group.call("connect_engines", urls, **vars(config.weight_sync))
         with Tracker(_sinks(config)) as tracker:
             yield _wire(plan, processes, tracker)
@@ -252,7 +257,8 @@ def trainer(plan: Plan) -> Iterator[Trainer]:
 def _sinks(config: Config) -> list[Sink]:
     folder, run = Path(config.run.dir), config.run
     sinks: list[Sink] = [
-        JsonlSink(folder / "metrics.jsonl"),
+        JsonlSink(folder / "metrics.jsonl", select=lambda name: not name.startswith("eval/")),
+        JsonlSink(folder / "eval.jsonl", select=lambda name: name.startswith("eval/")),
         ConsoleSink(config.trainer.max_steps, title=run.name),
         CurveSink(folder / "curve.png", title=run.name),
     ]

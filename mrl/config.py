@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Optional
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -31,11 +31,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    inputs: Optional[Node] = None  # callable run once before anything is read: makes the files named below
+    inputs: Node | None = None  # callable run once before anything is read: makes the files named below
     train: list[str] = MISSING  # parquet or jsonl files with the five columns
     test: list[str] = field(default_factory=list)  # held-out files; empty: no evaluation
     shuffle: bool = True  # a new order every epoch, from run.seed
-    max_prompt_tokens: Optional[int] = None  # longest allowed prompt; default: the model's context less the response
+    max_prompt_tokens: int | None = None  # longest allowed prompt; default: the model's context less the response
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RolloutConfig:
     start_timeout_s: float = 600.0  # until every engine answers
     request_timeout_s: float = 600.0  # for one batch of responses
     record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
-    replay: Optional[str] = None  # folder of such files: train on them, without any engine
+    replay: str | None = None  # folder of such files: train on them, without any engine
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class SftConfig:
     train: str = MISSING  # parquet or jsonl file with columns prompt (messages) and response (text)
-    output: Optional[str] = None  # Hugging Face folder to write; `mrl train` skips the stage where it exists already
+    output: str | None = None  # Hugging Face folder to write; `mrl train` skips the stage where it exists already
     steps: int = 200  # optimizer steps
     batch_size: int = 128  # rows per step
     lr: float = 1e-5  # learning rate, decaying linearly to a tenth
@@ -88,11 +88,11 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     max_steps: int = 1000  # steps of rollout and update; fewer end the run early and cleanly
-    stop_reward: Optional[float] = None  # end when the mean reward of the last `stop_window` steps reaches this
+    stop_reward: float | None = None  # end when the mean reward of the last `stop_window` steps reaches this
     stop_window: int = 5  # steps
     max_tokens_per_micro_batch: int = 8192  # tokens in one packed forward pass, per replica
     eval_every: int = 0  # steps between evaluations on data.test; 0: only before and after
-    eval_rows: Optional[int] = None  # evaluate on the first rows of data.test only
+    eval_rows: int | None = None  # evaluate on the first rows of data.test only
     save: bool = True  # write checkpoint/ and hf/ at the end
     timeout_s: float = 1800.0  # for any one call to the trainer processes
 
@@ -112,7 +112,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    address: Optional[str] = None  # of a running Ray cluster; default: start one on this machine
+    address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
 
 
@@ -124,7 +124,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: Node = MISSING  # responses -> rewards
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    sft: Optional[SftConfig] = None  # supervised stage: the job of `mrl sft`, a warm start for `mrl train`
+    sft: SftConfig | None = None  # supervised stage: the job of `mrl sft`, a warm start for `mrl train`
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -177,7 +177,7 @@ def from_hydra(composed: DictConfig) -> Config:
         with _writable(OmegaConf.structured(Config)) as schema:
             config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
     except OmegaConfBaseException as error:
-        if error.full_key and "Missing mandatory value" in str(error):
+        if error.full_key and "missing mandatory value" in str(error).lower():
             raise ValueError(f"{error.full_key} must be set: {error.full_key}=VALUE") from None
         raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
     assert isinstance(config, Config), f"config is a {type(config)}"

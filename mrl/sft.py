@@ -7,7 +7,7 @@ import numpy as np
 from mrl.algorithms.losses import CrossEntropy
 from mrl.data.prompts import PromptStream
 from mrl.tracking import Tracker
-from mrl.types import Handle
+from mrl.types import Handle, TrainBatch
 from mrl.workers.group import WorkerGroup
 
 
@@ -34,17 +34,9 @@ class SupervisedStage:
         for step in range(self.steps):
             rows = next(stream)
             lr = self._lr(step)
+            batch = TrainBatch(self.block, self.lengths, self.response_lengths, advantages, rows, counted=rows)
             report = self.group.update(
-                self.block,
-                self.lengths,
-                self.response_lengths,
-                advantages,
-                rows,
-                rows,
-                loss=CrossEntropy(),
-                aggregation="token_mean",
-                lr=lr,
-                max_tokens=self.max_tokens,
+                batch, loss=CrossEntropy(), aggregation="token_mean", lr=lr, max_tokens=self.max_tokens
             )
             loss = report.sums["loss"]
             grad_norm = report.maxima["optim/grad_norm"]

@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -68,15 +68,20 @@ class Tracker:
 
 
 class JsonlSink:
-    """One JSON object per call, `{"step": 1, "reward/mean": 0.5}`, written before `log` returns; NaN becomes null."""
+    """One JSON object per call, `{"step": 1, "reward/mean": 0.5, ...}`, on disk before `log` returns; NaN becomes null.
 
-    def __init__(self, path: Path) -> None:
+    `select` says which names are written; a call without any of them leaves no line.
+    """
+
+    def __init__(self, path: Path, select: Callable[[str], bool] = lambda name: True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file, self._select = path.open("ab", buffering=0), select
 
     def log(self, step: int, metrics: Metrics) -> None:
-        options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-        self._file.write(orjson.dumps({"step": step, **metrics}, option=options))
+        chosen = {name: value for name, value in metrics.items() if self._select(name)}
+        if chosen:
+            options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+            self._file.write(orjson.dumps({"step": step, **chosen}, option=options))
 
     def close(self) -> None:
         self._file.close()
@@ -201,6 +206,22 @@ class ConsoleSink:
 
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Startup:
+    """Tells a person what a run is waiting for before its first step, and how long each part took."""
+
+    def __init__(self, console: Any = None) -> None:
+        from rich.console import Console  # not needed in the processes that only import this module
+
+        self.console = console or Console(file=sys.stdout)
+        self._begun = time.monotonic()
+
+    def ready(self, what: str) -> None:
+        """`what` is up."""
+        text = f"{what} after {time.monotonic() - self._begun:.1f} s"
+        logger.info(text)
+        self.console.print(text, markup=False, highlight=False)
 
 
 class _Display:

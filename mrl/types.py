@@ -108,6 +108,18 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
+class TrainBatch:
+    """Rows of a block for one optimizer step, in the driver's terms."""
+
+    block: Handle
+    lengths: NDArray[np.int64]  # [B] tokens, by row of the block
+    response_lengths: NDArray[np.int64]  # [B] tokens
+    advantages: NDArray[np.float32]  # [B]
+    rows: NDArray[np.int64]  # trained
+    counted: NDArray[np.int64]  # in the loss's denominators: the trained rows, and those whose loss is known to be zero
+
+
+@dataclass(frozen=True)
 class Share:
     """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
 

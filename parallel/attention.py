@@ -1,6 +1,6 @@
 """Core attention over packed sequences for machines without Transformer Engine: exact, and no padding.
 
-Consecutive sequences of equal length form one batched call, so a pack that is sorted by length costs as many calls as it
+Consecutive sequences of equal length form one batched call, so a pack sorted by length costs as many calls as it
 has distinct lengths. Shapes: t tokens of the pack, n query heads, g key/value heads, d channels of a head (per rank).
 """
 
@@ -40,7 +40,7 @@ class PackedAttention(torch.nn.Module):
         if repeat > 1:  # torch's CPU flash kernel has no grouped-query form
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
         pieces = [x.split([count * length for count, length in runs]) for x in (query, key, value)]
-        out = [self._run(*qkv, count, length) for *qkv, (count, length) in zip(*pieces, runs, strict=True)]
+        out = [self._run(q, k, v, *run) for q, k, v, run in zip(*pieces, runs, strict=True)]
         return torch.cat(out)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, count: int, length: int) -> Tensor:

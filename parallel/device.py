@@ -1,4 +1,4 @@
-"""The device layer: which device and backend this process uses, and a stand-in that lets stock Megatron-Core run on a CPU.
+"""The device layer: this process's device and backend, and a stand-in that lets stock Megatron-Core run on a CPU.
 
 `install()` must run before anything from Megatron is imported. It does nothing where CUDA is present.
 Megatron-Core 0.19 calls `torch.cuda` directly in places that its own process-group arguments do not reach (streams, RNG
@@ -39,7 +39,7 @@ class _Stream(torch.cpu.Stream):
 
 
 class _FusedAdam(torch.optim.Optimizer):
-    """AdamW with Apex's contract: the step count lives in the param group, as Megatron's distributed checkpoint expects."""
+    """AdamW with Apex's contract: the step count lives in the param group, where Megatron's checkpoints look for it."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unused):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))

@@ -19,7 +19,9 @@ def destroy() -> None:
 
 def tp_group() -> ProcessGroup:
     """Ranks that hold the shards of one replica's matrices."""
-    return parallel_state.get_tensor_model_parallel_group()
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert group is not None, "parallel.groups.initialize() comes first"
+    return group
 
 
 def dp_group() -> ProcessGroup:

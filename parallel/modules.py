@@ -39,7 +39,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedRotaryEmbedding(RotaryEmbedding):
     """RoPE angles looked up per token of the pack, so that Megatron applies them in one operation, not per sequence."""
 
-    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed=None, **unused) -> int:
+    def get_rotary_seq_len(
+        self, inference_context, transformer, transformer_input, config, packed=None, **unused
+    ) -> int:
         assert isinstance(packed, PackedSequences), f"a pack is needed, got {type(packed)}"
         self._packed = packed
         return int(packed.max_seqlen_q)

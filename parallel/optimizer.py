@@ -38,7 +38,9 @@ def build_optimizer(model: DistributedDataParallel, settings: AdamW) -> Megatron
         [model],
     )
     # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
-    model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(chunks, None)
+    model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(
+        chunks, None
+    )
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

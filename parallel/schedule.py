@@ -16,8 +16,8 @@ def run(
 ) -> list[dict[str, Tensor]]:
     """Accumulate gradients of the summed losses of all micro-batches; returns each one's reported numbers.
 
-    A micro-batch has `tokens` [S], and `packed` (parallel.packing.PackedSequences). A rank without any micro-batch still
-    takes part in the gradient reduction, so data-parallel ranks may hold any number of them.
+    A micro-batch has `tokens` [S], and `packed` (parallel.packing.PackedSequences). A rank without any micro-batch
+    still takes part in the gradient reduction, so data-parallel ranks may hold any number of them.
     """
     if not micro_batches:
         if not forward_only:

@@ -4,15 +4,15 @@ import os
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0")
 
-import multiprocessing  # noqa: E402
-import queue  # noqa: E402
-import socket  # noqa: E402
-import time  # noqa: E402
-import traceback  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from typing import Any  # noqa: E402
+import multiprocessing
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
 
-import pytest  # noqa: E402
+import pytest
 
 
 def free_port() -> int:

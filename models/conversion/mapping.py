@@ -1,7 +1,7 @@
 """Layout rules between Hugging Face tensors and one Megatron parameter: pure functions of tensors.
 
-Every rule is two steps. A Hugging Face tensor is cut into tensor-parallel shards along `axis` (None: every rank holds it
-whole); then `merge` lays the shards of one rank out as Megatron wants them. `split` undoes `merge`, and concatenation
+Every rule is two steps. A Hugging Face tensor is cut into tensor-parallel shards along `axis` (None: all ranks hold
+it whole); then `merge` lays the shards of one rank out as Megatron wants them. `split` undoes `merge`, and concatenation
 along `axis` undoes the cut, so each rule is declared once and works both ways.
 """
 

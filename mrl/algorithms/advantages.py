@@ -15,7 +15,7 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GRPO:
-    """Group-relative advantage, (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, eq. 3 ff.).
+    """Group-relative advantage, (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, 4.1.2).
 
     The standard deviation is the unbiased one (n - 1), as in the common implementations; the paper does not say which.
     `normalize_std=False` is Dr.GRPO's form (Liu et al. 2025), without the division.

@@ -144,7 +144,9 @@ def make_plan(query_lens: Tensor, key_lens: Tensor, slots: Tensor, req_pool_indi
     ends = query_lens.cumsum(0)
     num_tokens, wanted = int(ends[-1]), int((query_lens * key_lens).sum())
     widest_Q, widest_L = int(query_lens.max()), int(key_lens.max())
-    if widest_Q <= MAX_QUERY_ROWS and fits(len(query_lens), widest_Q, widest_L, wanted):  # the usual case, without a loop
+    if widest_Q <= MAX_QUERY_ROWS and fits(
+        len(query_lens), widest_Q, widest_L, wanted
+    ):  # the usual case, without a loop
         rows_N4 = torch.stack([torch.arange(len(query_lens)), ends - query_lens, query_lens, key_lens], 1)
         groups = [rows_N4]
     else:

@@ -1,5 +1,6 @@
 """The driver's side of sampling: asks a rollout worker, sees lengths and rewards, never a token."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,6 @@ class RolloutGenerator:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the engines and their worker."""
-        try:
+        with suppress(ray.exceptions.RayError, TimeoutError):  # engines end with their worker: a supervisor watches it
             ray.get(self.worker.close.remote(), timeout=timeout_s)
-        except (ray.exceptions.RayError, TimeoutError):
-            pass  # engines end with their worker all the same: each has a supervisor that watches it
         ray.kill(self.worker)

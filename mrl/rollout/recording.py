@@ -18,7 +18,7 @@ def write(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) 
     path = _path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
-    np.savez(partial, **asdict(block), **columns)
+    np.savez(partial, allow_pickle=False, **asdict(block), **columns)
     partial.rename(path)
 
 

@@ -26,7 +26,9 @@ class RolloutWorker:
         """Start the engines at once; `wait_ready` waits for them."""
         self.spec = spec
         log_dir = Path(spec.run_dir) / "logs"
-        logging.basicConfig(filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        logging.basicConfig(
+            filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+        )
         self.servers = [
             EngineServer(
                 dict(spec.server_args, model_path=spec.model_path, tp_size=spec.engine_tp, random_seed=spec.seed + i),
@@ -83,7 +85,9 @@ class RolloutWorker:
     def _complete(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         """Spread the prompts evenly over the engines, one request each; answers in the order of `prompts`."""
         parts = np.array_split(np.arange(len(prompts)), len(self.clients))
-        jobs = [(client, [prompts[i] for i in part]) for client, part in zip(self.clients, parts, strict=True) if len(part)]
+        jobs = [
+            (client, [prompts[i] for i in part]) for client, part in zip(self.clients, parts, strict=True) if len(part)
+        ]
         with ThreadPoolExecutor(len(jobs)) as pool:
             answers = list(pool.map(lambda job: job[0].generate(job[1], params), jobs))
         return [completion for answer in answers for completion in answer]
@@ -109,7 +113,7 @@ class RolloutWorker:
         return rewards
 
     def evaluate(self, temperature: float) -> float:
-        """Mean reward of one response per held-out prompt; temperature 0 is greedy. NaN without a test set or engine."""
+        """Mean reward of one response per held-out prompt; 0 is greedy. NaN without a test set or an engine."""
         if self.test is None or not self.clients:
             return float("nan")
         rows = np.arange(min(len(self.test), self.spec.eval_rows or len(self.test)))

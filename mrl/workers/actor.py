@@ -73,9 +73,7 @@ class Actor:
 
     def _logprobs(self, logits: Tensor, micro: MicroBatch) -> Tensor:
         chosen = logits.index_select(0, micro.predict)  # [R, V/tp]
-        return vocab_parallel_logprobs(
-            chosen, micro.targets, groups.tp_group(), self.vocab_size, self.spec.temperature
-        )
+        return vocab_parallel_logprobs(chosen, micro.targets, groups.tp_group(), self.vocab_size, self.spec.temperature)
 
     def _loss(self, logits: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = self._logprobs(logits, micro)
@@ -85,7 +83,12 @@ class Actor:
         weights = micro.weights.to(per_token.dtype)
         total = (per_token * weights).sum()
         gap = (now - micro.rollout_logprobs).abs()  # NaN where nothing was sampled
-        report = {"sum:loss": total.detach(), "max:gap": gap.max(), "sum:gap": gap.sum(), "sum:tokens": torch.tensor(len(gap))}
+        report = {
+            "sum:loss": total.detach(),
+            "max:gap": gap.max(),
+            "sum:gap": gap.sum(),
+            "sum:tokens": torch.tensor(len(gap)),
+        }
         return total, report | {f"sum:{name}": (value * weights).sum() for name, value in extra.items()}
 
     def export(self) -> Iterable[tuple[str, Tensor]]:

@@ -1,17 +1,16 @@
 """All trainer processes of one model, called as one: cut the batch, call every rank, add up what they report."""
 
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.reduce import token_weights
 from mrl.data.batching import micro_batches, partition
-from mrl.types import Handle, Share, UpdateReport
+from mrl.types import Share, TrainBatch, UpdateReport
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
@@ -39,26 +38,13 @@ class WorkerGroup:
         """Call `method` with the same arguments on every rank; results by rank."""
         return ray.get([getattr(w, method).remote(*args, **kwargs) for w in self.workers], timeout=self.timeout_s)
 
-    def update(
-        self,
-        block: Handle,
-        lengths: NDArray[np.int64],
-        response_lengths: NDArray[np.int64],
-        advantages: NDArray[np.float32],
-        rows: NDArray[np.int64],
-        denominator_rows: NDArray[np.int64],
-        *,
-        loss: Loss,
-        aggregation: str,
-        lr: float,
-        max_tokens: int,
-    ) -> UpdateReport:
-        """One optimizer step on `rows` of a block, normalised over `denominator_rows` (which contain them)."""
-        weights = np.zeros(len(lengths))
-        weights[denominator_rows] = token_weights(response_lengths[denominator_rows], aggregation)
+    def update(self, batch: TrainBatch, *, loss: Loss, aggregation: str, lr: float, max_tokens: int) -> UpdateReport:
+        """One optimizer step: `batch.rows` cut over replicas, and into micro-batches of at most `max_tokens`."""
+        weights = np.zeros(len(batch.lengths))
+        weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
         shares = [
-            Share(block, tuple(micro_batches(lengths, part, max_tokens)), advantages, weights)
-            for part in partition(lengths, rows, self.dims.dp)
+            Share(batch.block, tuple(micro_batches(batch.lengths, part, max_tokens)), batch.advantages, weights)
+            for part in partition(batch.lengths, batch.rows, self.dims.dp)
         ]
         futures = [
             worker.update.remote(shares[self.dims.dp_rank(rank)], loss, lr) for rank, worker in enumerate(self.workers)
@@ -71,11 +57,8 @@ class WorkerGroup:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End every process, politely first."""
-        end = time.monotonic() + timeout_s
-        try:
-            ray.get([w.close.remote() for w in self.workers], timeout=max(0.1, end - time.monotonic()))
-        except (ray.exceptions.RayError, TimeoutError):
-            pass  # a rank that is stuck or dead is killed below
+        with suppress(ray.exceptions.RayError, TimeoutError):  # a rank that is stuck or dead is killed below
+            ray.get([w.close.remote() for w in self.workers], timeout=timeout_s)
         for worker in self.workers:
             ray.kill(worker)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Rollouts, SyncReport
+from mrl.types import Rollouts, SyncReport, TrainBatch
 from mrl.workers.group import WorkerGroup
 from parallel.optimizer_settings import AdamW
 
@@ -30,17 +30,9 @@ class ActorPolicy:
             rows = np.flatnonzero(advantages)
             rows = rows if len(rows) else every[:1]  # one row always, so that the mismatch is measured
         lr = self.optimizer.lr_at(step)
+        batch = TrainBatch(rollouts.block, rollouts.lengths, rollouts.response_lengths, advantages, rows, every)
         report = self.group.update(
-            rollouts.block,
-            rollouts.lengths,
-            rollouts.response_lengths,
-            advantages,
-            rows,
-            every,
-            loss=self.loss,
-            aggregation=self.aggregation,
-            lr=lr,
-            max_tokens=self.max_tokens,
+            batch, loss=self.loss, aggregation=self.aggregation, lr=lr, max_tokens=self.max_tokens
         )
         tokens = report.sums.pop("tokens")
         return {

@@ -20,7 +20,9 @@ class TrainWorker:
     def __init__(self, rank: int, dims: ParallelDims, log_dir: str) -> None:
         """Start the heavy imports; nothing here waits for another rank."""
         logging.basicConfig(
-            filename=Path(log_dir) / f"trainer_{rank}.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
+            filename=Path(log_dir) / f"trainer_{rank}.log",
+            level=logging.INFO,
+            format="%(asctime)s %(name)s %(message)s",
         )
         self.rank, self.dims = rank, dims
         self._transport: Any = None

@@ -16,7 +16,6 @@ def wait_for(condition, timeout_s: float = 180) -> None:
         time.sleep(0.2)
 
 
-
 def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, inputs):
     import torch
     from safetensors.torch import load_file
@@ -47,7 +46,9 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
 
 
 def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickstart):
-    source = start_mrl("train", *quickstart, "trainer.max_steps=1", "rollout.record=true", "trainer.save=false").finish()
+    source = start_mrl(
+        "train", *quickstart, "trainer.max_steps=1", "rollout.record=true", "trainer.save=false"
+    ).finish()
     assert source.process.returncode == 0, source.output()
     expected = source.metrics()[0]
     for layout in ("parallel.tp=2", "parallel.dp=2"):
@@ -63,7 +64,7 @@ def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickst
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
     run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false", "tracking.wandb=false")
-    wait_for(lambda: run.process.poll() is not None or (run.folder / "metrics.jsonl").exists() and run.metrics())
+    wait_for(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
     assert run.process.poll() is None, run.output()
     run.process.send_signal(how)
     run.finish(60)
@@ -78,9 +79,7 @@ def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
 
     from mrl.commands import data
 
-    texts = [
-        'She said "buy 3 for $4.50" — so what is 3 × 4.50 in €? ☃ ' + "and again " * 60 + str(i) for i in range(4)
-    ]
+    texts = ['She said "buy 3 for $4.50" — so what is 3 × 4.50 in €? ☃ ' + "and again " * 60 + str(i) for i in range(4)]
     rows = [{"question": text, "answer": f"It is <<1+1=2>> so\n#### {i},000"} for i, text in enumerate(texts)]
     source = tmp_path / "rows.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))

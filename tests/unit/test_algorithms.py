@@ -16,7 +16,7 @@ def test_grpo_normalises_within_each_group():
     found = GRPO(eps=1e-4)(REWARDS, GROUPS)
     expected = np.zeros(9)
     for group in set(GROUPS.tolist()):
-        rows = np.flatnonzero(GROUPS == group)
+        rows = np.flatnonzero(group == GROUPS)
         if len(rows) > 1:
             r = REWARDS[rows]
             expected[rows] = (r - r.mean()) / (r.std(ddof=1) + 1e-4)

