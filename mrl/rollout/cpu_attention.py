@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mrl.rollout.cpu_platform import ATTENTION_BACKEND
+from mrl.rollout.names import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -1,7 +1,7 @@
 """SGLang platform plug-in: stock SGLang on a machine without a GPU.
 
-SGLang finds it through the entry point `sglang.srt.platforms` (setup.py); nothing else refers to it by import. Where CUDA is
-available `activate()` declines and SGLang picks its own platform.
+SGLang finds it through the entry point `sglang.srt.platforms` (setup.py); nothing else refers to it by import. Where a GPU or
+another accelerator is available `activate()` declines and SGLang picks its own platform.
 """
 
 import psutil
@@ -10,13 +10,12 @@ from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attenti
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-ATTENTION_BACKEND = "mrl_batched_sdpa"
-"""Name under which `cpu_attention` registers itself; spelt here so that arguments can be checked without importing it."""
+from mrl.rollout.names import ATTENTION_BACKEND
 
 
 def activate() -> str | None:
-    """Name of the platform class, or None where CUDA is available."""
-    if torch.cuda.is_available():
+    """Name of the platform class, or None where there is an accelerator."""
+    if torch.accelerator.is_available():
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])

@@ -1,72 +1,186 @@
-"""draft"""
+"""One SGLang server as a child that is always ended with us."""
 
+from __future__ import annotations
+
+import contextlib
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-import httpx
+import psutil
 
+from mrl.rollout.ports import PortLease
+from mrl.rollout.server_args import check_server_args, default_server_args
 
-def check_server_args(d):
-    pass
+__all__ = ["EngineServer", "check_server_args", "default_server_args"]
 
-
-def default_server_args(dtype, context_length):
-    return dict(
-        device="cpu",
-        attention_backend="mrl_batched_sdpa",
-        sampling_backend="pytorch",
-        disable_overlap_schedule=True,
-        dtype=dtype,
-        max_total_tokens=65536,
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        context_length=context_length,
-        skip_server_warmup=True,
-        host="127.0.0.1",
-        log_level="error",
-        weight_version="0",
-    )
+POLL_S = 0.05  # between looks at a server that starts
+LOG_TAIL_BYTES = 4000  # of the log in an error
+MAX_SCRATCH_PATH = 60  # characters: SGLang puts Unix sockets (at most 107 characters) below it
 
 
 class EngineServer:
-    def __init__(self, args, log):
-        s = socket.socket()
-        s.bind(("127.0.0.1", 0))
-        self.port = s.getsockname()[1]
-        s.close()
-        self.args = dict(args, port=self.port)
-        self.log = log
-        self.url = f"http://127.0.0.1:{self.port}"
+    """Starts one server in a session of its own, under a supervisor that ends it when this process ends, however it ends.
 
-    def start(self):
-        f = str(self.log) + ".json"
-        open(f, "w").write(json.dumps(self.args))
-        self.p = subprocess.Popen(
-            [sys.executable, "-m", "mrl.rollout.serve", f],
-            stdout=open(self.log, "w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        with EngineServer(default_server_args("float32", 512) | {"model_path": path}, log_path) as server:
+            server.wait_ready(timeout_s=120)
+            client = EngineClient(server.url)
+
+    `start()` does not wait, so several servers and the trainer can start side by side.
+    """
+
+    def __init__(
+        self,
+        server_args: Mapping[str, Any],
+        log_path: str | Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        grace_s: float = 1.0,
+    ) -> None:
+        """`server_args`: ServerArgs fields, `model_path` at least; ports are chosen here, and `host` defaults to loopback.
+
+        `env` adds to this process's environment. `grace_s` is how long `stop()` waits between SIGTERM and SIGKILL.
+        """
+        self._leases = [PortLease(), PortLease()]
+        self.port = self._leases[0].port
+        self.server_args: dict[str, Any] = {"host": "127.0.0.1"} | dict(server_args)
+        self.server_args |= {"port": self.port, "nccl_port": self._leases[1].port}
+        self.log_path = Path(log_path)
+        self.grace_s = grace_s
+        self._extra_env = dict(env or {})
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server listens, or will."""
+        return f"http://{self.server_args['host']}:{self.port}"
+
+    def start(self) -> None:
+        """Start the server's processes and return at once."""
+        assert self._supervisor is None, f"the server at {self.url} was already started"
+        temp = tempfile.gettempdir()
+        self._scratch = Path(tempfile.mkdtemp(prefix="mrl-engine-", dir=temp if len(temp) < MAX_SCRATCH_PATH else "/tmp"))
+        arguments = self._scratch / "server_args.json"
+        arguments.write_text(json.dumps(self.server_args))
+        spec = dict(
+            command=[sys.executable, "-m", "mrl.rollout.serve", str(arguments)],
+            env=self._environment(),
+            cwd=os.getcwd(),
+            scratch=str(self._scratch),
+            grace_s=self.grace_s,
         )
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervise.py"))],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lease.fd for lease in self._leases],
+            )
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.write(json.dumps(spec).encode() + b"\n")
+        self._supervisor.stdin.flush()
+        for lease in self._leases:
+            lease.close()
 
-    def wait_ready(self, timeout_s):
-        end = time.time() + timeout_s
-        while time.time() < end:
-            assert self.p.poll() is None, open(self.log).read()[-2000:]
-            try:
-                if httpx.get(self.url + "/health", timeout=2).status_code == 200:
-                    return
-            except Exception:
-                pass
-            time.sleep(0.2)
-        raise TimeoutError
+    def _environment(self) -> dict[str, str]:
+        env = os.environ | {
+            "TMPDIR": str(self._scratch),  # SGLang leaves socket files behind; they go with the folder
+            "MRL_ENGINE_SCRATCH": str(self._scratch),
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
+        }
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # importing SGLang without byte code costs 12 CPU-seconds more, each time
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        if self.server_args.get("device") == "cpu":
+            env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
+            cores = sorted(os.sched_getaffinity(0))
+            ranks = int(self.server_args.get("tp_size", 1))
+            if ranks > 1:  # SGLang asserts on one binding per rank
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[r % len(cores)]) for r in range(ranks)))
+        return env | self._extra_env
 
-    def cpu_seconds(self):
-        return 0.0
+    def alive(self) -> bool:
+        """Whether the server's processes run (they may not answer yet)."""
+        return self._supervisor is not None and self._supervisor.poll() is None
 
-    def stop(self):
-        os.killpg(self.p.pid, signal.SIGKILL)
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server takes requests. Raises RuntimeError when it ended, TimeoutError at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if not self.alive():
+                raise RuntimeError(f"the SGLang server at {self.url} ended before it was ready; {self._log_tail()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the SGLang server at {self.url} was not ready after {timeout_s} s; {self._log_tail()}")
+            time.sleep(POLL_S)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _log_tail(self) -> str:
+        text = self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log_path.exists() else ""
+        return f"end of {self.log_path}:\n{text}"
+
+    def cpu_seconds(self) -> float:
+        """User and system seconds used so far by the server's live processes and their ended children."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        if self._supervisor is None:
+            return []
+        with contextlib.suppress(psutil.Error):
+            supervisor = psutil.Process(self._supervisor.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """End the server: SIGTERM, after `grace_s` SIGKILL, done by the supervisor. Safe to call twice."""
+        for lease in self._leases:
+            lease.close()
+        if self._supervisor is None:
+            return
+        processes = self.processes()
+        assert self._supervisor.stdin is not None
+        with contextlib.suppress(OSError):
+            self._supervisor.stdin.close()  # the supervisor ends everything at end of file
+        try:
+            self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            self._supervisor.wait(timeout_s)
+        if self._scratch is not None:  # the supervisor removed it, unless it was killed itself
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

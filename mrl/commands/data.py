@@ -1,0 +1,73 @@
+"""`mrl data`: make or convert input files."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `mrl data`."""
+    top = argparse.ArgumentParser(prog="mrl data", description="Make or convert input files.")
+    kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    gsm8k = kinds.add_parser("gsm8k", help="GSM8K-style jsonl (question, answer ending in '#### N') -> five-column parquet")
+    gsm8k.add_argument("source", type=Path, help="jsonl or parquet file with the columns question and answer")
+    gsm8k.add_argument("target", type=Path, help="parquet file to write")
+    gsm8k.add_argument("--instruction", help="text after each question (default: think step by step, answer after ####)")
+    gsm8k.add_argument("--split", default="train", help="name kept in extra_info (default: %(default)s)")
+
+    tiny = kinds.add_parser("tiny-model", help="a tiny random Qwen3 with a byte-level tokenizer, for trying a pipeline")
+    tiny.add_argument("folder", type=Path, help="Hugging Face folder to write")
+    tiny.add_argument("--context", type=int, default=4096, help="longest sequence in tokens (default: %(default)s)")
+    tiny.add_argument("--seed", type=int, default=0)
+
+    arithmetic = kinds.add_parser("arithmetic", help="the quickstart's files: prompts, supervised rows, tiny model")
+    arithmetic.add_argument("folder", type=Path)
+    arithmetic.add_argument("--seed", type=int, default=0)
+    return top
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `mrl data`."""
+    args = parser().parse_args(argv)
+    try:
+        message = {"gsm8k": _gsm8k, "tiny-model": _tiny_model, "arithmetic": _arithmetic}[args.kind](args)
+    except ValueError as error:
+        sys.stderr.write(f"mrl: {error}\n")
+        return 2
+    sys.stdout.write(message + "\n")
+    return 0
+
+
+def _gsm8k(args: argparse.Namespace) -> str:
+    from mrl.data import gsm8k  # each kind pays for its own imports
+
+    instruction = gsm8k.INSTRUCTION if args.instruction is None else args.instruction
+    count = gsm8k.convert(args.source, args.target, instruction, args.split)
+    return f"{count} rows in {args.target}"
+
+
+def _tiny_model(args: argparse.Namespace) -> str:
+    from mrl.data.tiny_model import make_tiny_model
+    from mrl.data.tokenizer import byte_tokenizer
+
+    _refuse_existing(args.folder)
+    make_tiny_model(args.folder, byte_tokenizer(), context=args.context, initializer_range=0.02, seed=args.seed)
+    return f"tiny Qwen3 in {args.folder}"
+
+
+def _arithmetic(args: argparse.Namespace) -> str:
+    from mrl.data.arithmetic import make_inputs
+
+    _refuse_existing(args.folder)
+    make_inputs(args.folder, args.seed)
+    return f"quickstart inputs in {args.folder}"
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; name a new folder, or remove this one.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The quickstart's input, made locally: doubling four-digit numbers, one token per character."""
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+from mrl.data.tiny_model import make_tiny_model
+from mrl.data.tokenizer import character_tokenizer
+
+NUMBERS = range(1000, 5000)
+NUM_TEST = 512
+CONTEXT = 64
+
+
+def make_inputs(folder: str | Path, seed: int = 0) -> None:
+    """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
+
+    The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        numbers = list(NUMBERS)
+        random.Random(seed).shuffle(numbers)
+        write_prompts(partial / "test.parquet", "test", numbers[:NUM_TEST])
+        write_prompts(partial / "train.parquet", "train", numbers[NUM_TEST:])
+        write_supervised(partial / "sft.parquet", numbers[NUM_TEST:])
+        make_tiny_model(
+            partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed
+        )
+        partial.chmod(0o755)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # somebody else's is as good
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def question(number: int) -> list[dict[str, str]]:
+    """The prompt of one problem, as messages."""
+    return [{"role": "user", "content": f"2*{number}="}]
+
+
+def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
+    """RL prompts in the field's five columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "data_source": "doubling",
+            "prompt": question(number),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, number in enumerate(numbers)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_supervised(path: Path, numbers: list[int]) -> None:
+    """Prompt/response rows of the same problems, for the warm start."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": question(number), "response": str(2 * number)} for number in numbers]
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,32 @@
+"""A tiny Qwen3 in Hugging Face form, random weights: something real to run where no download is wanted."""
+
+from pathlib import Path
+from typing import Any
+
+SIZES = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+
+
+def make_tiny_model(folder: str | Path, tokenizer: Any, *, context: int, initializer_range: float, seed: int) -> None:
+    """Write config, random float32 weights and `tokenizer` to `folder`; the same bytes for the same seed."""
+    import torch  # seconds, and only needed when files are made
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **SIZES,
+        vocab_size=len(tokenizer),
+        head_dim=32,
+        max_position_embeddings=context,
+        initializer_range=initializer_range,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    tokenizer.model_max_length = context
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

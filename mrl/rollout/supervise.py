@@ -1,0 +1,143 @@
+"""A small process between us and an SGLang server, so that no end of ours, not even SIGKILL, leaves the server running.
+
+Run as a file with `python -I -S`, so it starts in milliseconds and imports nothing of ours. It leads a session of its own,
+starts the command it reads from stdin as one line of JSON, and ends everything below it when the command ends, when stdin
+closes (our process is gone, or asks for the end), when its parent changes, or on SIGTERM or SIGINT. As a subreaper it sees
+every descendant, also one that left the process group. If it is killed itself, the kernel kills the command, whose children
+watch the command in turn (SGLang sets their parent-death signal).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake us at once
+KILL_S = 10.0  # how long killed processes may take to disappear
+SHARED_MEMORY = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")  # names under /dev/shm that a server may leave behind
+
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def descendants() -> list[int]:
+    """Process ids below this process."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry))
+    found, queue = [], [os.getpid()]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def shared_memory(pids: list[int]) -> set[str]:
+    """Files under /dev/shm that these processes have mapped and would leave behind."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            found.update(line.rsplit(maxsplit=1)[-1] for line in file if " /dev/shm/" in line)
+    return {path for path in found if path.startswith("/dev/shm/") and os.path.basename(path).startswith(SHARED_MEMORY)}
+
+
+def reap() -> dict[int, int]:
+    """Collect ended children; returns exit statuses by process id."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[result[0]] = os.waitstatus_to_exitcode(result[1])
+    return ended
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_all(grace_s: float) -> None:
+    """SIGTERM to all descendants, SIGKILL to those that live on, until none is left."""
+    signal_all(descendants(), signal.SIGTERM)
+    now = time.monotonic()
+    while descendants() and time.monotonic() < now + grace_s:
+        reap()
+        time.sleep(0.02)
+    now = time.monotonic()
+    while (pids := descendants()) and time.monotonic() < now + KILL_S:
+        signal_all(pids, signal.SIGKILL)
+        reap()
+        time.sleep(0.02)
+
+
+def start(spec: dict) -> int:
+    """Start the command in a process group of its own; returns its process id."""
+
+    def die_with_parent() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    process = subprocess.Popen(
+        spec["command"],
+        env=spec["env"],
+        cwd=spec["cwd"],
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=die_with_parent,  # this process has one thread
+    )
+    return process.pid
+
+
+def watch(pid: int, parent: int, stopping: list[int], wake_fd: int) -> int | None:
+    """Until there is a reason to end: the command's exit status, or None when we were told to."""
+    while True:
+        readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_S)
+        if wake_fd in readable:
+            os.read(wake_fd, 4096)
+        status = reap().get(pid)
+        if status is not None:
+            return status
+        if stopping or os.getppid() != parent or (sys.stdin in readable and not os.read(0, 4096)):
+            return None
+
+
+def main() -> int:
+    parent = os.getppid()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    stopping: list[int] = []
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda n, _: stopping.append(n))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    line = sys.stdin.readline()
+    if not line:
+        return 1
+    spec = json.loads(line)
+    leftovers: set[str] = set()
+    try:
+        status = watch(start(spec), parent, stopping, wake_read)
+        leftovers = shared_memory(descendants())
+        end_all(spec["grace_s"])
+    finally:
+        with contextlib.suppress(OSError), open(os.path.join(spec["scratch"], "shared_memory")) as file:
+            leftovers.update(file.read().split())
+        for path in leftovers:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        shutil.rmtree(spec["scratch"], ignore_errors=True)
+    return 0 if status is None else abs(status) or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
