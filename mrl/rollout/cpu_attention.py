@@ -68,11 +68,10 @@ class Tile:
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive causal mask [N, 1, Q, L]; with `window`, a query sees that many keys before itself."""
         if window not in self.masks:
-            key_positions = torch.arange(self.slots_NL.size(1))
-            distance_NQL = self.query_positions_NQ[:, :, None] - key_positions
-            hidden = distance_NQL < 0
+            keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
+            hidden = keys_L > queries_NQ1
             if window is not None:
-                hidden |= distance_NQL > window
+                hidden |= keys_L < queries_NQ1 - window
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self.masks[window] = mask[:, None]
         return self.masks[window]
@@ -82,8 +81,9 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Row]:
     """Cut each sequence's queries (its last `query_lens[i]` of `key_lens[i]` tokens) into rows."""
     rows, first = [], 0
     for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-        for start in range(0, queries, MAX_QUERY_ROWS):
-            count = min(MAX_QUERY_ROWS, queries - start)
+        step = max(1, min(MAX_QUERY_ROWS, MAX_TILE_SCORES // keys))
+        for start in range(0, queries, step):
+            count = min(step, queries - start)
             rows.append(Row(i, first + start, count, keys - queries + start + count))
         first += queries
     return rows

@@ -9,6 +9,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -100,3 +101,56 @@ def quickstart(inputs) -> list[str]:
         "trainer.eval_rows=16",
         "trainer.stop_reward=null",
     ]
+
+
+@dataclass
+class Engine:
+    """A live SGLang server with the model it serves, as Transformers has it."""
+
+    server: Any
+    client: Any
+    model: Any
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory) -> Path:
+    """A Qwen3 of the quickstart's size with random weights, in Hugging Face form."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("qwen3")
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(qwen3_folder, tmp_path_factory):
+    """One engine for all tests of this session that only need a server; they leave it usable."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from mrl.rollout.client import EngineClient
+    from mrl.rollout.server import EngineServer, default_server_args
+
+    args = default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}
+    with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:
+        model = Qwen3ForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
+        server.wait_ready(timeout_s=180)
+        yield Engine(server, EngineClient(server.url, timeout_s=60), model, qwen3_folder)
