@@ -82,6 +82,7 @@ class Plan(ModelPlan):
 
 def plan(config: Config) -> Plan:
     """Check everything a user can get wrong; raises ValueError, starts no process."""
+    _check_run_dir(config)
     if config.algorithm.aggregation not in AGGREGATIONS:
         raise ValueError(
             f"algorithm.aggregation={config.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}."
@@ -93,8 +94,8 @@ def plan(config: Config) -> Plan:
     )
     make_inputs(config)
     sft = config.sft
-    done = sft is not None and sft.output is not None and Path(sft.output).is_dir()
-    base = _model_plan(config, sft.output if sft and done else config.model.path)
+    done = sft.output if sft and sft.output and Path(sft.output).is_dir() else None
+    base = _model_plan(config, done or config.model.path)
     limit = prompt_limit(config, base.context)
     data = PromptDataset.load(config.data.train, base.model_path, limit)
     if config.data.test:
@@ -108,11 +109,22 @@ def plan(config: Config) -> Plan:
 
 def plan_sft(config: Config) -> ModelPlan:
     """Check what supervised training needs; raises ValueError, starts no process."""
+    if config.sft is None:
+        raise ValueError("sft is not set; name a data set: sft.train=FILE.parquet (see docs/sft.md).")
+    if config.sft.output and Path(config.sft.output).exists():
+        raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
+    _check_run_dir(config)
     make_inputs(config)
     base = _model_plan(config, config.model.path)
-    assert config.sft is not None, "the command checks that there is a data set"
     SftDataset.load(config.sft.train, base.model_path, base.context)
     return base
+
+
+def _check_run_dir(config: Config) -> None:
+    """Raise ValueError where the run's folder holds the results of another run."""
+    for name in ("metrics.jsonl", "sft.jsonl", "checkpoint", "hf"):
+        if (Path(config.run.dir) / name).exists():
+            raise ValueError(f"run.dir={config.run.dir}: holds {name} of an earlier run; name another folder.")
 
 
 def make_inputs(config: Config) -> None:

@@ -16,9 +16,11 @@ _COMPANIONS += ("special_tokens_map.json", "added_tokens.json")
 def write_export(tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path) -> None:
     """Write a Hugging Face folder at `target`: `tensors`, and config and tokenizer files copied from `source`.
 
-    The folder appears under its name only when it is complete.
+    The folder appears under its name only when it is complete; one that is there already is an error, never replaced.
     """
     target = Path(target)
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; exports never replace a folder.")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -31,5 +33,4 @@ def write_export(tensors: Iterable[tuple[str, Tensor]], source: str | Path, targ
     dtype = {str(t.dtype).removeprefix("torch.") for t in weights.values()}
     config["dtype"] = dtype.pop() if len(dtype) == 1 else str(torch.float32).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)

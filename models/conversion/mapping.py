@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and need
     from torch import Tensor
 
 
-def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     import torch  # only where there are tensors
 
-    return torch.cat(tensors, dim)
+    return torch.cat(list(tensors), dim)
 
 
 @dataclass(frozen=True)

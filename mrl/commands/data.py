@@ -10,10 +10,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="mrl data", description="Make or convert input files.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    gsm8k = kinds.add_parser("gsm8k", help="GSM8K-style jsonl (question, answer ending in '#### N') -> five-column parquet")
+    gsm8k = kinds.add_parser(
+        "gsm8k", help="GSM8K-style jsonl (question, answer ending in '#### N') -> five-column parquet"
+    )
     gsm8k.add_argument("source", type=Path, help="jsonl or parquet file with the columns question and answer")
     gsm8k.add_argument("target", type=Path, help="parquet file to write")
-    gsm8k.add_argument("--instruction", help="text after each question (default: think step by step, answer after ####)")
+    gsm8k.add_argument(
+        "--instruction", help="text after each question (default: think step by step, answer after ####)"
+    )
     gsm8k.add_argument("--split", default="train", help="name kept in extra_info (default: %(default)s)")
 
     tiny = kinds.add_parser("tiny-model", help="a tiny random Qwen3 with a byte-level tokenizer, for trying a pipeline")

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -47,7 +48,7 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="base_config", node=schema)
 
 
-def refuse(error: ValueError) -> None:
+def refuse(error: ValueError) -> NoReturn:
     """End with the message of a mistake in the user's input, no traceback."""
     sys.stderr.write(f"mrl: {error}\n")
     raise SystemExit(2)

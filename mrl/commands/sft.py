@@ -11,14 +11,12 @@ from mrl.config import Config
 
 def job(config: Config) -> None:
     """One run: train on `sft.train`, write `sft.output` (default: hf/ in the run's folder) and a checkpoint."""
-    if config.sft is None:
-        hydra_app.refuse(ValueError("sft is not set; name a data set: sft.train=FILE.parquet (see docs/sft.md)."))
-    output = config.sft.output or str(Path(config.run.dir) / "hf")
-    sft = replace(config.sft, output=output)
     try:
-        plan = build.plan_sft(replace(config, sft=sft))
+        plan = build.plan_sft(config)
     except ValueError as error:
         hydra_app.refuse(error)
+    assert config.sft is not None, "plan_sft() refuses a config without"
+    sft = replace(config.sft, output=config.sft.output or str(Path(config.run.dir) / "hf"))
     with build.cluster(plan) as processes:
         processes.group.wait_ready(config.cluster.start_timeout_s)
         loss = processes.warm_start(sft)

@@ -29,9 +29,7 @@ def make_inputs(folder: str | Path, seed: int = 0) -> None:
         write_prompts(partial / "test.parquet", "test", numbers[:NUM_TEST])
         write_prompts(partial / "train.parquet", "train", numbers[NUM_TEST:])
         write_supervised(partial / "sft.parquet", numbers[NUM_TEST:])
-        make_tiny_model(
-            partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed
-        )
+        make_tiny_model(partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed)
         partial.chmod(0o755)
         try:
             partial.rename(folder)

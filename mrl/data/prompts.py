@@ -49,7 +49,7 @@ class PromptDataset:
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Text of each response, special tokens left out."""
-        return self._tokenizer.batch_decode([list(map(int, r)) for r in responses], skip_special_tokens=True)
+        return self._tokenizer.batch_decode(responses, skip_special_tokens=True)
 
     def ground_truth(self, row: int) -> str:
         return self._rows[row]["reward_model"]["ground_truth"]

@@ -28,7 +28,9 @@ class SftDataset:
         for number, row in enumerate(rows):
             check_messages(path, number, row["prompt"])
             if not isinstance(row["response"], str):
-                raise ValueError(f"{path}, row {number}, column 'response': expected text, got {row['response']!r:.80}.")
+                raise ValueError(
+                    f"{path}, row {number}, column 'response': expected text, got {row['response']!r:.80}."
+                )
         prompts = encode_messages(tokenizer, [row["prompt"] for row in rows])
         texts = [row["response"] for row in rows]
         responses = [ids + [tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

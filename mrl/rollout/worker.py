@@ -56,7 +56,7 @@ class RolloutWorker:
         if self.spec.replay:
             block, columns = recording.read(self.spec.replay, step)
         else:
-            prompts = [self.train.encode(row) for row in rows for _ in range(self.spec.responses_per_prompt)]
+            prompts = [self.train.encode(row) for row in rows.tolist() for _ in range(self.spec.responses_per_prompt)]
             block, columns = self._sample(prompts)
             columns["rows"] = np.repeat(rows, self.spec.responses_per_prompt)
             columns["groups"] = np.repeat(np.arange(len(rows)), self.spec.responses_per_prompt)
@@ -96,7 +96,7 @@ class RolloutWorker:
         """Rewards [B] of the last generated block."""
         assert self._last, "score() needs a generate() before it"
         block, rows = self._last
-        texts = self.train.decode([block.response(i) for i in range(len(rows))])
+        texts = self.train.decode([block.response(i).tolist() for i in range(len(rows))])
         return self._reward(self.train, rows, texts)
 
     def _reward(self, data: PromptDataset, rows: NDArray[np.int64], texts: list[str]) -> NDArray[np.float64]:
@@ -118,7 +118,7 @@ class RolloutWorker:
             return float("nan")
         rows = np.arange(min(len(self.test), self.spec.eval_rows or len(self.test)))
         params = SamplingParams(max_new_tokens=self.spec.max_response_tokens, temperature=temperature)
-        done = self._complete([self.test.encode(row) for row in rows], params)
+        done = self._complete([self.test.encode(row) for row in rows.tolist()], params)
         texts = self.test.decode([c.token_ids for c in done])
         return float(self._reward(self.test, rows, texts).mean())
 

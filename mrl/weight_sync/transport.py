@@ -181,8 +181,10 @@ class DistributedTransport:
             for engine in self.engines
         ]
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        for name, tensor in bucket if expected else ():  # while the bytes travel
-            expected.add(name, tensor)
+        assert work is not None, "this process is not in the group"
+        if expected is not None:  # while the bytes travel
+            for name, tensor in bucket:
+                expected.add(name, tensor)
         self._wait(work, answers)
         return flat.numel()
 
@@ -212,7 +214,9 @@ class DistributedTransport:
         except (EngineError, SyncError, httpx.HTTPError, RuntimeError) as error:
             self._broken = f"it failed before: {error}"
             if isinstance(error, httpx.HTTPError):
-                raise SyncError(f"an engine did not answer: {error!r}; engines: {[e.url for e in self.engines]}") from error
+                raise SyncError(
+                    f"an engine did not answer: {error!r}; engines: {[e.url for e in self.engines]}"
+                ) from error
             raise
 
     @contextmanager
@@ -283,9 +287,7 @@ def _own_address(engine_url: str) -> str:
         return probe.getsockname()[0]
 
 
-def _join_group(
-    store: dist.Store, name: str, backend: str, world_size: int, timeout: timedelta
-) -> dist.ProcessGroup:
+def _join_group(store: dist.Store, name: str, backend: str, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Rank 0's side of sglang.srt.utils.common.init_custom_process_group (0.5.23), which costs 8 CPU-seconds to import.
 
     torch has no public call for a group that is not made of ranks of the default group.

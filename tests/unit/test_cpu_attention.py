@@ -97,7 +97,10 @@ def test_skewed_lengths_equal_stock():
 
 @pytest.mark.parametrize("window", [0, 3, 1000])
 def test_sliding_window_equals_stock(window):
-    for case in (Case.random([1] * 20, random_lens(20, 0, 40)), Case.random(random_lens(20, 1, 9), random_lens(20, 0, 9))):
+    for case in (
+        Case.random([1] * 20, random_lens(20, 0, 40)),
+        Case.random(random_lens(20, 1, 9), random_lens(20, 0, 9)),
+    ):
         torch.testing.assert_close(case.ours(window), case.stock(window), atol=2e-6, rtol=1e-5)
 
 

@@ -15,7 +15,9 @@ def test_names_read_from_the_source_are_those_of_the_class():
 
 
 def test_unknown_argument_names_its_nearest_match():
-    with pytest.raises(ValueError, match=r"sglang\.mem_fraction_sttic is not an argument.*did you mean sglang\.mem_fraction_static"):
+    with pytest.raises(
+        ValueError, match=r"sglang\.mem_fraction_sttic is not an argument.*did you mean sglang\.mem_fraction_static"
+    ):
         check_server_args({"mem_fraction_sttic": 0.5})
 
 
