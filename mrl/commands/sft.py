@@ -22,7 +22,7 @@ def job(config: Config) -> None:
         loss = processes.warm_start(sft)
         if config.trainer.save:
             processes.group.call("save", str(Path(config.run.dir).resolve() / "checkpoint"))
-    sys.stdout.write(f"{sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {output}\n")
+    sys.stdout.write(f"{sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {sft.output}\n")
 
 
 def main(argv: list[str]) -> int:

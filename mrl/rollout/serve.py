@@ -54,8 +54,9 @@ def limit_model_imports(model_path: Path) -> None:
     Does nothing when none does (SGLang then falls back to Transformers) or the user already chose.
     """
     config, package = model_path / "config.json", find_spec("sglang")
-    if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists() or package is None:
+    if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():
         return
+    assert package and package.submodule_search_locations, "sglang is not installed"
     architectures = json.loads(config.read_text()).get("architectures") or ["(none)"]
     files = {f.stem: f for f in Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")}
     definition = re.compile(rf"^class (?:{'|'.join(map(re.escape, architectures))})\(", re.MULTILINE)

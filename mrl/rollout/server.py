@@ -70,10 +70,8 @@ class EngineServer:
     def start(self) -> None:
         """Start the server's processes and return at once."""
         assert self._supervisor is None, f"the server at {self.url} was already started"
-        temp = tempfile.gettempdir()
-        self._scratch = Path(
-            tempfile.mkdtemp(prefix="mrl-engine-", dir=temp if len(temp) < MAX_SCRATCH_PATH else "/tmp")
-        )
+        folder = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_SCRATCH_PATH else "/tmp"
+        self._scratch = Path(tempfile.mkdtemp(prefix="mrl-engine-", dir=folder))
         arguments = self._scratch / "server_args.json"
         arguments.write_text(json.dumps(self.server_args))
         spec = dict(
@@ -105,18 +103,15 @@ class EngineServer:
             "MRL_ENGINE_SCRATCH": str(self._scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
         }
-        env.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # importing SGLang without byte code costs 12 CPU-seconds more, each time
+        # Importing SGLang without byte code costs 12 CPU-seconds more, each time.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
-            cores = sorted(os.sched_getaffinity(0))
-            ranks = int(self.server_args.get("tp_size", 1))
+            cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
             if ranks > 1:  # SGLang asserts on one binding per rank
-                env.setdefault(
-                    "SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[r % len(cores)]) for r in range(ranks))
-                )
+                bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
         return env | self._extra_env
 
     def alive(self) -> bool:
@@ -127,12 +122,11 @@ class EngineServer:
         """Wait until the server takes requests. Raises RuntimeError when it ended, TimeoutError at the deadline."""
         deadline = time.monotonic() + timeout_s
         while not self._answers():
+            server = f"the SGLang server at {self.url}"
             if not self.alive():
-                raise RuntimeError(f"the SGLang server at {self.url} ended before it was ready; {self._log_tail()}")
+                raise RuntimeError(f"{server} ended before it was ready; {self._log_tail()}")
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the SGLang server at {self.url} was not ready after {timeout_s} s; {self._log_tail()}"
-                )
+                raise TimeoutError(f"{server} was not ready after {timeout_s} s; {self._log_tail()}")
             time.sleep(POLL_S)
 
     def _answers(self) -> bool:

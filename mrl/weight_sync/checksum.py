@@ -30,9 +30,7 @@ class WeightMismatchError(RuntimeError):
 class EngineLayout:
     """How one engine stores the tensors of a Hugging Face checkpoint. Names are suffixes after the module's path."""
 
-    fusions: Mapping[
-        str, tuple[str, ...]
-    ]  # engine's suffix <- Hugging Face suffixes, concatenated along axis 0 in order
+    fusions: Mapping[str, tuple[str, ...]]  # engine's suffix <- Hugging Face suffixes, concatenated along axis 0
     tp_size: int = 1
     num_kv_heads: int | None = None  # needed only when tp_size exceeds it: SGLang then repeats key and value heads
     row_parallel: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")  # cut along axis 1

@@ -214,9 +214,8 @@ class DistributedTransport:
         except (EngineError, SyncError, httpx.HTTPError, RuntimeError) as error:
             self._broken = f"it failed before: {error}"
             if isinstance(error, httpx.HTTPError):
-                raise SyncError(
-                    f"an engine did not answer: {error!r}; engines: {[e.url for e in self.engines]}"
-                ) from error
+                urls = [engine.url for engine in self.engines]
+                raise SyncError(f"an engine did not answer: {error!r}; engines: {urls}") from error
             raise
 
     @contextmanager
@@ -292,10 +291,17 @@ def _join_group(store: dist.Store, name: str, backend: str, world_size: int, tim
 
     torch has no public call for a group that is not made of ranks of the default group.
     """
-    from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world  # private: see above
-
-    group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
+    from torch.distributed.distributed_c10d import (  # private: see above
+        Backend,
+        GroupName,
+        _new_process_group_helper,
+        _world,
     )
+
+    prefixed = dist.PrefixStore(name, store)
+    group, _ = _new_process_group_helper(
+        world_size, 0, [], Backend(backend), prefixed, group_name=GroupName(name), timeout=timeout
+    )
+    assert isinstance(group, dist.ProcessGroup), f"rank 0 of {world_size} is not in its own group: {group}"
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group

@@ -59,9 +59,9 @@ class Run:
         return alive
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start_mrl(tmp_path_factory):
-    """`start_mrl("train", "key=value", ...)` -> Run; whatever is left of it is killed after the test."""
+    """`start_mrl("train", "key=value", ...)` -> Run; whatever is left of any is killed after the tests."""
     runs: list[Run] = []
 
     def start(command: str, *overrides: str) -> Run:
@@ -90,27 +90,30 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def quickstart(inputs) -> list[str]:
-    """Overrides that make the quickstart small: no warm start, few rows, the shared inputs."""
+def warm(start_mrl, inputs) -> Path:
+    """A model that answers some problems, made by `mrl sft` as a user would."""
+    folder = inputs.parent / "warm"
+    run = start_mrl("sft", "experiment=quickstart", f"data.inputs.folder={inputs}", f"sft.output={folder}").finish()
+    assert run.process.returncode == 0, run.output()
+    losses = [json.loads(line)["loss/sft"] for line in (run.folder / "sft.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] / 2
+    assert (run.folder / "checkpoint/metadata.json").exists() and run.leftovers() == []
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quickstart(inputs, warm) -> list[str]:
+    """Overrides that make the quickstart small: the warm model, few rows, the shared inputs."""
     return [
         "experiment=quickstart",
         f"data.inputs.folder={inputs}",
         "sft=null",
+        f"model.path={warm}",
         "rollout.prompts_per_step=6",
         "rollout.responses_per_prompt=4",
         "trainer.eval_rows=16",
         "trainer.stop_reward=null",
     ]
-
-
-@dataclass
-class Engine:
-    """A live SGLang server with the model it serves, as Transformers has it."""
-
-    server: Any
-    client: Any
-    model: Any
-    folder: Path
 
 
 @pytest.fixture(scope="session")

@@ -200,6 +200,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     from mrl.rollout.server import EngineServer, default_server_args
 
     (tmp_path / "config.json").write_text("{broken")
-    with EngineServer(default_server_args("float32", 512) | {"model_path": str(tmp_path)}, tmp_path / "log") as server:
-        with pytest.raises(RuntimeError, match=r"(?s)ended before it was ready; end of .*log:.*JSONDecodeError"):
-            server.wait_ready(timeout_s=60)
+    args = default_server_args("float32", 512) | {"model_path": str(tmp_path)}
+    why = r"(?s)ended before it was ready; end of .*log:.*JSONDecodeError"
+    with EngineServer(args, tmp_path / "log") as server, pytest.raises(RuntimeError, match=why):
+        server.wait_ready(timeout_s=60)

@@ -16,7 +16,7 @@ def wait_for(condition, timeout_s: float = 180) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, inputs):
+def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, warm):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,7 +31,7 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
         assert 0 <= step["reward/mean"] <= 1 and step["rollout/tokens"] > 0
         assert step["mismatch/logprob_abs_max"] <= 1e-4
         assert step["weight_sync/version"] == step["step"]
-        model_bytes = sum(t.nbytes for t in load_file(inputs / "model/model.safetensors").values())
+        model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
     assert "held-out accuracy sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
@@ -41,7 +41,8 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
     assert torch.isfinite(model(tokens).logits).all()
     changed = load_file(run.folder / "hf/model.safetensors")
-    before = load_file(inputs / "model/model.safetensors")
+    before = load_file(warm / "model.safetensors")
+    assert sum(step["reward/mean"] for step in steps) > 0, "nothing was right, so nothing was learned"
     assert any(not torch.equal(changed[name], before[name]) for name in before)
 
 

@@ -5,18 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("sglang")
-if torch.accelerator.is_available():
-    pytest.skip("the CPU platform stands aside where there is an accelerator", allow_module_level=True)
-
-from sglang.srt.platforms import current_platform
-
-current_platform.init_backend()  # registers our backend, as SGLang does in its own processes
-
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
 
 from mrl.rollout import cpu_attention
 from mrl.rollout.names import ATTENTION_BACKEND
