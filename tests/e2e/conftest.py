@@ -116,6 +116,16 @@ def quickstart(inputs, warm) -> list[str]:
     ]
 
 
+@dataclass
+class Engine:
+    """A live SGLang server with the model it serves, as Transformers has it."""
+
+    server: Any
+    client: Any
+    model: Any
+    folder: Path
+
+
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory) -> Path:
     """A Qwen3 of the quickstart's size with random weights, in Hugging Face form."""
