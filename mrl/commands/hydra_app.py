@@ -1,5 +1,6 @@
 """Hydra around the commands that take a config: groups, overrides, `--cfg job`, `--multirun`."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
     register_schema()
+    sys.path.append(os.getcwd())  # a user's own rewards and losses; last, so that ours are never shadowed
     signal.signal(signal.SIGTERM, _end)
 
     @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")

@@ -59,6 +59,12 @@ class CpuPlatform(SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
     def init_backend(self) -> None:
-        """Called once in each scheduler process, when SGLang's attention registry can be imported."""
-        import mrl.rollout.cpu_attention  # noqa: F401  registers itself; importing it earlier would be a cycle
+        """Called once in each scheduler process, when SGLang's layers can be imported."""
+        import mrl.rollout.cpu_attention  # registers itself; importing it earlier would be a cycle
+        from mrl.rollout import cpu_ops
+
+        cpu_ops.register(self.get_dispatch_key_name())

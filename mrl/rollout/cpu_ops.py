@@ -1,0 +1,70 @@
+"""RMS norm and rotary embedding for SGLang on a CPU, with fewer passes over memory than SGLang's own torch versions.
+
+Registered through SGLang's operator registry for our platform. They take the plain float32 cases and leave all others to
+`forward_native`; results differ by float32 rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from torch import Tensor
+
+_ROTATION = "_mrl_rotation"  # attribute of a RotaryEmbedding: (its cos_sin_cache, the same as `_rotation` wants it)
+
+
+def rms_norm(
+    self: RMSNorm,
+    x: Tensor,
+    residual: Tensor | None = None,
+    post_residual_addition: Tensor | None = None,
+    quant_linear: torch.nn.Module | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalise x [..., hidden], after adding `residual`; returns the new residual too if one was given."""
+    plain = x.dtype == torch.float32 and self.variance_size_override is None and post_residual_addition is None
+    if not plain or self.override_orig_dtype is not None or x.size(-1) != self.hidden_size:
+        return self.forward_native(x, residual, post_residual_addition, quant_linear)
+    hidden = x if residual is None else x + residual
+    scale = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    scale = scale.square_().mul_(1 / self.hidden_size).add_(self.variance_epsilon).rsqrt_()
+    normed = hidden.mul(scale).mul_(self.weight)
+    return normed if residual is None else (normed, hidden)
+
+
+def rotary(
+    self: RotaryEmbedding,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    offsets: Tensor | None = None,
+    fused_set_kv_buffer_arg: object = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate query and key [T, heads * D] by their positions [T]."""
+    plain = query.dtype == torch.float32 and self.is_neox_style and self.rotary_dim == self.head_size
+    if not plain or offsets is not None or fused_set_kv_buffer_arg is not None:
+        return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+    cos, sin = _rotation(self).index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin, self.head_size), _rotate(key, cos, sin, self.head_size)
+
+
+def _rotation(rope: RotaryEmbedding) -> Tensor:
+    """[positions, 2 * D]: cosines of both halves, then sines with the first half's sign turned."""
+    memo = rope.__dict__.get(_ROTATION)
+    if memo is None or memo[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
+        cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
+        memo = rope.__dict__[_ROTATION] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
+    return memo[1]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
+    heads = x.view(x.size(0), -1, head_size)
+    first, second = heads.chunk(2, dim=-1)
+    return (heads * cos).addcmul_(torch.cat([second, first], dim=-1), sin).view(x.shape)
+
+
+def register(platform_key: str) -> None:
+    """Use these operators on the platform that dispatches by `platform_key`."""
+    BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
+    BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)

@@ -1,0 +1,137 @@
+"""Reading prompts: every mistake names file, row, column and reason; streams resume exactly."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mrl.data.arithmetic import make_inputs
+from mrl.data.prompts import PromptDataset, PromptStream
+from mrl.data.sft import SftDataset
+
+GOOD = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1+2="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+    "extra_info": {"index": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs") / "made"
+    make_inputs(folder)
+    return folder
+
+
+def write(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def load(path, inputs, limit=60):
+    return PromptDataset.load([path], inputs / "model", limit)
+
+
+def test_prompts_are_encoded_and_responses_decoded(inputs, tmp_path):
+    data = load(write(tmp_path / "a.parquet", [GOOD, GOOD]), inputs)
+    assert len(data) == 2
+    assert data.decode([data.encode(1)]) == ["1+2="]
+    assert (data.ground_truth(0), data.data_source(0), data.extra_info(0)) == ("3", "sums", {"index": 0})
+
+
+def test_jsonl_is_read_like_parquet(inputs, tmp_path):
+    import orjson
+
+    (tmp_path / "a.jsonl").write_bytes(orjson.dumps(GOOD) + b"\n\n" + orjson.dumps(GOOD) + b"\n")
+    assert len(load(tmp_path / "a.jsonl", inputs)) == 2
+
+
+@pytest.mark.parametrize("column", GOOD)
+def test_a_missing_column_is_named(inputs, tmp_path, column):
+    path = write(tmp_path / "bad.parquet", [{k: v for k, v in GOOD.items() if k != column}])
+    with pytest.raises(ValueError, match=rf"bad.parquet.*'{column}' is missing"):
+        load(path, inputs)
+
+
+def test_a_misnamed_column_gets_a_hint(inputs, tmp_path):
+    row = {("promt" if k == "prompt" else k): v for k, v in GOOD.items()}
+    with pytest.raises(ValueError, match=r"'prompt' is missing.*'promt'"):
+        load(write(tmp_path / "bad.parquet", [row]), inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt": []}, "column 'prompt': expected a list"),
+        ({"prompt": [{"role": "user", "content": None}]}, "column 'prompt': expected a message with role and content"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "column 'reward_model'"),
+        ({"data_source": None}, "column 'data_source'"),
+    ],
+)
+def test_a_wrong_value_names_row_and_column(inputs, tmp_path, change, reason):
+    path = write(tmp_path / "bad.parquet", [GOOD, GOOD | change])
+    with pytest.raises(ValueError, match=f"row 1, {reason}"):
+        load(path, inputs)
+
+
+def test_a_prompt_longer_than_the_context_is_named_with_its_length(inputs, tmp_path):
+    long = GOOD | {"prompt": [{"role": "user", "content": "1" * 61}]}
+    with pytest.raises(ValueError, match=r"row 2, column 'prompt': 61 tokens are more than the 60 that fit"):
+        load(write(tmp_path / "bad.parquet", [GOOD, GOOD, long]), inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("none.parquet", None, "no such file"),
+        ("rows.csv", b"a,b", "files of kind '.csv' are not read"),
+        ("rows.parquet", b"not parquet", "not a readable parquet file"),
+        ("rows.jsonl", b'{"a": 1}\n{oops', "row 1: not a JSON object"),
+        ("list.jsonl", b"[1]", "row 0: expected a JSON object, got list"),
+        ("empty.jsonl", b"\n", "the file has no rows"),
+    ],
+)
+def test_an_unreadable_file_says_why(inputs, tmp_path, name, content, reason):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path / name, inputs)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
+        load(write(tmp_path / "a.parquet", [GOOD]), tmp_path)
+
+
+def test_supervised_rows_end_with_the_end_of_sequence(inputs, tmp_path):
+    rows = [{"prompt": GOOD["prompt"], "response": "3"}]
+    data = SftDataset.load(write(tmp_path / "s.parquet", rows), inputs / "model", 64)
+    assert data.responses[0][-1] == 2 and len(data.prompts[0]) == 4
+    with pytest.raises(ValueError, match=r"row 0: prompt and response are 6 tokens, the model's context is 5"):
+        SftDataset.load(tmp_path / "s.parquet", inputs / "model", 5)
+    with pytest.raises(ValueError, match=r"'response' is missing"):
+        SftDataset.load(write(tmp_path / "t.parquet", [{"prompt": GOOD["prompt"]}]), inputs / "model", 5)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stream_visits_every_row_once_per_epoch_across_batch_borders(shuffle):
+    stream = PromptStream(10, 4, seed=3, shuffle=shuffle)
+    drawn = np.concatenate([next(stream) for _ in range(5)])
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert (drawn[:10].tolist() != drawn[10:].tolist()) == shuffle
+
+
+def test_a_stream_goes_on_exactly_where_it_was():
+    stream = PromptStream(7, 5, seed=1, shuffle=True)
+    for _ in range(3):
+        next(stream)
+    other = PromptStream(7, 5, seed=1, shuffle=True)
+    other.load_state_dict(stream.state_dict())
+    for _ in range(5):
+        np.testing.assert_array_equal(next(stream), next(other))
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    assert sorted(next(PromptStream(2, 5, seed=0, shuffle=True)).tolist())[:2] == [0, 0]
