@@ -64,7 +64,7 @@ class CpuPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Called once in each scheduler process, when SGLang's layers can be imported."""
-        import mrl.rollout.cpu_attention  # registers itself; importing it earlier would be a cycle
-        from mrl.rollout import cpu_ops
+        from mrl.rollout import cpu_attention, cpu_ops  # importing them earlier would be a cycle
 
+        assert cpu_attention.BatchedSdpaBackend, "importing it registers it"
         cpu_ops.register(self.get_dispatch_key_name())

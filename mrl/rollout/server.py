@@ -108,6 +108,10 @@ class EngineServer:
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
+            if not self.server_args.get("enable_torch_compile"):
+                env.setdefault(
+                    "TORCHDYNAMO_DISABLE", "1"
+                )  # or importing SGLang imports the compiler, which nothing uses
             cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
             if ranks > 1:  # SGLang asserts on one binding per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor
 
-from mrl.rollout import cpu_attention
+from mrl.rollout import cpu_attention, cpu_ops
 from mrl.rollout.names import ATTENTION_BACKEND
 
 SLOTS = 20_000
@@ -123,3 +124,17 @@ def test_rows_of_a_prompt_are_its_tokens():
 def test_sglang_finds_the_backend_by_name():
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
     assert isinstance(ATTENTION_BACKENDS[ATTENTION_BACKEND](runner), cpu_attention.BatchedSdpaBackend)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_equals_stock(with_residual):
+    norm = RMSNorm(64)
+    norm.weight.data.normal_()
+    x, residual = torch.randn(30, 64), torch.randn(30, 64) if with_residual else None
+    ours, stock = cpu_ops.rms_norm(norm, x, residual), norm.forward_native(x, residual)
+    torch.testing.assert_close(ours, stock, atol=5e-6, rtol=1e-5)
+
+
+def test_rms_norm_leaves_other_dtypes_to_stock():
+    norm, x = RMSNorm(64), torch.randn(30, 64, dtype=torch.bfloat16)
+    assert torch.equal(cpu_ops.rms_norm(norm, x), norm.forward_native(x))
