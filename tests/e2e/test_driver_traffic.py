@@ -42,8 +42,8 @@ class Meter:
             self.values.append(value)
             return packed
 
-        def deserialize(context, packed, refs):
-            values = receive(context, packed, refs)
+        def deserialize(context, packed, refs, *rest):
+            values = receive(context, packed, refs, *rest)
             self.bytes += sum(len(p.data or b"") for p in packed)
             self.values += values
             return values
