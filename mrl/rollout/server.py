@@ -179,7 +179,10 @@ class EngineServer:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL)
             self._supervisor.wait(timeout_s)
-        if self._scratch is not None:  # the supervisor removed it, unless it was killed itself
+        if self._scratch is not None and self._scratch.exists():  # only when the supervisor itself was killed
+            with contextlib.suppress(FileNotFoundError):
+                for path in (self._scratch / "shared_memory").read_text().split():
+                    Path(path).unlink(missing_ok=True)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> Self:
