@@ -13,6 +13,7 @@ from hydra.utils import get_object, instantiate
 
 from models.conversion.hf_io import check_checkpoint
 from models.families import family_of
+from models.megatron_fields import transformer_fields
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.reduce import AGGREGATIONS
@@ -92,6 +93,8 @@ def plan(config: Config) -> Plan:
         loss=construct(config.algorithm.loss, "algorithm.loss"),
         reward=construct(config.reward, "reward"),
     )
+    check_megatron(config.megatron)
+    check_server_args(config.sglang)
     make_inputs(config)
     sft = config.sft
     done = sft.output if sft and sft.output and Path(sft.output).is_dir() else None
@@ -114,6 +117,7 @@ def plan_sft(config: Config) -> ModelPlan:
     if config.sft.output and Path(config.sft.output).exists():
         raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
     _check_run_dir(config)
+    check_megatron(config.megatron)
     make_inputs(config)
     base = _model_plan(config, config.model.path)
     SftDataset.load(config.sft.train, base.model_path, base.context)
@@ -141,6 +145,16 @@ def _model_plan(config: Config, path: str) -> ModelPlan:
     return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings)
 
 
+def check_megatron(overrides: Node) -> None:
+    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one that the layout decides."""
+    known = transformer_fields()
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean megatron.{near[0]}?" if near else ""
+            raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")
+
+
 def _optimizer(config: Config) -> AdamW:
     names = ("lr", "betas", "eps", "weight_decay", "clip_grad", "warmup_steps")
     return AdamW(**{name: getattr(config.algorithm, name) for name in names})
@@ -158,7 +172,6 @@ def prompt_limit(config: Config, context: int) -> int:
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
-    check_server_args(config.sglang)
     return default_server_args(dtype=config.model.dtype, context_length=context) | config.sglang
 
 

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from mrl.config import Config, from_hydra, is_known, unknown_key_message
+from mrl.config import Config, from_hydra, is_known, known_keys, unknown_key_message
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 
@@ -23,7 +23,7 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
         raise SystemExit(f"mrl: the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
     argv = with_default_experiment(argv)
     try:
-        _check_keys(argv)
+        argv = checked(argv)
     except ValueError as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
@@ -67,11 +67,20 @@ def with_default_experiment(argv: list[str]) -> list[str]:
     return argv if named or has_gpu else [*argv, "experiment=quickstart"]
 
 
-def _check_keys(argv: list[str]) -> None:
-    """Raise ValueError at an override of a key that nothing reads, with the nearest one that exists."""
-    overrides = [a for a in argv if "=" in a and not a.startswith("-")]
-    for override in OverridesParser.create().parse_overrides(overrides):
-        key = override.key_or_group
-        is_group = (CONF / key).is_dir()
-        if not (is_group or key.split(".")[0] == "hydra" or key.startswith("hydra/") or is_known(key)):
-            raise ValueError(unknown_key_message(key))
+def checked(argv: list[str]) -> list[str]:
+    """`argv` with every override's key checked; raises ValueError at one that nothing reads, with the nearest that exists.
+
+    Keys inside free-form sections (sglang, megatron, arguments of plug-ins) get Hydra's `++`: they are set, written or not.
+    """
+    parser = OverridesParser.create()
+    return [_checked(a, parser) if "=" in a and not a.startswith("-") else a for a in argv]
+
+
+def _checked(argument: str, parser: OverridesParser) -> str:
+    key = parser.parse_override(argument).key_or_group
+    if (CONF / key).is_dir() or key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+        return argument
+    if not is_known(key):
+        raise ValueError(unknown_key_message(key))
+    free = key not in known_keys() and not argument.startswith(("+", "~"))
+    return f"++{argument}" if free else argument

@@ -10,6 +10,9 @@ def make_tiny_model(folder: str | Path, tokenizer: Any, *, context: int, initial
     """Write config, random float32 weights and `tokenizer` to `folder`; the same bytes for the same seed."""
     import torch  # seconds, and only needed when files are made
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     config = Qwen3Config(
         **SIZES,
@@ -19,7 +22,7 @@ def make_tiny_model(folder: str | Path, tokenizer: Any, *, context: int, initial
         initializer_range=initializer_range,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=None,  # a padding row would be zero, where RMSNorm has a gradient of 1 / sqrt(eps)
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",

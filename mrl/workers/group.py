@@ -27,8 +27,8 @@ class WorkerGroup:
 
     def start(self, spec: Any, seed: int, timeout_s: float) -> None:
         """Begin building the model on every rank; `wait_ready` waits for it."""
-        address, port = ray.get(self.workers[0].address.remote(), timeout=timeout_s)
-        self._ready = [w.setup.remote(spec, seed, address, port, timeout_s) for w in self.workers]
+        address = self.workers[0].address.remote()  # Ray hands the value on when it is there
+        self._ready = [w.setup.remote(spec, seed, address, timeout_s) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has its model; raises the first rank's error, or GetTimeoutError."""

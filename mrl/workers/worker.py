@@ -38,12 +38,12 @@ class TrainWorker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def setup(self, spec: ActorSpec, seed: int, address: str, port: int, timeout_s: float) -> None:
+    def setup(self, spec: ActorSpec, seed: int, address: tuple[str, int], timeout_s: float) -> None:
         """Join the process group and build this rank's part of the actor."""
         from mrl.workers.actor import Actor  # imports Megatron, after the device stand-in
         from parallel import device, groups
 
-        device.init_process_group(self.rank, self.dims.world_size, address, port, timeout_s)
+        device.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self.actor = Actor(spec)
 

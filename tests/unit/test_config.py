@@ -6,7 +6,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from mrl.build import construct
+from mrl.build import check_megatron, construct
 from mrl.commands import hydra_app
 from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
 
@@ -100,3 +100,25 @@ def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mrl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "mrl needs its own package 'models'" in done.stderr and str(tmp_path) in done.stderr
+
+
+def test_free_form_sections_need_no_plus_and_are_checked():
+    argv = hydra_app.checked(
+        ["sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
+    )
+    assert argv == ["++sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
+    check_megatron({"recompute_granularity": "full", "tp_comm_overlap": True})
+    with pytest.raises(ValueError, match=r"megatron.num_layer .*did you mean megatron.num_layers"):
+        check_megatron({"num_layer": 3})
+
+
+def test_megatron_fields_are_those_of_the_installed_class():
+    from dataclasses import fields
+
+    from models.megatron_fields import transformer_fields
+    from parallel import device
+
+    device.install()
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    assert transformer_fields() == {f.name for f in fields(TransformerConfig)}

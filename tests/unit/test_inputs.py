@@ -44,7 +44,7 @@ def test_ground_truths_are_right(tmp_path):
         assert int(two) * int(number) == int(row["reward_model"]["ground_truth"])
 
 
-TEXTS = ['plain', 'quotes "\' and $5.00', "naïve — ☃ 漢字 🙂\n\ttabs  two spaces", "", "<|start|>user"]
+TEXTS = ["plain", "quotes \"' and $5.00", "naïve — ☃ 漢字 🙂\n\ttabs  two spaces", "", "<|start|>user"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
