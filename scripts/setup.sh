@@ -49,7 +49,8 @@ if ! works .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(head -1
     "$uv" venv --quiet --clear --python "$python" .venv
 fi
 say "installing $lock into .venv with $("$python" --version)"
-# A package that is built here compiles against the locked torch.
-"$uv" pip install --quiet --python .venv/bin/python --no-deps --build-constraints "$lock" -r "$lock"
+# A package that is built here compiles against the locked torch. Byte code is made now, once: a dozen processes per run import
+# these packages, some where Python may not write it.
+"$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --build-constraints "$lock" -r "$lock"
 "$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
 wanted >"$stamp"
