@@ -22,6 +22,7 @@ from mrl.data.prompts import PromptDataset, PromptStream
 from mrl.data.sft import SftDataset
 from mrl.placement import Phases, ray_cluster
 from mrl.rewards.base import Reward
+from mrl.rollout import recording
 from mrl.rollout.generator import RolloutGenerator
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.spec import RolloutSpec
@@ -67,6 +68,7 @@ class ModelPlan:
     optimizer: AdamW
     model_path: str  # where weights come from: model.path, or the warm start made earlier
     context: int  # longest sequence of the model, tokens
+    vocab_size: int  # of the model
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,11 @@ def plan(config: Config) -> Plan:
     base = _model_plan(config, done or config.model.path)
     limit = prompt_limit(config, base.context)
     data = PromptDataset.load(config.data.train, base.model_path, limit)
+    data.check_vocabulary(base.vocab_size)
     if config.data.test:
-        PromptDataset.load(config.data.test, base.model_path, limit)
+        PromptDataset.load(config.data.test, base.model_path, limit).check_vocabulary(base.vocab_size)
+    if config.rollout.replay:
+        recording.read(config.rollout.replay, step=0)
     warm_start = None if done else sft
     if warm_start:
         SftDataset.load(warm_start.train, base.model_path, base.context)
@@ -142,7 +147,7 @@ def _model_plan(config: Config, path: str) -> ModelPlan:
     hf = check_checkpoint(path)
     arch = family_of(hf).read(hf)
     arch.check_layout(dims)
-    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings)
+    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size)
 
 
 def check_megatron(overrides: Node) -> None:
@@ -213,7 +218,7 @@ class Cluster:
         sinks = [JsonlSink(Path(config.run.dir) / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
         with Tracker(sinks) as tracker:
             loss = stage.run(tracker)
-        if sft.output:
+        if sft.output and not Path(sft.output).exists():  # a run beside this one may have written it
             self.group.call("export_hf", str(Path(sft.output).resolve()))
         return loss
 

@@ -43,6 +43,15 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError when a prompt has a token that a model of `vocab_size` does not know."""
+        largest = max(max(ids) for ids in self._encoded)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the tokenizer gives token {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+                "the tokenizer in the model's folder belongs to another model."
+            )
+
     def encode(self, row: int) -> list[int]:
         """Token ids of a prompt, ready for the response."""
         return self._encoded[row]

@@ -16,6 +16,23 @@ def wait_for(condition, timeout_s: float = 180) -> None:
         time.sleep(0.2)
 
 
+def served_gap(folder, model, prompt: list[int]) -> float:
+    """Largest difference between log-probabilities of a fresh SGLang server on `folder` and of `model`."""
+    import torch
+
+    from mrl.rollout.client import EngineClient, SamplingParams
+    from mrl.rollout.server import EngineServer, default_server_args
+
+    args = default_server_args("float32", 64) | {"model_path": str(folder)}
+    with EngineServer(args, folder.parent / "logs/fresh_engine.log") as server:
+        server.wait_ready(timeout_s=120)
+        (done,) = EngineClient(server.url).generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    return (expected - torch.tensor(done.logprobs)).abs().max().item()
+
+
 def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, warm):
     import torch
     from safetensors.torch import load_file
@@ -40,6 +57,7 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
     assert torch.isfinite(model(tokens).logits).all()
+    assert served_gap(run.folder / "hf", model, tokens[0].tolist()) < 1e-4
     changed = load_file(run.folder / "hf/model.safetensors")
     before = load_file(warm / "model.safetensors")
     assert sum(step["reward/mean"] for step in steps) > 0, "nothing was right, so nothing was learned"

@@ -135,3 +135,10 @@ def test_a_stream_goes_on_exactly_where_it_was():
 
 def test_a_batch_may_be_larger_than_the_data():
     assert sorted(next(PromptStream(2, 5, seed=0, shuffle=True)).tolist())[:2] == [0, 0]
+
+
+def test_a_tokenizer_of_another_model_is_noticed(inputs, tmp_path):
+    data = load(write(tmp_path / "a.parquet", [GOOD]), inputs)
+    data.check_vocabulary(32)
+    with pytest.raises(ValueError, match=r"the model's vocabulary ends at 5"):
+        data.check_vocabulary(6)
