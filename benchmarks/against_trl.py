@@ -31,7 +31,7 @@ def ours(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
         [
             "experiment=quickstart",
             "data.inputs=null",
-            "sft=null",
+            "sft.train=null",
             f"model.path={folder / 'warm'}",
             f"data.train=[{folder / 'data/train.parquet'}]",
             "data.test=[]",

@@ -21,7 +21,7 @@ from mrl import build
 from mrl.commands import hydra_app
 from mrl.config import from_hydra
 
-SPENT = ("engine", "megatron", "transport", "controller")
+SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 
 
 def tree_cpu_seconds() -> dict[str, float]:

@@ -5,6 +5,28 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+DECIDED = frozenset(
+    [
+        "params_dtype",
+        "pipeline_dtype",
+        "bf16",
+        "fp16",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "virtual_pipeline_model_parallel_size",
+        "activation_func",
+        "calculate_per_token_loss",
+        "variable_seq_lengths",
+        "perform_initialization",
+        "use_cpu_initialization",
+    ]
+)
+"""Fields that follow from the model and the layout; a user cannot set them apart from those."""
+
 _FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
 _CLASSES = ("TransformerConfig", "ModelParallelConfig")
 

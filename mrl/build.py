@@ -2,10 +2,13 @@
 
 import difflib
 import inspect
+import json
 import logging
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from hydra.utils import get_object, instantiate
 
 from models.conversion.hf_io import check_checkpoint
 from models.families import family_of
-from models.megatron_fields import transformer_fields
+from models.megatron_fields import DECIDED, transformer_fields
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.reduce import AGGREGATIONS
@@ -47,16 +50,37 @@ def construct(node: Node, key: str) -> Any:
         found = get_object(target)
     except Exception as error:  # any failure of a user's module: shown with the key that named it
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
-    allowed = list(inspect.signature(found).parameters)
-    for name in node.keys() - {"_target_"}:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(allowed) or 'nothing'}."
-            raise ValueError(f"{key}.{name}: {target} has no argument {name!r}; {hint}")
+    arguments = {name: value for name, value in node.items() if name != "_target_"}
+    _check_arguments(found, arguments, key)
+    if not isinstance(found, type):  # a function is called with the data, not now
+        return partial(found, **arguments) if arguments else found
     try:
         return instantiate(node)
     except Exception as error:
         raise ValueError(f"{key}: {target} refused its arguments: {error}") from error
+
+
+def _check_arguments(found: Any, arguments: Node, key: str) -> None:
+    parameters = inspect.signature(found).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in arguments.keys() - parameters.keys():
+        near = difflib.get_close_matches(name, list(parameters), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(parameters) or 'nothing'}."
+        raise ValueError(f"{key}.{name}: {found.__module__}.{found.__qualname__} has no argument {name!r}; {hint}")
+
+
+def plug_in(node: Node, key: str, needs: tuple[str, ...] = ()) -> Any:
+    """Build a behaviour; raises ValueError unless it can be called and has the class attributes it `needs`."""
+    built = construct(node, key)
+    if not callable(built):
+        raise ValueError(f"{key}: {node['_target_']} gives {type(built).__name__}, which cannot be called.")
+    for name in needs:
+        if not hasattr(built, name):
+            raise ValueError(
+                f"{key}: {node['_target_']} must have the class attribute {name!r} (see mrl/algorithms/losses.py)."
+            )
+    return built
 
 
 @dataclass(frozen=True)
@@ -90,50 +114,94 @@ def plan(config: Config) -> Plan:
         raise ValueError(
             f"algorithm.aggregation={config.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}."
         )
+    if not config.data.train:
+        raise ValueError("data.train must name at least one parquet or jsonl file of prompts (see docs/data.md).")
     parts = dict(
-        advantage=construct(config.algorithm.advantage, "algorithm.advantage"),
-        loss=construct(config.algorithm.loss, "algorithm.loss"),
-        reward=construct(config.reward, "reward"),
+        advantage=plug_in(config.algorithm.advantage, "algorithm.advantage"),
+        loss=plug_in(config.algorithm.loss, "algorithm.loss", needs=("zero_without_advantage",)),
+        reward=plug_in(config.reward, "reward"),
     )
-    check_megatron(config.megatron)
     check_server_args(config.sglang)
     make_inputs(config)
     sft = config.sft
-    done = sft.output if sft and sft.output and Path(sft.output).is_dir() else None
+    done = sft.output if sft.train and sft.output and Path(sft.output).is_dir() else None
+    if done:
+        _check_origin(config, done)
     base = _model_plan(config, done or config.model.path)
+    num_prompts = _check_prompts(config, base)
+    warm_start = sft if sft.train and not done else None
+    if warm_start:
+        _check_supervised(config, base)
+    args = _server_args(config, base.context)
+    return Plan(**vars(base), **parts, server_args=args, warm_start=warm_start, num_prompts=num_prompts)
+
+
+def plan_sft(config: Config) -> ModelPlan:
+    """Check what supervised training needs; raises ValueError, starts no process."""
+    if not config.sft.train:
+        raise ValueError("sft.train must name a file of prompt/response rows (see docs/sft.md).")
+    if config.sft.output and Path(config.sft.output).exists():
+        raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
+    _check_run_dir(config)
+    make_inputs(config)
+    base = _model_plan(config, config.model.path)
+    _check_supervised(config, base)
+    return base
+
+
+def _check_prompts(config: Config, base: ModelPlan) -> int:
+    """Check all prompt files, and recorded rollouts to be replayed; returns the number of training prompts."""
     limit = prompt_limit(config, base.context)
     data = PromptDataset.load(config.data.train, base.model_path, limit)
     data.check_vocabulary(base.vocab_size)
     if config.data.test:
         PromptDataset.load(config.data.test, base.model_path, limit).check_vocabulary(base.vocab_size)
     if config.rollout.replay:
-        recording.read(config.rollout.replay, step=0)
-    warm_start = None if done else sft
-    if warm_start:
-        SftDataset.load(warm_start.train, base.model_path, base.context)
-    args = _server_args(config, base.context)
-    return Plan(**vars(base), **parts, server_args=args, warm_start=warm_start, num_prompts=len(data))
+        recording.check(config.rollout.replay, config.trainer.max_steps)
+    return len(data)
 
 
-def plan_sft(config: Config) -> ModelPlan:
-    """Check what supervised training needs; raises ValueError, starts no process."""
-    if config.sft is None:
-        raise ValueError("sft is not set; name a data set: sft.train=FILE.parquet (see docs/sft.md).")
-    if config.sft.output and Path(config.sft.output).exists():
-        raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
-    _check_run_dir(config)
-    check_megatron(config.megatron)
-    make_inputs(config)
-    base = _model_plan(config, config.model.path)
-    SftDataset.load(config.sft.train, base.model_path, base.context)
-    return base
+def _check_supervised(config: Config, base: ModelPlan) -> None:
+    assert config.sft.train, "callers look first"
+    SftDataset.load(config.sft.train, base.model_path, base.context).check_vocabulary(base.vocab_size)
+
+
+ORIGIN = "mrl_sft.json"  # in a warm start's folder: what it was made from
+
+
+def origin(config: Config) -> dict[str, Any]:
+    """What decides the weights of a warm start."""
+    return dict(
+        model=config.model.path, seed=config.run.seed if config.data.inputs is None else None, sft=asdict(config.sft)
+    )
+
+
+def _check_origin(config: Config, folder: str) -> None:
+    """Raise ValueError where an existing warm start was made from another model or with other settings."""
+    path = Path(folder) / ORIGIN
+    made = json.loads(path.read_text()) if path.is_file() else None
+    wanted = json.loads(json.dumps(origin(config)))
+    if made != wanted:
+        raise ValueError(
+            f"sft.output={folder}: was made from other settings ({made}), now wanted: {wanted}; remove the folder to make it "
+            "again, name another sft.output, or set sft.train=null to train model.path as it is."
+        )
+
+
+CLAIM = "started"  # in a run's folder: a run has begun to write there
+
+
+def claim(run_dir: Path) -> None:
+    """Take a run's folder for this run alone; raises FileExistsError where another run was faster."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / CLAIM).open("x").close()
 
 
 def _check_run_dir(config: Config) -> None:
     """Raise ValueError where the run's folder holds the results of another run."""
-    for name in ("metrics.jsonl", "sft.jsonl", "checkpoint", "hf"):
+    for name in (CLAIM, "metrics.jsonl", "sft.jsonl", "checkpoint", "hf"):
         if (Path(config.run.dir) / name).exists():
-            raise ValueError(f"run.dir={config.run.dir}: holds {name} of an earlier run; name another folder.")
+            raise ValueError(f"run.dir={config.run.dir}: holds {name} of another run; name another folder.")
 
 
 def make_inputs(config: Config) -> None:
@@ -147,13 +215,18 @@ def _model_plan(config: Config, path: str) -> ModelPlan:
     hf = check_checkpoint(path)
     arch = family_of(hf).read(hf)
     arch.check_layout(dims)
+    check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
     return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size)
 
 
-def check_megatron(overrides: Node) -> None:
-    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one that the layout decides."""
+def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> None:
+    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one `decided` elsewhere."""
     known = transformer_fields()
     for name in overrides:
+        if name in decided:
+            raise ValueError(
+                f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean megatron.{near[0]}?" if near else ""
@@ -185,7 +258,7 @@ class Cluster:
 
     def __init__(self, plan: ModelPlan, options: dict[str, Any], stack: ExitStack) -> None:
         config, run_dir = plan.config, Path(plan.config.run.dir).resolve()
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        claim(run_dir)
         self.plan = plan
         self.group = WorkerGroup(plan.dims, str(run_dir / "logs"), config.trainer.timeout_s, options)
         stack.callback(self.group.close)
@@ -201,8 +274,9 @@ class Cluster:
         config = self.plan.config
         settings = dict(lr=sft.lr, betas=tuple(sft.betas), weight_decay=sft.weight_decay, clip_grad=sft.clip_grad)
         self.group.call("reset_optimizer", **settings)
+        assert sft.train, "a supervised stage has a data set"
         path = str(Path(sft.train).resolve())
-        data = self.group.call("load_sft", path, self.plan.model_path, self.plan.context)[0]
+        data = self.group.call_first("load_sft", path, str(Path(self.plan.model_path).resolve()), self.plan.context)
         stage = SupervisedStage(
             group=self.group,
             block=data["handle"],
@@ -218,16 +292,27 @@ class Cluster:
         sinks = [JsonlSink(Path(config.run.dir) / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
         with Tracker(sinks) as tracker:
             loss = stage.run(tracker)
-        if sft.output and not Path(sft.output).exists():  # a run beside this one may have written it
-            self.group.call("export_hf", str(Path(sft.output).resolve()))
         return loss
+
+    def export_warm_start(self, sft: SftConfig) -> None:
+        """Keep the warm start for later runs; one that a run beside this one has made meanwhile is as good."""
+        if not sft.output or Path(sft.output).exists():
+            return
+        try:
+            self.group.call(
+                "export_hf", str(Path(sft.output).resolve()), {ORIGIN: json.dumps(origin(self.plan.config))}
+            )
+        except OSError as error:
+            if not Path(sft.output).is_dir():
+                raise
+            logger.warning("the warm start was not kept: %s", error)
 
 
 def actor_spec(plan: ModelPlan) -> ActorSpec:
     """What every trainer rank is built from."""
     c = plan.config
     path = str(Path(plan.model_path).resolve())
-    return ActorSpec(path, plan.dims, c.model.dtype, plan.optimizer, c.rollout.temperature, c.megatron)
+    return ActorSpec(path, plan.dims, c.model.dtype, plan.optimizer, c.megatron)
 
 
 def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
@@ -245,7 +330,6 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         temperature=c.rollout.temperature,
         num_engines=0 if c.rollout.replay else c.rollout.num_engines,
         engine_tp=c.rollout.engine_tp,
-        dtype=c.model.dtype,
         seed=c.run.seed,
         eval_rows=c.trainer.eval_rows,
         request_timeout_s=c.rollout.request_timeout_s,
@@ -275,6 +359,7 @@ def trainer(plan: Plan) -> Iterator[Trainer]:
         startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
         if plan.warm_start:
             loss = processes.warm_start(plan.warm_start)
+            processes.export_warm_start(plan.warm_start)
             processes.group.call("reset_optimizer", **vars(plan.optimizer))
             startup.ready(f"supervised warm start done (loss {loss:.3f})")
         urls = processes.generator.wait_ready(config.rollout.start_timeout_s)
@@ -312,6 +397,7 @@ def _wire(plan: Plan, processes: Cluster, tracker: Tracker) -> Trainer:
             plan.optimizer,
             config.algorithm.aggregation,
             config.trainer.max_tokens_per_micro_batch,
+            config.rollout.temperature,
             config.algorithm.skip_zero_advantage,
         ),
         phase=Phases(),

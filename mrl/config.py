@@ -32,7 +32,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     inputs: Node | None = None  # callable run once before anything is read: makes the files named below
-    train: list[str] = MISSING  # parquet or jsonl files with the five columns
+    train: list[str] = field(default_factory=list)  # parquet or jsonl files with the five columns
     test: list[str] = field(default_factory=list)  # held-out files; empty: no evaluation
     shuffle: bool = True  # a new order every epoch, from run.seed
     max_prompt_tokens: int | None = None  # longest allowed prompt; default: the model's context less the response
@@ -68,7 +68,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    train: str = MISSING  # parquet or jsonl file with columns prompt (messages) and response (text)
+    train: str | None = None  # parquet or jsonl file with columns prompt (messages), response (text); none: no stage
     output: str | None = None  # Hugging Face folder to write; `mrl train` skips the stage where it exists already
     steps: int = 200  # optimizer steps
     batch_size: int = 128  # rows per step
@@ -124,7 +124,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: Node = MISSING  # responses -> rewards
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    sft: SftConfig | None = None  # supervised stage: the job of `mrl sft`, a warm start for `mrl train`
+    sft: SftConfig = field(default_factory=SftConfig)  # the job of `mrl sft`; in `mrl train` a warm start
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -204,22 +204,42 @@ def _leaves(node: dict, prefix: str = "") -> list[str]:
     return found
 
 
+_POSITIVE = [
+    "rollout.prompts_per_step",
+    "rollout.responses_per_prompt",
+    "rollout.max_response_tokens",
+    "rollout.num_engines",
+    "rollout.engine_tp",
+    "rollout.temperature",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "sft.steps",
+    "sft.batch_size",
+    "sft.lr",
+    "trainer.stop_window",
+    "trainer.max_tokens_per_micro_batch",
+    "trainer.timeout_s",
+    "weight_sync.bucket_bytes",
+    "weight_sync.timeout_s",
+    "cluster.start_timeout_s",
+]
+_NOT_NEGATIVE = [
+    "trainer.max_steps",
+    "trainer.eval_every",
+    "algorithm.clip_grad",
+    "algorithm.warmup_steps",
+    "sft.warmup_steps",
+]
+
+
 def check(config: Config) -> None:
-    """Rules that need several keys or a range; raises ValueError naming the key, its value and what fits."""
-    positive = dict(
-        prompts_per_step=("rollout", config.rollout.prompts_per_step),
-        responses_per_prompt=("rollout", config.rollout.responses_per_prompt),
-        max_response_tokens=("rollout", config.rollout.max_response_tokens),
-        num_engines=("rollout", config.rollout.num_engines),
-        engine_tp=("rollout", config.rollout.engine_tp),
-        temperature=("rollout", config.rollout.temperature),
-        max_tokens_per_micro_batch=("trainer", config.trainer.max_tokens_per_micro_batch),
-        bucket_bytes=("weight_sync", config.weight_sync.bucket_bytes),
-    )
-    for name, (section, value) in positive.items():
-        if not value > 0:
-            raise ValueError(f"{section}.{name}={value}: must be greater than 0.")
-    if config.trainer.max_steps < 0:
-        raise ValueError(f"trainer.max_steps={config.trainer.max_steps}: must be 0 or more.")
+    """Rules on single values; raises ValueError naming the key, its value and what fits."""
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        section, _, name = key.partition(".")
+        value = vars(vars(config)[section])[name]
+        if value < 0 or (value == 0 and key in _POSITIVE):
+            raise ValueError(f"{key}={value}: must be {'greater than 0' if key in _POSITIVE else '0 or more'}.")
+    if config.trainer.eval_rows is not None and config.trainer.eval_rows < 1:
+        raise ValueError(f"trainer.eval_rows={config.trainer.eval_rows}: must be 1 or more, or null for all rows.")
     if config.model.dtype not in ("bfloat16", "float32"):
         raise ValueError(f"model.dtype={config.model.dtype!r}: expected bfloat16 or float32.")

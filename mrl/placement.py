@@ -29,7 +29,7 @@ def ray_cluster(address: str | None) -> Iterator[dict[str, Any]]:
     else:
         os.environ.update(PROCESS_ENV)  # inherited by every process of a local cluster
         os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here, not a guest on the machine
-        ray.init(include_dashboard=False, object_store_memory=512 * 1024**2, **quiet)
+        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 1024**2, **quiet)
     try:
         yield dict(num_gpus=1) if ray.cluster_resources().get("GPU", 0) else dict(num_cpus=0)
     finally:

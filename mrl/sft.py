@@ -36,7 +36,12 @@ class SupervisedStage:
             lr = self._lr(step)
             batch = TrainBatch(self.block, self.lengths, self.response_lengths, advantages, rows, counted=rows)
             report = self.group.update(
-                batch, loss=CrossEntropy(), aggregation="token_mean", lr=lr, max_tokens=self.max_tokens
+                batch,
+                loss=CrossEntropy(),
+                aggregation="token_mean",
+                lr=lr,
+                max_tokens=self.max_tokens,
+                temperature=1.0,
             )
             loss = report.sums["loss"]
             grad_norm = report.maxima["optim/grad_norm"]

@@ -22,7 +22,7 @@ class Generator(Protocol):
 
     def generate(self, rows: NDArray[np.int64], step: int) -> Rollouts: ...
 
-    def score(self, rollouts: Rollouts) -> NDArray[np.float64]: ...
+    def score(self, rollouts: Rollouts) -> tuple[NDArray[np.float64], float]: ...
 
     def evaluate(self, temperature: float) -> float: ...
 
@@ -91,10 +91,10 @@ class Trainer:
             window.append(metrics["reward/mean"])
             step += 1
             self.tracker.log(step, metrics | self._throughput(metrics, time.perf_counter() - start))
+            after = {}
             if self.schedule.eval_every and step % self.schedule.eval_every == 0:
-                self.evaluate(step)
-        if step:
-            after = self.evaluate(step)
+                after = self.evaluate(step)
+        after = after or self.evaluate(step)
         return Result(step, float(np.mean(window)) if window else float("nan"), before, after)
 
     def step(self, step: int) -> Metrics:
@@ -105,7 +105,7 @@ class Trainer:
             rollouts = self.generator.generate(rows, step)  # B = N * G responses
 
         with self.phase("reward"):
-            rewards = self.generator.score(rollouts)  # [B]
+            rewards, reward_s = self.generator.score(rollouts)  # [B]
 
         with self.phase("advantage"):
             advantages = self.advantage(rewards, rollouts.groups)  # [B]
@@ -116,7 +116,8 @@ class Trainer:
         with self.phase("weight_sync"):  # Megatron shards -> Hugging Face names -> SGLang
             metrics |= self.actor.push_weights(version=step + 1)
 
-        return metrics | rollouts.metrics() | {"reward/mean": float(rewards.mean())} | self.phase.seconds()
+        metrics |= {"reward/mean": float(rewards.mean()), "spent/reward_s": reward_s}
+        return metrics | rollouts.metrics() | self.phase.seconds()
 
     def evaluate(self, step: int) -> Metrics:
         """Log the accuracy on held-out problems, sampled at temperature 1 and greedy; empty without a test set."""
@@ -132,7 +133,7 @@ class Trainer:
 
     @staticmethod
     def _throughput(metrics: Metrics, seconds: float) -> Metrics:
-        work = ("spent/engine_s", "spent/megatron_s", "time/reward_s", "spent/transport_s")
+        work = ("spent/engine_s", "spent/sync_engine_s", "spent/megatron_s", "spent/reward_s")
         return {
             "time/step_s": seconds,
             "spent/controller_s": seconds - sum(metrics[name] for name in work),  # all that is our own

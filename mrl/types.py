@@ -103,6 +103,7 @@ class Rollouts:
             "rollout/tokens": float(self.response_lengths.sum()),
             "rollout/response_length_mean_tokens": float(self.response_lengths.mean()),
             "rollout/truncated_fraction": float(self.truncated.mean()),
+            "rollout/weight_version": float(self.weight_versions.min()),
             "spent/engine_s": self.engine_seconds,
         }
 
@@ -136,7 +137,8 @@ class SyncReport:
     bytes: int = 0  # sent to each engine
     tensors: int = 0  # by Hugging Face name
     buckets: int = 0  # messages
-    seconds: float = 0.0
+    seconds: float = 0.0  # all of it
+    engine_seconds: float = 0.0  # of these, waiting for engines to answer
 
 
 @dataclass(frozen=True)

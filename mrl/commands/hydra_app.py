@@ -4,12 +4,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from mrl.config import Config, from_hydra, is_known, known_keys, unknown_key_message
@@ -37,7 +40,9 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
             config = from_hydra(composed)
         except ValueError as error:
             refuse(error)
-        job(config)
+        job(
+            replace(config, run=replace(config.run, dir=HydraConfig.get().runtime.output_dir))
+        )  # a sweep's point: its own
 
     sys.argv = [sys.argv[0], *argv]
     app()
@@ -61,10 +66,9 @@ def _end(signum: int, frame: object) -> None:
 
 
 def with_default_experiment(argv: list[str]) -> list[str]:
-    """Add `experiment=quickstart` where no experiment is named and there is no GPU to do more."""
-    named = any(a.lstrip("+").startswith("experiment=") for a in argv)
-    has_gpu = Path("/proc/driver/nvidia/version").exists()
-    return argv if named or has_gpu else [*argv, "experiment=quickstart"]
+    """Add `experiment=quickstart` where neither an experiment nor a model is named: it runs on any machine."""
+    named = any(a.lstrip("+").startswith(("experiment=", "model.path=")) for a in argv)
+    return argv if named else [*argv, "experiment=quickstart"]
 
 
 def checked(argv: list[str]) -> list[str]:
@@ -77,7 +81,10 @@ def checked(argv: list[str]) -> list[str]:
 
 
 def _checked(argument: str, parser: OverridesParser) -> str:
-    key = parser.parse_override(argument).key_or_group
+    try:
+        key = parser.parse_override(argument).key_or_group
+    except HydraException as error:
+        raise ValueError(f"{argument!r} cannot be read: {str(error).splitlines()[0]}") from None
     if (CONF / key).is_dir() or key.split(".")[0] == "hydra" or key.startswith("hydra/"):
         return argument
     if not is_known(key):

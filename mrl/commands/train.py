@@ -19,12 +19,14 @@ def job(config: Config) -> None:
         result = trainer.fit()
         if config.trainer.save:
             trainer.actor.save(str(Path(config.run.dir).resolve()))
-    sys.stdout.write(summary(result, config.run.dir))
+    sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
 
 
-def summary(result: Result, run_dir: str) -> str:
+def summary(result: Result, run_dir: str, goal: float | None) -> str:
     """What a run achieved, for the terminal."""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
+    if goal is not None and not result.reward >= goal:
+        lines.append(f"the goal trainer.stop_reward={goal} was not reached")
     for name, before in result.before.items():
         what = name.removeprefix("eval/").replace("_", " ")
         lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.data.table import Row, check_messages, read_rows
-from mrl.data.tokenizer import encode_messages, load_tokenizer
+from mrl.data.tokenizer import check_vocabulary, encode_messages, load_tokenizer
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
@@ -45,12 +45,7 @@ class PromptDataset:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError when a prompt has a token that a model of `vocab_size` does not know."""
-        largest = max(max(ids) for ids in self._encoded)
-        if largest >= vocab_size:
-            raise ValueError(
-                f"the tokenizer gives token {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
-                "the tokenizer in the model's folder belongs to another model."
-            )
+        check_vocabulary(self._encoded, vocab_size)
 
     def encode(self, row: int) -> list[int]:
         """Token ids of a prompt, ready for the response."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.data.table import check_messages, read_rows
-from mrl.data.tokenizer import encode_messages, load_tokenizer
+from mrl.data.tokenizer import check_vocabulary, encode_messages, load_tokenizer
 
 COLUMNS = ("prompt", "response")
 
@@ -41,3 +41,7 @@ class SftDataset:
                     f"context is {max_tokens}; shorten or remove the row."
                 )
         return cls(prompts, responses)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError when a row has a token that a model of `vocab_size` does not know."""
+        check_vocabulary(self.prompts + self.responses, vocab_size)

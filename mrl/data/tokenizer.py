@@ -30,6 +30,16 @@ def encode_messages(tokenizer: Any, conversations: list[Messages]) -> list[list[
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
+def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
+    """Raise ValueError when a row has a token that a model of `vocab_size` does not know."""
+    largest = max((max(ids) for ids in rows if ids), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+            "the tokenizer in the model's folder belongs to another model."
+        )
+
+
 CHARACTERS = "0123456789+-*= "
 
 

@@ -28,8 +28,8 @@ class RolloutGenerator:
         """Sample G responses to each prompt row."""
         return ray.get(self.worker.generate.remote(rows, step), timeout=self.timeout_s)
 
-    def score(self, rollouts: Rollouts) -> NDArray[np.float64]:
-        """Rewards [B] of what was generated last."""
+    def score(self, rollouts: Rollouts) -> tuple[NDArray[np.float64], float]:
+        """Rewards [B] of what was generated last, and the seconds they took where they were computed."""
         return ray.get(self.worker.score.remote(), timeout=self.timeout_s)
 
     def evaluate(self, temperature: float) -> float:

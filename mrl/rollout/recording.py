@@ -23,13 +23,20 @@ def write(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) 
 
 
 def read(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str, NDArray]]:
-    """What `write` wrote; raises ValueError naming the missing file and the steps that are there."""
+    """What `write` wrote."""
     path = _path(folder, step)
-    if not path.is_file():
-        there = sorted(p.name for p in Path(folder).glob("step_*.npz"))
-        found = f"found {there[0]} to {there[-1]}" if there else "found none"
-        raise ValueError(f"rollout.replay={folder}: {path.name} is missing; {found}. Record with rollout.record=true.")
     with np.load(path) as file:
         columns = dict(file)
     names = TokenBlock.__dataclass_fields__
     return TokenBlock(**{n: columns.pop(n) for n in names}), columns
+
+
+def check(folder: str | Path, num_steps: int) -> None:
+    """Raise ValueError unless the first `num_steps` steps are there."""
+    for step in range(num_steps):
+        if not _path(folder, step).is_file():
+            count = len(list(Path(folder).glob("step_*.npz")))
+            raise ValueError(
+                f"rollout.replay={folder}: {_path(folder, step).name} is missing ({count} recorded steps, trainer.max_steps="
+                f"{num_steps}); record with rollout.record=true, or lower trainer.max_steps."
+            )

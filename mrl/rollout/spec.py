@@ -21,7 +21,6 @@ class RolloutSpec:
     temperature: float
     num_engines: int
     engine_tp: int
-    dtype: str
     seed: int
     eval_rows: int | None  # evaluate on the first rows only
     request_timeout_s: float

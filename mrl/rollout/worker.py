@@ -76,6 +76,11 @@ class RolloutWorker:
         start = time.perf_counter()
         done = self._complete(prompts, params)
         self._engine_seconds = time.perf_counter() - start
+        for row, completion in enumerate(done):
+            if completion.finish_reason == "abort" or not completion.token_ids:
+                raise RuntimeError(
+                    f"response {row} of {len(done)} came back {completion.finish_reason} and empty or cut."
+                )
         block = TokenBlock.from_lists(prompts, [c.token_ids for c in done], [c.logprobs for c in done])
         return block, dict(
             truncated=np.array([c.finish_reason == "length" for c in done]),
@@ -92,19 +97,23 @@ class RolloutWorker:
             answers = list(pool.map(lambda job: job[0].generate(job[1], params), jobs))
         return [completion for answer in answers for completion in answer]
 
-    def score(self) -> NDArray[np.float64]:
-        """Rewards [B] of the last generated block."""
+    def score(self) -> tuple[NDArray[np.float64], float]:
+        """Rewards [B] of the last generated block, and the seconds they took."""
         assert self._last, "score() needs a generate() before it"
+        start = time.perf_counter()
         block, rows = self._last
         texts = self.train.decode([block.response(i).tolist() for i in range(len(rows))])
-        return self._reward(self.train, rows, texts)
+        return self._reward(self.train, rows, texts), time.perf_counter() - start
 
     def _reward(self, data: PromptDataset, rows: NDArray[np.int64], texts: list[str]) -> NDArray[np.float64]:
         responses = [
             Response(data.data_source(row), text, data.ground_truth(row), data.extra_info(row))
             for row, text in zip(rows.tolist(), texts, strict=True)
         ]
-        rewards = np.array(self.spec.reward(responses), dtype=np.float64)
+        try:
+            rewards = np.array(self.spec.reward(responses), dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward {self.spec.reward} failed or gave no list of numbers: {error}") from error
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
             raise ValueError(
                 f"reward {self.spec.reward} gave {rewards.shape} values, {np.isfinite(rewards).sum()} of them finite; "

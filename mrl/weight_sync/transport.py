@@ -99,6 +99,7 @@ class DistributedTransport:
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self.engines)), thread_name_prefix="weight_sync")
         self._group: dist.ProcessGroup | None = None
         self._broken: str | None = None
+        self._engine_seconds = 0.0  # of the push, spent waiting for engines
 
     def open(self) -> None:
         """Form the process group with all engines."""
@@ -130,7 +131,7 @@ class DistributedTransport:
         """
         if self._group is None or self._broken:
             raise SyncError(f"the weight transport is not open; {self._broken or 'open() was not called'}.")
-        start = time.perf_counter()
+        start, self._engine_seconds = time.perf_counter(), 0.0
         expected = ExpectedChecksums(self.layout) if self.verify else None
         total_bytes = tensors = buckets = 0
         with self._failures_named(), self._paused():
@@ -149,7 +150,7 @@ class DistributedTransport:
             "version %d: %d bytes in %d tensors and %d buckets to %d engines; send %.4f s, flush and verify %.4f s, all %.4f s",
             *(version, total_bytes, tensors, buckets, len(self.engines), sent - start, verified - sent, seconds),
         )
-        return SyncReport(bytes=total_bytes, tensors=tensors, buckets=buckets, seconds=seconds)
+        return SyncReport(total_bytes, tensors, buckets, seconds, self._engine_seconds)
 
     def close(self) -> None:
         """Leave the process group; engines that are gone already do not matter."""
@@ -185,7 +186,9 @@ class DistributedTransport:
         if expected is not None:  # while the bytes travel
             for name, tensor in bucket:
                 expected.add(name, tensor)
+        start = time.perf_counter()
         self._wait(work, answers)
+        self._engine_seconds += time.perf_counter() - start
         return flat.numel()
 
     def _wait(self, work: dist.Work, answers: list[Future[None]]) -> None:
@@ -247,9 +250,13 @@ class DistributedTransport:
 
     def _each[T](self, call: Callable[[EngineControl], T]) -> list[T]:
         """Call all engines at once; answers in their order, or the first failure."""
-        if len(self.engines) == 1:
-            return [call(self.engines[0])]
-        return [future.result() for future in [self._pool.submit(call, engine) for engine in self.engines]]
+        start = time.perf_counter()
+        try:
+            if len(self.engines) == 1:
+                return [call(self.engines[0])]
+            return [future.result() for future in [self._pool.submit(call, engine) for engine in self.engines]]
+        finally:
+            self._engine_seconds += time.perf_counter() - start
 
 
 def split_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -1,6 +1,7 @@
 """The policy being trained: one rank's Megatron model, optimizer, and its ways out (engines, checkpoint, export)."""
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,39 +45,46 @@ class Actor:
         """Start over with fresh optimizer state around the current weights (between supervised and RL stages)."""
         self.optimizer = build_optimizer(self.model, settings)
 
-    def update(self, block: TokenBlock, share: Share, loss: Loss, lr: float) -> UpdateReport:
-        """One optimizer step on this replica's share of the batch; gradients are summed over replicas."""
+    def update(self, block: TokenBlock, share: Share, loss: Loss, lr: float, temperature: float = 1.0) -> UpdateReport:
+        """One optimizer step on this replica's share of the batch; gradients are summed over replicas.
+
+        Log-probabilities are those of logits / temperature. Raises FloatingPointError when the gradient is not finite.
+        """
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         set_lr(self.optimizer, lr)
         micros = [MicroBatch.build(block, rows, share, device()) for rows in share.micro_batches]
         start = time.perf_counter()
-        reports = schedule.run(self.model, micros, lambda logits, micro: self._loss(logits, micro, loss))
+        reports = schedule.run(self.model, micros, lambda logits, micro: self._loss(logits, micro, loss, temperature))
         stepped, grad_norm, _ = self.optimizer.step()
         seconds = time.perf_counter() - start
-        if not stepped:
-            raise FloatingPointError("the optimizer refused the step: a gradient is inf or NaN.")
+        if not stepped or not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"the gradient is not finite (norm {grad_norm}); the run ends before engines see it."
+            )
         return _summarise(reports, {"optim/grad_norm": float(grad_norm), "seconds": seconds})
 
     @torch.no_grad()
-    def compute_logprobs(self, block: TokenBlock, share: Share) -> list[Tensor]:
+    def compute_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities [R] of the response tokens of each micro-batch under the current weights."""
         self.model.eval()
         micros = [MicroBatch.build(block, rows, share, device()) for rows in share.micro_batches]
 
         def keep(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs = self._logprobs(logits, micro)
+            logprobs = self._logprobs(logits, micro, temperature)
             return logprobs.sum(), {"logprobs": logprobs}
 
         return [r["logprobs"] for r in schedule.run(self.model, micros, keep, forward_only=True)]
 
-    def _logprobs(self, logits: Tensor, micro: MicroBatch) -> Tensor:
+    def _logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float) -> Tensor:
         chosen = logits.index_select(0, micro.predict)  # [R, V/tp]
-        return vocab_parallel_logprobs(chosen, micro.targets, groups.tp_group(), self.vocab_size, self.spec.temperature)
+        return vocab_parallel_logprobs(chosen, micro.targets, groups.tp_group(), self.vocab_size, temperature)
 
-    def _loss(self, logits: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = self._logprobs(logits, micro)
+    def _loss(
+        self, logits: Tensor, micro: MicroBatch, loss: Loss, temperature: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = self._logprobs(logits, micro, temperature)
         now = logprobs.detach()
         # One update per rollout: the weights before it are the weights now.
         per_token, extra = loss(LossInputs(logprobs, now, micro.advantages))
@@ -95,13 +103,15 @@ class Actor:
         """(Hugging Face name, whole tensor) of the current weights; all ranks of the replica iterate along."""
         return self.bridge.export()
 
-    def export_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder with the current weights and the tokenizer of the model's source."""
+    def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
+        """Write a Hugging Face folder: current weights, the source's tokenizer, and `notes` (file name -> text)."""
         if groups.dp_group().rank() > 0:
             return
-        tensors = [(name, t.clone()) for name, t in self.export()]
         if groups.tp_group().rank() == 0:
-            write_export(tensors, self.spec.model_path, folder)
+            write_export(self.export(), self.spec.model_path, folder, notes)
+        else:
+            for _ in self.export():  # take part in the gathers
+                pass
 
     def save(self, folder: str | Path) -> None:
         """Write a Megatron distributed checkpoint: weights and optimizer state, readable by any layout."""
@@ -121,5 +131,6 @@ def _summarise(reports: list[dict[str, Tensor]], maxima: dict[str, float]) -> Up
             if kind == "sum":
                 sums[name] = sums.get(name, 0.0) + value.item()
             else:
-                maxima[name] = max(maxima.get(name, float("-inf")), value.item())
+                largest, new = maxima.get(name, float("-inf")), value.item()
+                maxima[name] = new if new > largest or math.isnan(new) else largest
     return UpdateReport(sums, maxima)

@@ -38,7 +38,13 @@ class WorkerGroup:
         """Call `method` with the same arguments on every rank; results by rank."""
         return ray.get([getattr(w, method).remote(*args, **kwargs) for w in self.workers], timeout=self.timeout_s)
 
-    def update(self, batch: TrainBatch, *, loss: Loss, aggregation: str, lr: float, max_tokens: int) -> UpdateReport:
+    def call_first(self, method: str, *args: Any) -> Any:
+        """Call `method` on rank 0 alone."""
+        return ray.get(getattr(self.workers[0], method).remote(*args), timeout=self.timeout_s)
+
+    def update(
+        self, batch: TrainBatch, *, loss: Loss, aggregation: str, lr: float, max_tokens: int, temperature: float
+    ) -> UpdateReport:
         """One optimizer step: `batch.rows` cut over replicas, and into micro-batches of at most `max_tokens`."""
         weights = np.zeros(len(batch.lengths))
         weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
@@ -47,7 +53,8 @@ class WorkerGroup:
             for part in partition(batch.lengths, batch.rows, self.dims.dp)
         ]
         futures = [
-            worker.update.remote(shares[self.dims.dp_rank(rank)], loss, lr) for rank, worker in enumerate(self.workers)
+            worker.update.remote(shares[self.dims.dp_rank(rank)], loss, lr, temperature)
+            for rank, worker in enumerate(self.workers)
         ]
         return self._add_up(ray.get(futures, timeout=self.timeout_s))
 

@@ -20,6 +20,7 @@ class ActorPolicy:
     optimizer: AdamW
     aggregation: str
     max_tokens: int  # per micro-batch
+    temperature: float  # of sampling
     skip_zero_advantage: bool
 
     def update(self, rollouts: Rollouts, advantages: NDArray[np.float32], step: int) -> dict[str, float]:
@@ -32,7 +33,12 @@ class ActorPolicy:
         lr = self.optimizer.lr_at(step)
         batch = TrainBatch(rollouts.block, rollouts.lengths, rollouts.response_lengths, advantages, rows, every)
         report = self.group.update(
-            batch, loss=self.loss, aggregation=self.aggregation, lr=lr, max_tokens=self.max_tokens
+            batch,
+            loss=self.loss,
+            aggregation=self.aggregation,
+            lr=lr,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
         )
         tokens = report.sums.pop("tokens")
         return {
@@ -52,7 +58,7 @@ class ActorPolicy:
         report = self.group.call("push_weights", version)[0] or SyncReport()
         return {
             "weight_sync/version": float(version),
-            "spent/transport_s": report.seconds,
+            "spent/sync_engine_s": report.engine_seconds,
             "weight_sync/bytes": float(report.bytes),
             "weight_sync/tensors": float(report.tensors),
             "weight_sync/buckets": float(report.buckets),

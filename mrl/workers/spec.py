@@ -15,5 +15,4 @@ class ActorSpec:
     dims: ParallelDims
     dtype: str  # float32 or bfloat16
     optimizer: AdamW
-    temperature: float  # of sampling: log-probabilities are those of logits / temperature
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig

@@ -62,9 +62,9 @@ class TrainWorker:
 
         self.actor.reset_optimizer(AdamW(**settings))
 
-    def update(self, share: Share, loss: Loss, lr: float) -> UpdateReport:
+    def update(self, share: Share, loss: Loss, lr: float, temperature: float) -> UpdateReport:
         """One optimizer step on this replica's share."""
-        return self.actor.update(self._fetch(share.block), share, loss, lr)
+        return self.actor.update(self._fetch(share.block), share, loss, lr, temperature)
 
     def _fetch(self, handle: Any) -> Any:
         if handle not in self._blocks:
@@ -90,9 +90,9 @@ class TrainWorker:
             pass
         return None
 
-    def export_hf(self, folder: str) -> None:
-        """Write the current weights as a Hugging Face folder."""
-        self.actor.export_hf(folder)
+    def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
+        """Write the current weights as a Hugging Face folder, with `notes` (file name -> text) beside them."""
+        self.actor.export_hf(folder, notes or {})
 
     def save(self, folder: str) -> None:
         """Write a distributed checkpoint."""

@@ -41,14 +41,15 @@ def shares(block: TokenBlock, dims: ParallelDims, max_tokens: int) -> list[Share
 def make_actor(path, dims: ParallelDims):
     from mrl.workers.actor import Actor
 
-    return Actor(ActorSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98)), 0.7, {}))
+    return Actor(ActorSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98)), {}))
 
 
 def train(rank: int, path, dims: ParallelDims, block: TokenBlock, max_tokens: int, steps: int):
     """`steps` updates; returns losses, gradient norms, and the whole weights afterwards."""
     actor = make_actor(path, dims)
     share = shares(block, dims, max_tokens)[dims.dp_rank(rank)]
-    reports = [actor.update(block, share, PPOClip(), 1e-2) for _ in range(steps)]
+    # on policy the value of the clipped loss does not depend on the model, its gradient does; cross-entropy's value does too
+    reports = [actor.update(block, share, loss, 1e-2, 0.7) for loss in (PPOClip(), CrossEntropy())[:steps]]
     weights = {name: tensor.clone().numpy() for name, tensor in actor.export()}
     losses = [r.sums.get("loss", 0.0) for r in reports]  # a replica without rows reports none
     return losses, [r.maxima["optim/grad_norm"] for r in reports], weights
@@ -92,7 +93,7 @@ def test_a_replica_without_rows_still_takes_part(run_ranks, tiny_qwen3):
 def logprobs(rank: int, path, dims: ParallelDims, block: TokenBlock):
     actor = make_actor(path, dims)
     share = shares(block, replace(dims, dp=1), 30)[0]
-    found = actor.compute_logprobs(block, share)
+    found = actor.compute_logprobs(block, share, 0.7)
     return np.concatenate([x.numpy() for x in found]), np.concatenate(share.micro_batches)
 
 
@@ -119,7 +120,7 @@ def test_logprobs_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny
 def sft_gradient_norm(rank: int, path, block: TokenBlock):
     actor = make_actor(path, ParallelDims())
     share = shares(block, ParallelDims(), 30)[0]
-    return actor.update(block, share, CrossEntropy(), 1e-2)
+    return actor.update(block, share, CrossEntropy(), 1e-2, 0.7)
 
 
 def test_loss_and_gradient_norm_equal_a_float64_reference(run_ranks, tiny_qwen3):
@@ -163,8 +164,22 @@ def test_a_checkpoint_continues_under_another_layout(run_ranks, tiny_qwen3, tmp_
             np.testing.assert_allclose(weights[name], tensor, atol=1e-5, err_msg=name)
 
 
+def train_on_nan(rank: int, path, block: TokenBlock):
+    import torch
+
+    actor = make_actor(path, ParallelDims())
+    with torch.no_grad():
+        actor.bridge.params["decoder.final_layernorm.weight"][0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        actor.update(block, shares(block, ParallelDims(), 40)[0], PPOClip(), 1e-2)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(run_ranks, tiny_qwen3):
+    run_ranks(ParallelDims(), train_on_nan, tiny_qwen3(), ragged_block(40))
+
+
 def export(rank: int, path, folder, dims: ParallelDims):
-    make_actor(path, dims).export_hf(folder)
+    make_actor(path, dims).export_hf(folder, {})
 
 
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2), ParallelDims(dp=2)], ids=str)

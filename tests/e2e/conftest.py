@@ -107,7 +107,7 @@ def quickstart(inputs, warm) -> list[str]:
     return [
         "experiment=quickstart",
         f"data.inputs.folder={inputs}",
-        "sft=null",
+        "sft.train=null",
         f"model.path={warm}",
         "rollout.prompts_per_step=6",
         "rollout.responses_per_prompt=4",

@@ -48,6 +48,7 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
         assert 0 <= step["reward/mean"] <= 1 and step["rollout/tokens"] > 0
         assert step["mismatch/logprob_abs_max"] <= 1e-4
         assert step["weight_sync/version"] == step["step"]
+        assert step["rollout/weight_version"] == step["step"] - 1, "what the engine says of its responses"
         model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
     assert "held-out accuracy sampled" in run.output()
@@ -127,3 +128,18 @@ def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
             assert texts[row] in decoded
             sent.add(int(row))
     assert sent == {0, 1, 2, 3}
+
+
+def test_the_quickstart_learns(start_mrl, inputs, warm):
+    """The newcomer's first run, from its warm start: the reward rises to 0.9, and accuracy on problems it never saw rises."""
+    import orjson
+
+    start = [f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}"]
+    run = start_mrl("train", "experiment=quickstart", *start).finish(360)
+    assert run.process.returncode == 0, run.output()
+    assert np.mean([step["reward/mean"] for step in run.metrics()[-5:]]) >= 0.90
+    before, after = (orjson.loads(line) for line in (run.folder / "eval.jsonl").read_text().splitlines())
+    for name in ("eval/accuracy_sampled", "eval/accuracy_greedy"):
+        assert after[name] - before[name] >= 0.25, (name, before, after)
+    ours = np.median([step["spent/controller_s"] / step["time/step_s"] for step in run.metrics()[1:]])
+    assert ours < 0.2, "the controller's share of a step, far above what it is where nothing else runs"

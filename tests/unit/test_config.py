@@ -6,7 +6,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from mrl.build import check_megatron, construct
+from models.megatron_fields import DECIDED
+from mrl.build import check_megatron, construct, plug_in
 from mrl.commands import hydra_app
 from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
 
@@ -59,6 +60,8 @@ def test_free_form_nodes_take_any_key():
         ("rollout.temperature", 0.0, "rollout.temperature=0.0: must be greater than 0"),
         ("model.dtype", "float8", "expected bfloat16 or float32"),
         ("trainer.max_steps", -1, "must be 0 or more"),
+        ("sft.batch_size", -1, "sft.batch_size=-1: must be greater than 0"),
+        ("trainer.eval_rows", 0, "must be 1 or more"),
         ("model.path", "???", "model.path must be set"),
     ],
 )
@@ -86,12 +89,24 @@ def test_a_plug_in_is_built_and_its_arguments_are_checked():
         construct({"x": 1}, "reward")
 
 
-def test_quickstart_is_the_default_experiment_only_where_none_is_named(monkeypatch):
-    monkeypatch.setattr(hydra_app.Path, "exists", lambda self: False)
+def double(responses, factor=2.0):
+    return [factor for _ in responses]
+
+
+def test_a_plain_function_is_a_plug_in_too():
+    here = f"{__name__}.double"
+    assert plug_in({"_target_": here}, "reward") is double
+    assert plug_in({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
+    with pytest.raises(ValueError, match="cannot be called"):
+        plug_in({"_target_": "mrl.types.SyncReport"}, "reward")
+    with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
+        plug_in({"_target_": "mrl.rewards.math.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",))
+
+
+def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():
     assert hydra_app.with_default_experiment(["a=1"]) == ["a=1", "experiment=quickstart"]
     assert hydra_app.with_default_experiment(["experiment=gsm8k"]) == ["experiment=gsm8k"]
-    monkeypatch.setattr(hydra_app.Path, "exists", lambda self: True)
-    assert hydra_app.with_default_experiment(["a=1"]) == ["a=1"]
+    assert hydra_app.with_default_experiment(["model.path=m"]) == ["model.path=m"]
 
 
 def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
@@ -108,6 +123,8 @@ def test_free_form_sections_need_no_plus_and_are_checked():
     )
     assert argv == ["++sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
     check_megatron({"recompute_granularity": "full", "tp_comm_overlap": True})
+    with pytest.raises(ValueError, match=r"megatron.params_dtype is decided by"):
+        check_megatron({"params_dtype": "float32"}, decided=DECIDED)
     with pytest.raises(ValueError, match=r"megatron.num_layer .*did you mean megatron.num_layers"):
         check_megatron({"num_layer": 3})
 

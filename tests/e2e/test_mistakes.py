@@ -1,0 +1,53 @@
+"""A user's mistake ends a command at once: one line that says what to do, exit status 2, and nothing was started."""
+
+import pyarrow.parquet as pq
+import pytest
+
+
+@pytest.fixture(scope="module")
+def bad_files(inputs, tmp_path_factory):
+    """The quickstart's prompts, once without a needed column and once with a prompt that does not fit."""
+    folder = tmp_path_factory.mktemp("bad")
+    table = pq.read_table(inputs / "train.parquet").slice(0, 5)
+    pq.write_table(table.drop_columns(["reward_model"]), folder / "column.parquet")
+    rows = table.to_pylist()
+    rows[3]["prompt"][0]["content"] = "1" * 70
+    pq.write_table(table.from_pylist(rows), folder / "long.parquet")
+    return folder
+
+
+MISTAKES = {
+    "an unknown key": (["algorithm.lr_typo=1"], "unknown key 'algorithm.lr_typo'; did you mean 'algorithm.lr'?"),
+    "a missing model": (
+        ["sft.train=null", "model.path=/nowhere/model"],
+        "model.path=/nowhere/model: the folder is missing",
+    ),
+    "a missing column": (["data.train=[{bad}/column.parquet]"], "row 0: column 'reward_model' is missing"),
+    "a long prompt": (
+        ["data.train=[{bad}/long.parquet]"],
+        "row 3, column 'prompt': 70 tokens are more than the 57 that fit",
+    ),
+    "a layout that does not fit": (["parallel.tp=3"], "parallel.tp=3 does not divide num_attention_heads=4"),
+    "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
+    "rollouts that are not there": (["rollout.replay=/nowhere"], "step_000000.npz is missing"),
+    "a warm start from elsewhere": (["sft.output={inputs}/model"], "was made from other settings"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_starts_nothing(start_mrl, inputs, bad_files, mistake):
+    overrides, message = MISTAKES[mistake]
+    filled = [o.format(bad=bad_files, inputs=inputs) for o in overrides]
+    run = start_mrl("train", "experiment=quickstart", f"data.inputs.folder={inputs}", *filled).finish(60)
+    assert run.process.returncode == 2, run.output()
+    assert message in run.output() and "Traceback" not in run.output()
+    assert not (run.folder / "started").exists() and not (run.folder / "logs").exists(), "nothing was started"
+
+
+def test_a_folder_that_holds_a_run_is_not_used_again(start_mrl, quickstart):
+    run = start_mrl(
+        "train", *quickstart, "trainer.max_steps=0", "rollout.replay=/nowhere", "trainer.save=false"
+    ).finish()
+    assert run.process.returncode == 0, run.output()
+    again = start_mrl("train", *quickstart, f"run.dir={run.folder}", "trainer.max_steps=0").finish()
+    assert again.process.returncode == 2 and "name another folder" in again.output()
