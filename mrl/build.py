@@ -359,7 +359,8 @@ def trainer(plan: Plan) -> Iterator[Trainer]:
         startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
         if plan.warm_start:
             loss = processes.warm_start(plan.warm_start)
-            processes.export_warm_start(plan.warm_start)
+            if plan.warm_start.output:
+                processes.keep_warm_start(plan.warm_start.output)
             processes.group.call("reset_optimizer", **vars(plan.optimizer))
             startup.ready(f"supervised warm start done (loss {loss:.3f})")
         urls = processes.generator.wait_ready(config.rollout.start_timeout_s)

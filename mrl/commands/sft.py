@@ -1,7 +1,6 @@
 """`mrl sft`: supervised fine-tuning through the same trainer processes."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from mrl import build
@@ -15,14 +14,14 @@ def job(config: Config) -> None:
         plan = build.plan_sft(config)
     except ValueError as error:
         hydra_app.refuse(error)
-    assert config.sft is not None, "plan_sft() refuses a config without"
-    sft = replace(config.sft, output=config.sft.output or str(Path(config.run.dir) / "hf"))
+    output = config.sft.output or str(Path(config.run.dir) / "hf")
     with build.cluster(plan) as processes:
         processes.group.wait_ready(config.cluster.start_timeout_s)
-        loss = processes.warm_start(sft)
+        loss = processes.warm_start(config.sft)
+        processes.export(output)
         if config.trainer.save:
             processes.group.call("save", str(Path(config.run.dir).resolve() / "checkpoint"))
-    sys.stdout.write(f"{sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {sft.output}\n")
+    sys.stdout.write(f"{config.sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {output}\n")
 
 
 def main(argv: list[str]) -> int:
