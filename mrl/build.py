@@ -294,16 +294,17 @@ class Cluster:
             loss = stage.run(tracker)
         return loss
 
-    def export_warm_start(self, sft: SftConfig) -> None:
-        """Keep the warm start for later runs; one that a run beside this one has made meanwhile is as good."""
-        if not sft.output or Path(sft.output).exists():
-            return
+    def export(self, output: str) -> None:
+        """Write the supervised weights, and what they were made from, as a Hugging Face folder."""
+        self.group.call("export_hf", str(Path(output).resolve()), {ORIGIN: json.dumps(origin(self.plan.config))})
+
+    def keep_warm_start(self, output: str) -> None:
+        """Export for later runs; a folder that a run beside this one has made meanwhile is as good."""
         try:
-            self.group.call(
-                "export_hf", str(Path(sft.output).resolve()), {ORIGIN: json.dumps(origin(self.plan.config))}
-            )
+            if not Path(output).exists():
+                self.export(output)
         except OSError as error:
-            if not Path(sft.output).is_dir():
+            if not Path(output).is_dir():
                 raise
             logger.warning("the warm start was not kept: %s", error)
 
