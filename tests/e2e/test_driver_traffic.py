@@ -73,6 +73,7 @@ def trainer(quickstart, tmp_path):
         f"rollout.replay={tmp_path / 'rollouts'}",
         f"rollout.prompts_per_step={NUM_PROMPTS}",
         f"rollout.responses_per_prompt={GROUP}",
+        "trainer.max_steps=2",
         "tracking.wandb=false",
     ]
     hydra_app.register_schema()
