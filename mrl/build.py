@@ -207,7 +207,7 @@ def _check_run_dir(config: Config) -> None:
 def make_inputs(config: Config) -> None:
     """Run `data.inputs`, which makes the files that the rest of the config names where they are missing."""
     if config.data.inputs:
-        construct(config.data.inputs, "data.inputs")
+        plug_in(config.data.inputs, "data.inputs")()
 
 
 def _model_plan(config: Config, path: str) -> ModelPlan:

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.megatron_fields import DECIDED
-from mrl.build import check_megatron, construct, plug_in
+from mrl.build import check_megatron, construct, make_inputs, plug_in
 from mrl.commands import hydra_app
 from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
 
@@ -87,6 +87,12 @@ def test_a_plug_in_is_built_and_its_arguments_are_checked():
         construct({"_target_": "no.such.Thing"}, "reward")
     with pytest.raises(ValueError, match="_target_ is missing"):
         construct({"x": 1}, "reward")
+
+
+def test_inputs_are_made_where_they_are_missing(tmp_path):
+    node = {"_target_": "mrl.data.arithmetic.make_inputs", "folder": str(tmp_path / "made")}
+    make_inputs(from_hydra(composed(**{"data.inputs": node})))
+    assert (tmp_path / "made/model/config.json").is_file()
 
 
 def double(responses, factor=2.0):
