@@ -29,9 +29,8 @@ def ours(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
     """Run mrl; one record a step."""
     meter: StepMeter = measure(
         [
-            "experiment=quickstart",
-            "data.inputs=null",
-            "sft.train=null",
+            "experiment=none",
+            "model.dtype=float32",
             f"model.path={folder / 'warm'}",
             f"data.train=[{folder / 'data/train.parquet'}]",
             "data.test=[]",
