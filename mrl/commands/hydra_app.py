@@ -45,7 +45,11 @@ def run(argv: list[str], job: Callable[[Config], None]) -> int:
         )  # a sweep's point: its own
 
     sys.argv = [sys.argv[0], *argv]
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # every process has been ended on the way here
+        sys.stderr.write("mrl: interrupted\n")
+        return 128 + signal.SIGINT
     return 0
 
 
