@@ -12,11 +12,6 @@ def initialize(dims: ParallelDims, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def destroy() -> None:
-    """Forget the groups (before the process group is destroyed)."""
-    parallel_state.destroy_model_parallel()
-
-
 def tp_group() -> ProcessGroup:
     """Ranks that hold the shards of one replica's matrices."""
     group = parallel_state.get_tensor_model_parallel_group()

@@ -98,10 +98,6 @@ class EngineControl:
                 raise EngineError(f"{self.url} did not flush its cache within {timeout_s} s: {answer.text.strip()}")
             time.sleep(RETRY_S)
 
-    def abort_all(self) -> None:
-        """End all running requests; each answers with what it has and finish_reason `abort`."""
-        self._call("/abort_request", abort_all=True)
-
     def weight_version(self) -> str:
         """Version of the weights the engine has, as its last update named it."""
         return str(self.model_info()["weight_version"])
