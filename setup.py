@@ -37,6 +37,7 @@ EXTRAS = {
         "packaging>=26",
         "pre-commit>=4",
         "pyrefly>=1.4,<2",
+        "hypothesis>=6.140",
         "pytest>=9,<10",
         "pytest-timeout>=2.4",
         "ruff>=0.15",

@@ -1,41 +1,46 @@
-"""A Megatron model from a Hugging Face config alone."""
+"""A Megatron model from a Hugging Face config alone: this rank's stages of it."""
 
 import logging
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from models.families import family_of
 from models.spec import Architecture, HFConfig
+from models.value_head import ValueHead
+from parallel import groups
+from parallel.attention import PackedAttention
+from parallel.capabilities import capabilities
 from parallel.device import has_cuda
 from parallel.dims import ParallelDims
 from parallel.modules import PackedRotaryEmbedding, spec_provider
 
 logger = logging.getLogger(__name__)
-# Kernels that only NVIDIA's builds bring; Megatron's plain-torch forms are used without them.
-_FUSIONS_OFF = dict(
-    apply_rope_fusion=False,
-    bias_activation_fusion=False,
-    bias_dropout_fusion=False,
-    gradient_accumulation_fusion=False,
-    masked_softmax_fusion=False,
-    persist_layer_norm=False,
-)
+Head = Literal["vocabulary", "value"]
 
 
 def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtype, **overrides) -> TransformerConfig:
     """Megatron's config for this model and layout; `overrides` are checked by the caller."""
+    found = capabilities()
+    is_moe = arch.num_experts > 0
     values = dict(
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -44,43 +49,88 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=dims.tp,
         use_cpu_initialization=not has_cuda(),
         perform_initialization=False,  # weights always come from a checkpoint
         calculate_per_token_loss=True,  # losses are sums that we normalise ourselves, with global denominators
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron demands it with variable lengths, for dense models too
-        deallocate_pipeline_outputs=has_cuda(),
+        **_layout_fields(dims),
+        # Kernels that only NVIDIA's builds bring; Megatron's plain-torch forms are used without them.
+        apply_rope_fusion=False,  # its angles are those of whole sequences; ours are looked up per token
+        gradient_accumulation_fusion=found.fused_wgrad,
+        bias_activation_fusion=found.transformer_engine,
+        bias_dropout_fusion=found.transformer_engine,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        moe_grouped_gemm=found.transformer_engine and is_moe,
     )
-    if not HAVE_TE:
-        values |= _FUSIONS_OFF
+    if is_moe:  # no balancing loss unless asked for: it would pull a trained model's routing away from the rewards
+        values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
     return TransformerConfig(**(values | arch.transformer | overrides))
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    provider = spec_provider()
+def _layout_fields(dims: ParallelDims) -> dict:
+    return dict(
+        tensor_model_parallel_size=dims.tp,
+        sequence_parallel=dims.sequence_parallel,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+        context_parallel_size=dims.cp,
+        expert_model_parallel_size=dims.ep,
+        expert_tensor_parallel_size=dims.expert_tp,
+        variable_seq_lengths=dims.pp > 1,  # stages tell each other the length of every pack
+        moe_token_dispatcher_type="alltoall",  # Megatron demands it with variable lengths, for dense models too
+        # Interleaved stages send in both directions at once; batched sends between one pair would be mismatched.
+        overlap_p2p_comm=dims.vpp > 1,
+        batch_p2p_comm=dims.vpp == 1,
+        deallocate_pipeline_outputs=has_cuda(),  # on gloo, freeing what is still being sent corrupts it silently
+    )
+
+
+def _attention(config: TransformerConfig, provider: BackendSpecProvider, own_attention: bool) -> ModuleSpec:
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_layer_norm_linear(),
-        core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_layer_norm_linear(),
+            core_attention=PackedAttention if own_attention else provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
     )
-    mlp = MLPSubmodules(
-        linear_fc1=provider.column_parallel_layer_norm_linear(),
-        linear_fc2=provider.row_parallel_linear(),
-    )
+
+
+def _layer_spec(config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
+    if moe:
+        mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
+        norm = provider.layer_norm(rms_norm=True)
+    else:
+        linears = MLPSubmodules(
+            linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
+        )
+        mlp, norm = ModuleSpec(module=MLP, submodules=linears), IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            pre_mlp_layernorm=norm,
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
+    )
+
+
+def _block_spec(config: TransformerConfig, own_attention: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's virtual stage."""
+    provider = spec_provider()
+    attention = _attention(config, provider, own_attention)
+    is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(config, attention, provider, bool(is_moe[layer])) for layer in layers],
+        layer_norm=provider.layer_norm(rms_norm=True),
     )
 
 
@@ -89,8 +139,19 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return vocab_size + -vocab_size % tp_size
 
 
-def build_model(hf: HFConfig, dims: ParallelDims, dtype: torch.dtype, **overrides) -> GPTModel:
-    """This rank's part of the model that `hf` describes, weights not yet filled.
+def build_model(
+    hf: HFConfig,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    *,
+    head: Head = "vocabulary",
+    share_prompts: bool = True,
+    **overrides,
+) -> list[GPTModel]:
+    """This rank's part of the model that `hf` describes, a GPTModel for each virtual stage, weights not yet filled.
+
+    `share_prompts`: packs may have segments with parents, which only our own attention understands. `head="value"` puts a
+    ValueHead where the output layer is.
 
     Raises:
         ValueError: the config has a flag the family does not implement, or the layout does not fit.
@@ -98,22 +159,34 @@ def build_model(hf: HFConfig, dims: ParallelDims, dtype: torch.dtype, **override
     arch = family_of(hf).read(hf)
     arch.check_layout(dims)
     config = transformer_config(arch, dims, dtype, **overrides)
-    spec = TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config)] * config.num_layers,
-        layer_norm=spec_provider().layer_norm(rms_norm=True),
-    )
+    own_attention = share_prompts or not capabilities().transformer_engine
+    stages = range(dims.vpp) if dims.vpp > 1 else [None]
+    build = partial(_build_stage, arch, config, head, own_attention)
+    chunks = [build(stage).to(dtype) for stage in stages]
+    logger.info("%s from %s over %s: %s", hf.architecture, hf.path, dims, arch)
+    return chunks
+
+
+def _build_stage(
+    arch: Architecture, config: TransformerConfig, head: Head, own_attention: bool, vp_stage: int | None
+) -> GPTModel:
+    is_last = groups.is_last_stage(vp_stage)
     model = GPTModel(
         config,
-        spec,
-        padded_vocab_size(arch.vocab_size, dims.tp),
+        _block_spec(config, own_attention, vp_stage),
+        padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
         arch.max_position_embeddings,
-        share_embeddings_and_output_weights=arch.tied_embeddings,
+        pre_process=groups.is_first_stage(vp_stage),
+        post_process=is_last,
+        share_embeddings_and_output_weights=arch.tied_embeddings and head == "vocabulary",
         position_embedding_type="rope",
         rotary_base=int(arch.rotary_base),
+        vp_stage=vp_stage,
     )
-    if not config.apply_rope_fusion:
+    if own_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(
             config.kv_channels, 1.0, rotary_base=arch.rotary_base, use_cpu_initialization=not has_cuda()
         )
-    logger.info("%s from %s: %s", hf.architecture, hf.path, arch)
-    return model.to(dtype)
+    if head == "value" and is_last:
+        model.output_layer = ValueHead(config.hidden_size)
+    return model

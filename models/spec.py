@@ -1,7 +1,7 @@
 """What a model family states about itself, and the Hugging Face config it is read from. Pure: no torch.distributed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ class HFConfig:
         if name not in self.fields:
             raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
         return self.fields[name]
+
+    def either(self, *names: str) -> Any:
+        """The first of these fields that is there: some have two spellings."""
+        return next((self.fields[name] for name in names if name in self.fields), None) or self[names[0]]
 
     def expect(self, **values: Any) -> None:
         """Raise ValueError unless each field is absent or one of the allowed values (a tuple means: any of these)."""
@@ -76,17 +80,56 @@ class Architecture:
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # symbols of the shapes in the family's table
 
+    @property
+    def num_layers(self) -> int:
+        return self.transformer["num_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of one layer; 0 in a dense model."""
+        return self.transformer.get("num_moe_experts", 0)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer has experts in place of one MLP."""
+        return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
+
     def check_layout(self, dims: ParallelDims) -> None:
-        """Raise ValueError when tensor parallelism cannot cut this model."""
-        sizes = dict(
-            num_attention_heads=self.transformer["num_attention_heads"],
-            num_key_value_heads=self.transformer["num_query_groups"],
-            intermediate_size=self.transformer["ffn_hidden_size"],
-        )
-        for name, size in sizes.items():
-            if size % dims.tp:
-                fits = ", ".join(str(n) for n in range(1, size + 1) if all(s % n == 0 for s in sizes.values()))
-                raise ValueError(f"parallel.tp={dims.tp} does not divide {name}={size} of this model; use {fits}.")
+        """Raise ValueError where the layout cannot cut this model; names the rule and the sizes that would work."""
+        t = self.transformer
+        heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
+        dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
+        _check_divides("tp", dims.tp, heads | dense)
+        if dims.pp * dims.vpp > 1:
+            _check_divides("pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers))
+        if self.num_experts:
+            _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
+            _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
+            if dims.tp > 1 and not dims.sequence_parallel:
+                raise ValueError("parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism.")
+        elif dims.ep > 1:
+            raise ValueError(f"parallel.ep={dims.ep}: this model has no experts to spread; use 1.")
+        elif dims.etp not in (None, dims.tp):
+            raise ValueError(f"parallel.etp={dims.etp}: this model has no experts to cut; leave it out.")
+
+    def flops(self) -> tuple[float, float]:
+        """Multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2. Balancing weighs by it."""
+        t = self.transformer
+        width, d = t["hidden_size"], t["kv_channels"]
+        heads = t["num_attention_heads"] * d
+        attention = width * (2 * heads + 2 * t["num_query_groups"] * d)
+        linear = 0.0
+        for layer in range(self.num_layers):
+            active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] if self.is_moe(layer) else t["ffn_hidden_size"]
+            linear += attention + 3 * width * active
+        seen = 0.5  # of a sequence, by its average token; scores, then their product with the values
+        return linear + width * self.vocab_size, self.num_layers * 2 * heads * seen
+
+
+def _check_divides(axis: str, size: int, cut: dict[str, int]) -> None:
+    for name, whole in cut.items():
+        if whole % size:
+            fits = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in cut.values()))
+            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {fits}.")
 
 
 @dataclass(frozen=True)
@@ -101,14 +144,21 @@ class Family:
     ]  # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order
 
     def entries(self, arch: Architecture) -> list[Mapping]:
-        """The table's rows for this model: one per Megatron parameter, layers written out."""
-        rows = [row for row in self.table if not (row.untied_only and arch.tied_embeddings)]
-        return [
-            row.at_layer(layer)
-            for row in rows
-            for layer in (range(arch.transformer["num_layers"]) if "{layer}" in row.megatron else [0])
-        ]
+        """The table's rows for this model: one per Megatron parameter, layers and experts written out."""
+        rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
+        return [entry for row in rows for entry in _written_out(row, arch)]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, by Hugging Face name."""
         return {name: shape for row in self.entries(arch) for name, shape in row.hf_shapes(arch.sizes).items()}
+
+
+def _written_out(row: Mapping, arch: Architecture) -> Iterator[Mapping]:
+    if "{layer}" not in row.megatron:
+        yield row
+        return
+    kinds = {"dense": [False], "moe": [True]}.get(row.where, [False, True])
+    for layer in range(arch.num_layers):
+        if arch.is_moe(layer) in kinds:
+            experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
+            yield from (row.at(layer, expert) for expert in experts)

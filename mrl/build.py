@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.reduce import AGGREGATIONS
 from mrl.config import Config, Node, SftConfig
+from mrl.data.batching import CostModel
 from mrl.data.prompts import PromptDataset, PromptStream
 from mrl.data.sft import SftDataset
 from mrl.placement import Phases, ray_cluster
@@ -34,7 +35,8 @@ from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Track
 from mrl.trainer import Schedule, Trainer
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy
-from mrl.workers.spec import ActorSpec
+from mrl.workers.plan import Packing
+from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
 
@@ -93,6 +95,7 @@ class ModelPlan:
     model_path: str  # where weights come from: model.path, or the warm start made earlier
     context: int  # longest sequence of the model, tokens
     vocab_size: int  # of the model
+    packing: Packing
 
 
 @dataclass(frozen=True)
@@ -211,12 +214,13 @@ def make_inputs(config: Config) -> None:
 
 
 def _model_plan(config: Config, path: str) -> ModelPlan:
-    dims = ParallelDims(**vars(config.parallel))
+    dims = ParallelDims.of_world(**vars(config.parallel))
     hf = check_checkpoint(path)
     arch = family_of(hf).read(hf)
     arch.check_layout(dims)
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
-    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size)
+    packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
+    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size, packing)
 
 
 def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> None:
@@ -234,8 +238,7 @@ def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> 
 
 
 def _optimizer(config: Config) -> AdamW:
-    names = ("lr", "betas", "eps", "weight_decay", "clip_grad", "warmup_steps")
-    return AdamW(**{name: getattr(config.algorithm, name) for name in names})
+    return AdamW(**{f.name: getattr(config.algorithm, f.name) for f in fields(AdamW)})
 
 
 def prompt_limit(config: Config, context: int) -> int:
@@ -286,7 +289,7 @@ class Cluster:
             batch_size=sft.batch_size,
             lr=sft.lr,
             warmup_steps=sft.warmup_steps,
-            max_tokens=config.trainer.max_tokens_per_micro_batch,
+            packing=self.plan.packing,
             seed=config.run.seed,
         )
         sinks = [JsonlSink(Path(config.run.dir) / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
@@ -309,11 +312,19 @@ class Cluster:
             logger.warning("the warm start was not kept: %s", error)
 
 
-def actor_spec(plan: ModelPlan) -> ActorSpec:
+def actor_spec(plan: ModelPlan) -> ModelSpec:
     """What every trainer rank is built from."""
     c = plan.config
     path = str(Path(plan.model_path).resolve())
-    return ActorSpec(path, plan.dims, c.model.dtype, plan.optimizer, c.megatron)
+    return ModelSpec(
+        path,
+        plan.dims,
+        c.model.dtype,
+        plan.optimizer,
+        c.megatron,
+        share_prompts=plan.packing.share_prompts,
+        logprob_chunk=c.trainer.logprob_chunk,
+    )
 
 
 def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
@@ -398,9 +409,10 @@ def _wire(plan: Plan, processes: Cluster, tracker: Tracker) -> Trainer:
             plan.loss,
             plan.optimizer,
             config.algorithm.aggregation,
-            config.trainer.max_tokens_per_micro_batch,
+            plan.packing,
             config.rollout.temperature,
             config.algorithm.skip_zero_advantage,
+            config.algorithm.mini_batches,
         ),
         phase=Phases(),
         tracker=tracker,

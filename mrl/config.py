@@ -58,7 +58,11 @@ class AlgorithmConfig:
     loss: Node = MISSING  # loss per response token
     aggregation: str = "token_mean"  # how tokens are averaged: token_mean or sequence_mean
     skip_zero_advantage: bool = True  # leave out responses that cannot change the gradient (same loss, less work)
-    lr: float = 1e-6  # learning rate
+    mini_batches: int = 1  # optimizer steps on each rollout, over whole groups
+    lr: float = 1e-6  # learning rate after warm-up
+    lr_schedule: str = "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    lr_decay_steps: int = 0  # optimizer steps until the learning rate is lr_min; warm-up included
+    lr_min: float = 0.0  # learning rate in the end
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     eps: float = 1e-8  # of AdamW
     weight_decay: float = 0.0
@@ -81,8 +85,15 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tp: int = 1  # tensor-parallel size
-    dp: int = 1  # data-parallel replicas
+    tp: int = 1  # tensor-parallel size: each layer's matrices are cut over tp processes
+    sp: bool | None = None  # sequence parallelism over the same processes; default: where tp > 1
+    pp: int = 1  # pipeline stages
+    vpp: int = 1  # virtual stages on each pipeline process
+    cp: int = 1  # context-parallel size: each sequence is cut over cp processes
+    ep: int = 1  # expert-parallel size: a layer's experts are spread over ep processes
+    etp: int | None = None  # expert-tensor-parallel size; default: tp
+    dp: int | None = None  # data-parallel replicas; default: world_size / (tp * pp * cp), or 1
+    world_size: int | None = None  # trainer processes in all, in place of dp
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,8 @@ class TrainerConfig:
     stop_reward: float | None = None  # end when the mean reward of the last `stop_window` steps reaches this
     stop_window: int = 5  # steps
     max_tokens_per_micro_batch: int = 8192  # tokens in one packed forward pass, per replica
+    share_prompts: bool = True  # compute a prompt once for all responses to it in a pack (same gradients, less work)
+    logprob_chunk: int = 1024  # tokens whose logits exist at one time
     eval_every: int = 0  # steps between evaluations on data.test; 0: only before and after
     eval_rows: int | None = None  # evaluate on the first rows of data.test only
     save: bool = True  # write checkpoint/ and hf/ at the end
@@ -218,6 +231,8 @@ _POSITIVE = [
     "sft.lr",
     "trainer.stop_window",
     "trainer.max_tokens_per_micro_batch",
+    "trainer.logprob_chunk",
+    "algorithm.mini_batches",
     "trainer.timeout_s",
     "weight_sync.bucket_bytes",
     "weight_sync.timeout_s",
@@ -228,6 +243,8 @@ _NOT_NEGATIVE = [
     "trainer.eval_every",
     "algorithm.clip_grad",
     "algorithm.warmup_steps",
+    "algorithm.lr_decay_steps",
+    "algorithm.lr_min",
     "sft.warmup_steps",
 ]
 

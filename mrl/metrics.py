@@ -52,6 +52,13 @@ METRICS: dict[str, Metric] = {
     "loss/sft": Metric("nats", "mean cross-entropy per response token", label="loss"),
     "optim/grad_norm": Metric("", "gradient norm before clipping"),
     "optim/lr": Metric("", "learning rate", ".1e"),
+    "policy/entropy_mean": Metric("nats", "mean entropy of the distributions that predicted the trained tokens"),
+    "batch/computed_tokens": Metric("tokens", "tokens that went through the model forward and backward", ",.0f"),
+    "batch/skipped_tokens_fraction": Metric("", "tokens left out because their advantage is zero"),
+    "batch/shared_tokens_fraction": Metric("", "tokens of trained sequences saved by computing shared prompts once"),
+    "batch/imbalance": Metric("", "cost of the most loaded replica over the mean", ".4f"),
+    "batch/micro_batches": Metric("", "packed forward passes of the replica that has most", ".0f"),
+    "batch/optimizer_steps": Metric("", "mini-batches of the rollout", ".0f"),
     "batch/trained_tokens": Metric("tokens", "response tokens in the loss", ",.0f"),
     "batch/zero_advantage_fraction": Metric("", "responses without effect on the gradient"),
 }

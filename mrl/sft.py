@@ -9,6 +9,7 @@ from mrl.data.prompts import PromptStream
 from mrl.tracking import Tracker
 from mrl.types import Handle, TrainBatch
 from mrl.workers.group import WorkerGroup
+from mrl.workers.plan import Packing
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SupervisedStage:
     batch_size: int  # rows per step
     lr: float  # peak; decays linearly to a tenth
     warmup_steps: int
-    max_tokens: int  # per micro-batch
+    packing: Packing
     seed: int
 
     def run(self, tracker: Tracker) -> float:
@@ -34,14 +35,11 @@ class SupervisedStage:
         for step in range(self.steps):
             rows = next(stream)
             lr = self._lr(step)
-            batch = TrainBatch(self.block, self.lengths, self.response_lengths, advantages, rows, counted=rows)
-            report = self.group.update(
-                batch,
-                loss=CrossEntropy(),
-                aggregation="token_mean",
-                lr=lr,
-                max_tokens=self.max_tokens,
-                temperature=1.0,
+            batch = TrainBatch(
+                self.block, self.lengths - self.response_lengths, self.response_lengths, None, advantages, rows, rows
+            )
+            (report,) = self.group.update(
+                [batch], self.packing, aggregation="token_mean", lrs=[lr], loss=CrossEntropy(), temperature=1.0
             )
             loss = report.sums["loss"]
             grad_norm = report.maxima["optim/grad_norm"]

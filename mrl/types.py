@@ -113,8 +113,9 @@ class TrainBatch:
     """Rows of a block for one optimizer step, in the driver's terms."""
 
     block: Handle
-    lengths: NDArray[np.int64]  # [B] tokens, by row of the block
+    prompt_lengths: NDArray[np.int64]  # [B] tokens, by row of the block
     response_lengths: NDArray[np.int64]  # [B] tokens
+    groups: NDArray[np.int64] | None  # [B] which rows have the same prompt; None: nothing is known of that
     advantages: NDArray[np.float32]  # [B]
     rows: NDArray[np.int64]  # trained
     counted: NDArray[np.int64]  # in the loss's denominators: the trained rows, and those whose loss is known to be zero
@@ -124,10 +125,11 @@ class TrainBatch:
 class Share:
     """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
 
-    block: Handle
-    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each micro-batch, sorted by length
+    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; an empty one keeps step with other ranks
     advantages: NDArray[np.float32]  # [B] by row of the block
     weights: NDArray[np.float64]  # [B] what one token of the row counts for in the loss
+    groups: NDArray[np.int64] | None = None  # [B] rows of one group share one computed prompt; None: none is shared
+    step_tokens: int = 1  # that all replicas together compute in the step
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,28 @@ from megatron.core.optimizer import MegatronOptimizer
 from parallel import groups
 
 
-def _state(model: DistributedDataParallel, optimizer: MegatronOptimizer, is_loading: bool) -> dict:
+def _weights(chunks: list[DistributedDataParallel]) -> dict:
+    """Each virtual stage's weights; the keys stay in this process, files name tensors by their place in the whole model."""
+    metadata = {"dp_cp_group": groups.dp_cp_group()}
+    return {f"model{n}": chunk.module.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
+
+
+def _state(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, is_loading: bool) -> dict:
     metadata = {
-        "dp_cp_group": groups.dp_group(),
+        "dp_cp_group": groups.dp_cp_group(),
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
     }
-    weights = model.module.sharded_state_dict(metadata=metadata)
+    weights = _weights(chunks)
+    described = weights if len(chunks) > 1 else weights["model0"]
     return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
+        **weights,
+        "optimizer": optimizer.sharded_state_dict(described, is_loading=is_loading, metadata=metadata),
     }
 
 
-def save(folder: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+def save(folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Write to `folder`, which appears under its name only when it is complete; every rank calls this."""
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -37,15 +44,16 @@ def save(folder: str | Path, model: DistributedDataParallel, optimizer: Megatron
     # A synchronous save writes from this process: a thread queue serves where Megatron would spawn a manager process,
     # which imports torch again (seconds) and outlives a killed worker.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(partial))
+    dist_checkpointing.save(_state(chunks, optimizer, is_loading=False), str(partial))
     if dist.get_rank() == 0:
         partial.rename(folder)
     dist.barrier()
 
 
-def load(folder: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+def load(folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Restore weights and optimizer state from `folder`; every rank calls this."""
-    state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
-    model.module.load_state_dict(state["model"])
+    state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+    for number, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(state[f"model{number}"])
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])

@@ -129,6 +129,49 @@ def _stand_in_for_megatron() -> None:
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
 
 
+def _stand_in_for_experts() -> None:
+    """What Megatron's token exchange assumes of CUDA and NCCL."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes become numpy only when they left a GPU
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    dist.all_gather = _uneven_all_gather(dist.all_gather)
+    dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
+
+
+def _uneven_all_gather(even):
+    """gloo wants equal shapes; unequal ones are broadcast rank by rank."""
+
+    @functools.wraps(even)
+    def all_gather(outputs, tensor, group=None, async_op=False):
+        if len({out.shape for out in outputs}) == 1:
+            return even(outputs, tensor, group=group, async_op=async_op)
+        for rank, out in enumerate(outputs):
+            piece = (tensor if rank == dist.get_rank(group) else out).contiguous()
+            dist.broadcast(piece, group=group, group_src=rank)
+            out.copy_(piece)
+
+    return all_gather
+
+
+def _uneven_reduce_scatter(even):
+    """gloo wants equal shapes; unequal ones are summed everywhere, and each rank keeps its own."""
+
+    @functools.wraps(even)
+    def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if len({piece.shape for piece in inputs}) == 1:
+            return even(output, inputs, op=op, group=group, async_op=async_op)
+        for rank, piece in enumerate(inputs):
+            total = piece.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, op=op, group=group)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+
+    return reduce_scatter
+
+
 def install() -> None:
     """Make Megatron-Core importable and runnable on this machine; idempotent, a no-op where CUDA is present."""
     if has_cuda() or torch.cuda.Stream is _Stream:
@@ -137,6 +180,7 @@ def install() -> None:
     _stand_in_for_cuda()
     _stand_in_for_tensors()
     _stand_in_for_megatron()
+    _stand_in_for_experts()
 
 
 def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:

@@ -1,32 +1,123 @@
-"""Sizes of the parallel dimensions and the rank arithmetic between them: pure, no torch."""
+"""Sizes of the parallel dimensions, the rank arithmetic between them, and the rules they obey: pure, no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """Where one process stands on each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Ranks along each axis; `tp * dp` processes train one model.
+    """Ranks along each axis; `tp * cp * dp * pp` processes train one model.
 
-    Rank order is Megatron's `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours.
+    Rank order is Megatron's `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
+    Experts are spread over the same processes in their own way: `ep * etp` of the `tp * cp * dp` ranks of a pipeline
+    stage hold one copy of all experts.
     """
 
     tp: int = 1  # tensor parallel: a layer's matrices are cut over tp ranks
+    pp: int = 1  # pipeline parallel: consecutive layers on pp stages
+    vpp: int = 1  # virtual stages per pipeline rank: each holds vpp separate runs of layers
+    cp: int = 1  # context parallel: every sequence is cut over cp ranks
     dp: int = 1  # data parallel: each replica trains its own samples
+    ep: int = 1  # expert parallel: a layer's experts are spread over ep ranks
+    etp: int | None = None  # expert tensor parallel: each expert's matrices are cut over etp ranks; default: tp
+    sp: bool | None = None  # sequence parallel: activations between matrices are cut over tp; default: where tp > 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp"):
+        for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"parallel.{name}={getattr(self, name)}: a parallel size must be 1 or more.")
+        if self.etp is not None and self.etp < 1:
+            raise ValueError(f"parallel.etp={self.etp}: a parallel size must be 1 or more, or null for parallel.tp.")
+        if self.sp and self.tp == 1:
+            raise ValueError("parallel.sp=true needs parallel.tp greater than 1: it cuts activations over those ranks.")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: it subdivides pipeline stages.")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        ranks, need = self.tp * self.cp * self.dp, self.ep * self.expert_tp
+        if ranks % need:
+            fits = [
+                f"ep={ep} etp={etp}"
+                for ep in _divisors(ranks)
+                for etp in _divisors(ranks // ep)
+                if ep == self.ep or etp == self.expert_tp
+            ]
+            raise ValueError(
+                f"parallel.ep={self.ep} x etp={self.expert_tp}{' (= tp)' if self.etp is None else ''} is {need} ranks for one "
+                f"copy of the experts, which does not divide the {ranks} ranks of a pipeline stage "
+                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}); use {'; '.join(fits)}."
+            )
+
+    @classmethod
+    def of_world(cls, world_size: int | None, dp: int | None, **axes) -> "ParallelDims":
+        """Dimensions with `dp` filled in from the number of processes; raises ValueError where it does not factor."""
+        if world_size is None or dp is not None:
+            dims = cls(dp=1 if dp is None else dp, **axes)
+            if world_size not in (None, dims.world_size):
+                raise ValueError(
+                    f"parallel.world_size={world_size}, but tp={dims.tp} x cp={dims.cp} x pp={dims.pp} x dp={dims.dp} is "
+                    f"{dims.world_size} processes; leave out parallel.dp or parallel.world_size."
+                )
+            return dims
+        one = prod(axes.get(name, 1) for name in ("tp", "cp", "pp"))
+        if world_size < 1 or world_size % one:
+            near = sorted({max(1, world_size // one) * one, (world_size // one + 1) * one})
+            raise ValueError(
+                f"parallel.world_size={world_size} does not factor: one replica is tp={axes.get('tp', 1)} x "
+                f"cp={axes.get('cp', 1)} x pp={axes.get('pp', 1)} = {one} processes; use {' or '.join(map(str, near))}."
+            )
+        return cls(dp=world_size // one, **axes)
 
     @property
     def world_size(self) -> int:
         """Number of trainer processes."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
 
-    def tp_rank(self, rank: int) -> int:
-        """Position of global `rank` inside its tensor-parallel group."""
-        return rank % self.tp
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that each expert's matrices are cut over."""
+        return self.tp if self.etp is None else self.etp
 
-    def dp_rank(self, rank: int) -> int:
-        """Which data-parallel replica global `rank` belongs to."""
-        return rank // self.tp % self.dp
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between matrices are cut over the tensor-parallel ranks."""
+        return self.tp > 1 if self.sp is None else self.sp
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas exchange tokens (experts live on several of them) and so must run equally many passes."""
+        return self.ep * self.expert_tp > self.tp * self.cp
+
+    def coords(self, rank: int) -> RankCoords:
+        """Where global `rank` stands."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return RankCoords(tp, cp, dp, pp)
+
+    def alone(self) -> "ParallelDims":
+        """One process: what every layout must be equal to."""
+        return replace(self, tp=1, pp=1, vpp=1, cp=1, dp=1, ep=1, etp=None, sp=None)
+
+    def __str__(self) -> str:
+        names = ("tp", "pp", "vpp", "cp", "dp", "ep")
+        sizes = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1]
+        sizes += [f"etp{self.etp}"] if self.etp not in (None, self.tp) else []
+        sizes += ["sp"] if self.sequence_parallel else []
+        return " ".join(sizes) or "one process"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+

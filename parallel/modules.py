@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from parallel.attention import PackedAttention
-from parallel.device import has_cuda
+from parallel.capabilities import capabilities
 from parallel.packing import PackedSequences
 
 
@@ -44,11 +48,22 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     ) -> int:
         assert isinstance(packed, PackedSequences), f"a pack is needed, got {type(packed)}"
         self._packed = packed
-        return int(packed.max_seqlen_q)
+        return int(packed.max_position) + 1
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
-        """Angles [S, 1, 1, d] of the pack that `get_rotary_seq_len` saw."""
-        return self.get_emb(max_seq_len, offset)[self._packed.position_ids]
+        """Angles [L, 1, d] of the pack that `get_rotary_seq_len` saw."""
+        return self.get_emb(max_seq_len, offset)[self._packed.position_ids, 0]
+
+
+def whole_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
+    """The hidden states [L, H] of all tokens, for a head; they come as [L/tp, H] under sequence parallelism.
+
+    `replicated`: the head computes the same on every tensor-parallel rank. Otherwise each rank has a part of the vocabulary,
+    and so a part of the gradient; the parts are added up.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
+    return hidden if replicated else copy_to_tensor_model_parallel_region(hidden)
 
 
 class TorchSpecProvider(LocalSpecProvider):
@@ -69,10 +84,8 @@ class TorchSpecProvider(LocalSpecProvider):
 
 def spec_provider() -> BackendSpecProvider:
     """NVIDIA's Transformer Engine modules where they are installed on a GPU machine, plain torch modules elsewhere."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE  # heavy where it is installed
-
-    if has_cuda() and HAVE_TE:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    if capabilities().transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # heavy
 
         return TESpecProvider()
     return TorchSpecProvider()

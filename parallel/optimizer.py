@@ -9,19 +9,27 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from parallel.optimizer_settings import AdamW
 
 
-def wrap(model: GPTModel) -> DistributedDataParallel:
-    """Give `model` Megatron's flat gradient buffers; gradients are summed, never averaged, over replicas."""
+def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Give each virtual stage Megatron's flat gradient buffers; gradients are summed, never averaged, over replicas."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
-    wrapped = DistributedDataParallel(model.config, config, model)
-    wrapped.broadcast_params()
+    wrapped = [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
+    chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
+        model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
+    )
     return wrapped
 
 
-def build_optimizer(model: DistributedDataParallel, settings: AdamW) -> MegatronOptimizer:
-    """The distributed optimizer over `model`'s buffers, hooked into Megatron's schedule."""
-    dtype = model.config.params_dtype
+def build_optimizer(chunks: list[DistributedDataParallel], settings: AdamW) -> MegatronOptimizer:
+    """The distributed optimizer over the chunks' buffers, fp32 master weights included; hooked into Megatron's schedule."""
+    config = chunks[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -31,17 +39,13 @@ def build_optimizer(model: DistributedDataParallel, settings: AdamW) -> Megatron
             adam_beta2=settings.betas[1],
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
+            bf16=config.params_dtype == torch.bfloat16,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
         ),
-        [model],
+        chunks,
     )
-    # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
-    model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **kwargs: finalize_model_grads(
-        chunks, None
-    )
-    model.config.grad_scale_func = optimizer.scale_loss
+    config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

@@ -1,54 +1,154 @@
 """Carries weights between a Hugging Face folder and the ranks of a live Megatron model, by the family's table."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from math import lcm
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from models.build import Head
 from models.conversion.hf_io import HFWeights
+from models.conversion.mapping import Mapping, VocabMapping
 from models.families import family_of
 from models.spec import HFConfig
 from parallel import groups
+from parallel.dims import ParallelDims
+
+# Sequential experts are modules of their own; grouped ones are numbered parameters of one module.
+_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
+_OUTPUT = "output_layer.weight"
+_TIED_COPY = VocabMapping(_OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)  # on the last stage
+_VALUE_HEAD = [
+    Mapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
+    Mapping("output_layer.bias", ("value_head.bias",), (("one",),)),
+]
 
 
 class Bridge:
     """One model's table bound to this rank's parameters."""
 
-    def __init__(self, config: HFConfig, model: GPTModel) -> None:
-        """`model` is unwrapped; raises AssertionError when table and model do not name the same parameters."""
+    def __init__(self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: Head = "vocabulary") -> None:
+        """`chunks` are unwrapped virtual stages; raises AssertionError when table and model name different parameters."""
         family = family_of(config)
         arch = family.read(config)
-        self.sizes = arch.sizes
-        self.fusions = family.engine_fusions
+        self.dims, self.sizes, self.fusions = dims, arch.sizes | {"one": 1}, family.engine_fusions
+        self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
+        self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.entries(arch)
-        self.params = dict(model.named_parameters())
-        named = {row.megatron for row in self.rows}
-        assert named == set(self.params), f"table and model differ in {sorted(named ^ set(self.params))[:5]}"
+        if head == "value":
+            self.rows = [row for row in self.rows if row.megatron != _OUTPUT] + _VALUE_HEAD
+        is_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT in self.params
+        self.copies = [_TIED_COPY] if is_copy else []
+        self.by_name = {row.megatron: row for row in [*self.copies, *self.rows]}
+        self.stage_of = self._find_stages()
+
+    def _find_stages(self) -> dict[str, int]:
+        """Which pipeline stage holds each parameter; checks that table and model agree."""
+        unknown = self.params.keys() - self.by_name.keys()
+        stages: list[set[str]] = [set()] * self.dims.pp
+        dist.all_gather_object(stages, set(self.params), group=groups.pp_group())
+        named = set().union(*stages)
+        here = groups.ep_group().rank()
+        wanted = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == here}
+        assert not unknown | (wanted - named), f"table and model differ in {sorted(unknown | (wanted - named))[:5]}"
+        return {name: stage for stage, names in reversed(list(enumerate(stages))) for name in names}
 
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
-        """Fill this rank's parameters from a Hugging Face checkpoint, one row of the table at a time."""
-        group = groups.tp_group()
-        for row in self.rows:
-            tensors = [weights[name] for name in row.hf]
-            shard = row.to_megatron(tensors, self.sizes, group.rank(), group.size())
-            param = self.params[row.megatron]
+        """Fill this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
+
+        A value head that the checkpoint does not have keeps its initial zeros.
+        """
+        for row in [*self.rows, *self.copies]:
+            param = self.params.get(row.megatron)
+            if param is None or (row in _VALUE_HEAD and row.hf[0] not in weights):
+                continue
+            group = _cut_over(row)
+            shard = row.to_megatron([weights[name] for name in row.hf], self.sizes, group.rank(), group.size())
             assert shard.shape == param.shape, f"{row.megatron}: {tuple(shard.shape)} into {tuple(param.shape)}"
             param.copy_(shard)
 
-    @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor); every rank of the tensor-parallel group must iterate along.
+    def takes_part(self, rank: int) -> bool:
+        """Whether `rank` must iterate `export` along with rank 0: it holds a shard or an expert that no one before it has."""
+        place = rank % (self.dims.world_size // self.dims.pp)
+        experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
+        return place < lcm(self.dims.tp, experts)
 
-        The tensors may share memory with the live parameters: use or copy them before the next update.
+    @torch.no_grad()
+    def export(
+        self, tensor_of: Callable[[Tensor], Tensor] = Tensor.detach, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor); every rank that `takes_part` must iterate along.
+
+        `tensor_of` may name another tensor in each parameter's place, such as its gradient, of type `dtype` (default: the
+        parameters'). The tensors may share memory with the live parameters: use or copy them before the next update.
         """
-        group = groups.tp_group()
         for row in self.rows:
-            shard = self.params[row.megatron].detach()
-            shards = [shard]
-            if row.axis is not None and group.size() > 1:
-                shards = [torch.empty_like(shard) for _ in range(group.size())]
-                dist.all_gather(shards, shard.contiguous(), group=group)
-            yield from row.to_hf(shards, self.sizes).items()
+            if row.expert is None:
+                shard = self._on_every_stage(row, tensor_of, dtype)
+                yield from row.to_hf(_gather(shard, _cut_over(row), row.axis is not None), self.sizes).items()
+            elif row.expert < self.local_experts:  # one exchange for the experts of equal place on all ranks
+                yield from self._experts(row, tensor_of, dtype)
+
+    def _experts(
+        self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        assert row.expert is not None, "callers look first"
+        prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
+        numbers = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]
+        rows = [self.by_name[f"{prefix}experts.{number}.{suffix}"] for number in numbers]
+        shard = self._on_every_stage(rows[groups.ep_group().rank()], tensor_of, dtype)
+        shards = _gather(shard, groups.etp_group(), row.axis is not None)
+        from_ranks = [_gather(shard, groups.ep_group(), True) for shard in shards]  # [etp][ep]
+        for rank, mine in enumerate(rows):
+            yield from mine.to_hf([by_rank[rank] for by_rank in from_ranks], self.sizes).items()
+
+    def _on_every_stage(
+        self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+    ) -> Tensor:
+        """This rank's shard of the row's parameter, sent to all pipeline stages by the one that has it."""
+        param = self.params.get(row.megatron)
+        if self.dims.pp == 1:
+            assert param is not None, f"{row.megatron} is on no stage"
+            return tensor_of(param)
+        if param is None:
+            some = next(iter(self.params.values()))
+            cut = _cut_over(row)
+            whole = [torch.empty(shape, device="meta") for shape in row.hf_shapes(self.sizes).values()]
+            shape = row.to_megatron(whole, self.sizes, cut.rank(), cut.size()).shape
+            shard = torch.empty(shape, dtype=dtype or some.dtype, device=some.device)
+        else:
+            shard = tensor_of(param).contiguous()
+        dist.broadcast(shard, group=groups.pp_group(), group_src=self.stage_of[row.megatron])
+        return shard
+
+
+def _cut_over(row: Mapping) -> ProcessGroup:
+    return groups.tp_group() if row.expert is None else groups.etp_group()
+
+
+def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
+    """The shards of all ranks of `group`, in order."""
+    if not needed or group.size() == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """(name in the whole model, parameter): layers and experts counted over all ranks, experts under one spelling."""
+    first = groups.ep_group().rank() * local_experts
+    numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(chunk.decoder.layers)}
+    for name, param in chunk.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, place, rest = name.split(".", 3)
+            name = f"decoder.layers.{numbers[place]}.{rest}"
+        if found := _EXPERT.search(name):
+            expert, matrix = first + int(found[1] or found[4]), found[2] or found[3]
+            name = f"{name[: found.start()]}experts.{expert}.{matrix}.weight"
+        yield name, param

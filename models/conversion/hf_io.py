@@ -35,6 +35,9 @@ class HFWeights:
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         return found
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._file_of[name], "pt") as file:
             return file.get_tensor(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and needs no torch for it
     from torch import Tensor
@@ -25,16 +25,20 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class Mapping:
     """One Megatron parameter and the Hugging Face tensor it holds, same layout."""
 
-    megatron: str  # parameter name, `{layer}` for the layer number
+    megatron: str  # parameter name; {layer}, {expert} for their numbers in the whole model
     hf: tuple[str, ...]  # tensor names, in the order `merge` takes them
     shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
-    axis: int | None = None  # the dim of the Hugging Face tensors that tensor parallelism cuts
-    untied_only: bool = False  # the row is absent where input and output embeddings are one tensor
+    axis: int | None = None  # the dim of the Hugging Face tensors that (expert) tensor parallelism cuts
+    where: Literal["always", "untied", "dense", "moe"] = "always"  # which models or layers have the row
+    expert: int | None = None  # which expert's, once written out; expert tensor parallelism cuts it then
 
-    def at_layer(self, layer: int) -> Mapping:
-        """This row with the layer number filled in."""
-        hf = tuple(name.format(layer=layer) for name in self.hf)
-        return replace(self, megatron=self.megatron.format(layer=layer), hf=hf)
+    def at(self, layer: int, expert: int | None = None) -> Mapping:
+        """This row with the numbers filled in."""
+
+        def fill(name: str) -> str:
+            return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+        return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}

@@ -16,6 +16,7 @@ class LossInputs:
     logprobs: Tensor  # [R] under the weights being trained, differentiable
     old_logprobs: Tensor  # [R] under the weights before this rollout's first update
     advantages: Tensor  # [R]
+    entropy: Tensor | None = None  # [R] nats, of the distribution that predicts each token, differentiable
 
 
 class Loss(Protocol):
@@ -54,3 +55,12 @@ class CrossEntropy:
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         return -inputs.logprobs, {}
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Half the squared error of the critic, (V - R)^2 / 2 (PPO, Schulman et al. 2017, L^VF of eq. 9, halved)."""
+
+    def __call__(self, values: Tensor, returns: Tensor) -> Tensor:
+        """Values [R] and returns [R] -> loss [R]."""
+        return 0.5 * (values - returns) ** 2

@@ -1,16 +1,13 @@
 """All trainer processes of one model, called as one: cut the batch, call every rank, add up what they report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import ray
 
-from mrl.algorithms.losses import Loss
-from mrl.algorithms.reduce import token_weights
-from mrl.data.batching import micro_batches, partition
-from mrl.types import Share, TrainBatch, UpdateReport
+from mrl.types import TrainBatch, UpdateReport
+from mrl.workers.plan import Packing, Plan, plan_step
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
@@ -43,24 +40,26 @@ class WorkerGroup:
         return ray.get(getattr(self.workers[0], method).remote(*args), timeout=self.timeout_s)
 
     def update(
-        self, batch: TrainBatch, *, loss: Loss, aggregation: str, lr: float, max_tokens: int, temperature: float
-    ) -> UpdateReport:
-        """One optimizer step: `batch.rows` cut over replicas, and into micro-batches of at most `max_tokens`."""
-        weights = np.zeros(len(batch.lengths))
-        weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
-        shares = [
-            Share(batch.block, tuple(micro_batches(batch.lengths, part, max_tokens)), batch.advantages, weights)
-            for part in partition(batch.lengths, batch.rows, self.dims.dp)
-        ]
-        futures = [
-            worker.update.remote(shares[self.dims.dp_rank(rank)], loss, lr, temperature)
-            for rank, worker in enumerate(self.workers)
-        ]
-        return self._add_up(ray.get(futures, timeout=self.timeout_s))
+        self, steps: list[TrainBatch], packing: Packing, *, aggregation: str, lrs: list[float], **how: Any
+    ) -> list[UpdateReport]:
+        """One optimizer step per mini-batch, each cut over replicas and micro-batches; `how`: loss and temperature.
 
-    def _add_up(self, reports: list[UpdateReport]) -> UpdateReport:
-        firsts = [r for rank, r in enumerate(reports) if self.dims.tp_rank(rank) == 0]
-        return UpdateReport(_combine([r.sums for r in firsts], sum), _combine([r.maxima for r in firsts], max))
+        All `steps` are rows of the same block.
+        """
+        plans = [plan_step(step, self.dims, packing, aggregation) for step in steps]
+        futures = []
+        for rank, worker in enumerate(self.workers):
+            replica = self.dims.coords(rank).dp
+            shares = [plan.shares[replica] for plan in plans]
+            futures.append(worker.update.remote(steps[0].block, shares, lrs=lrs, **how))
+        reports = ray.get(futures, timeout=self.timeout_s)
+        return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
+
+    def _add_up(self, reports: Sequence[UpdateReport], plan: Plan) -> UpdateReport:
+        """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""
+        heads = [report for rank, report in enumerate(reports) if self.dims.coords(rank).tp == 0]
+        maxima = _combine([report.maxima for report in reports], max)
+        return UpdateReport(_combine([report.sums for report in heads], sum), maxima | plan.numbers)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End every process, politely first."""

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Rollouts, SyncReport, TrainBatch
+from mrl.types import Rollouts, SyncReport, TrainBatch, UpdateReport
 from mrl.workers.group import WorkerGroup
+from mrl.workers.plan import Packing, split
 from parallel.optimizer_settings import AdamW
 
 
@@ -19,39 +20,40 @@ class ActorPolicy:
     loss: Loss
     optimizer: AdamW
     aggregation: str
-    max_tokens: int  # per micro-batch
+    packing: Packing
     temperature: float  # of sampling
     skip_zero_advantage: bool
+    mini_batches: int  # optimizer steps per rollout
 
     def update(self, rollouts: Rollouts, advantages: NDArray[np.float32], step: int) -> dict[str, float]:
-        """One optimizer step on the whole batch; rows that cannot change the gradient are left out."""
-        every = np.arange(len(advantages))
-        rows = every
-        if self.skip_zero_advantage and self.loss.zero_without_advantage:
-            rows = np.flatnonzero(advantages)
-            rows = rows if len(rows) else every[:1]  # one row always, so that the mismatch is measured
-        lr = self.optimizer.lr_at(step)
-        batch = TrainBatch(rollouts.block, rollouts.lengths, rollouts.response_lengths, advantages, rows, every)
-        report = self.group.update(
-            batch,
-            loss=self.loss,
+        """Optimizer steps on the whole batch; rows that cannot change the gradient are left out."""
+        batch = TrainBatch(
+            rollouts.block,
+            rollouts.prompt_lengths,
+            rollouts.response_lengths,
+            rollouts.groups,
+            advantages,
+            rows=self._trained(advantages),
+            counted=np.arange(len(advantages)),
+        )
+        steps = split(batch, self.mini_batches)
+        lrs = [self.optimizer.lr_at(step * self.mini_batches + number) for number in range(len(steps))]
+        reports = self.group.update(
+            steps,
+            self.packing,
             aggregation=self.aggregation,
-            lr=lr,
-            max_tokens=self.max_tokens,
+            lrs=lrs,
+            loss=self.loss,
             temperature=self.temperature,
         )
-        tokens = report.sums.pop("tokens")
-        return {
-            "loss/policy": report.sums.pop("loss"),
-            "mismatch/logprob_abs_mean": report.sums.pop("gap") / tokens,
-            "mismatch/logprob_abs_max": report.maxima.pop("gap"),
-            "batch/trained_tokens": tokens,
-            "batch/zero_advantage_fraction": float((advantages == 0).mean()),
-            "optim/lr": lr,
-            "spent/megatron_s": report.maxima.pop("seconds"),
-            **report.sums,
-            **report.maxima,
-        }
+        return {**_mean(reports), "batch/zero_advantage_fraction": float((advantages == 0).mean()), "optim/lr": lrs[-1]}
+
+    def _trained(self, advantages: NDArray[np.float32]) -> NDArray[np.int64]:
+        every = np.arange(len(advantages))
+        if not (self.skip_zero_advantage and self.loss.zero_without_advantage):
+            return every
+        rows = np.flatnonzero(advantages)
+        return rows if len(rows) else every[:1]  # one row always, so that the mismatch is measured
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the engines as `version`."""
@@ -68,3 +70,25 @@ class ActorPolicy:
         """Write `folder/checkpoint` (Megatron, any layout reads it) and `folder/hf` (Hugging Face)."""
         self.group.call("save", f"{folder}/checkpoint")
         self.group.call("export_hf", f"{folder}/hf")
+
+
+def _mean(reports: list[UpdateReport]) -> dict[str, float]:
+    """Numbers of all optimizer steps of a rollout: counts and seconds add up, the rest is averaged or the largest."""
+    tokens = sum(report.sums.pop("tokens") for report in reports)
+    gap, entropy = (sum(report.sums.pop(name) for report in reports) for name in ("gap", "entropy"))
+    largest_gap = max(report.maxima.pop("gap") for report in reports)
+    seconds = sum(report.maxima.pop("seconds") for report in reports)
+    losses = [report.sums.pop("loss") for report in reports]
+    computed = sum(report.maxima.pop("batch/computed_tokens") for report in reports)
+    rest = [report.sums | report.maxima for report in reports]
+    return {
+        "loss/policy": float(np.mean(losses)),
+        "policy/entropy_mean": entropy / tokens,
+        "mismatch/logprob_abs_mean": gap / tokens,
+        "mismatch/logprob_abs_max": largest_gap,
+        "batch/trained_tokens": tokens,
+        "batch/computed_tokens": computed,
+        "batch/optimizer_steps": float(len(reports)),
+        "spent/megatron_s": seconds,
+        **{name: float(np.mean([numbers[name] for numbers in rest if name in numbers])) for name in rest[0]},
+    }

@@ -1,4 +1,4 @@
-"""What an actor is built from; light enough for the driver."""
+"""What trainer processes are built from; light enough for the driver."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +8,13 @@ from parallel.optimizer_settings import AdamW
 
 
 @dataclass(frozen=True)
-class ActorSpec:
-    """What an actor is built from."""
+class ModelSpec:
+    """A model to train and how."""
 
     model_path: str  # Hugging Face folder
     dims: ParallelDims
     dtype: str  # float32 or bfloat16
     optimizer: AdamW
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
+    share_prompts: bool = True  # packs may compute a group's prompt once
+    logprob_chunk: int = 1024  # rows of logits that exist at one time

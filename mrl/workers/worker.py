@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Share, UpdateReport
-from mrl.workers.spec import ActorSpec
+from mrl.types import Handle, Share, UpdateReport
+from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 
 
@@ -38,7 +38,7 @@ class TrainWorker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def setup(self, spec: ActorSpec, seed: int, address: tuple[str, int], timeout_s: float) -> None:
+    def setup(self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float) -> None:
         """Join the process group and build this rank's part of the actor."""
         from mrl.workers.actor import Actor  # imports Megatron, after the device stand-in
         from parallel import device, groups
@@ -62,9 +62,11 @@ class TrainWorker:
 
         self.actor.reset_optimizer(AdamW(**settings))
 
-    def update(self, share: Share, loss: Loss, lr: float, temperature: float) -> UpdateReport:
-        """One optimizer step on this replica's share."""
-        return self.actor.update(self._fetch(share.block), share, loss, lr, temperature)
+    def update(
+        self, block: Handle, shares: list[Share], loss: Loss, lrs: list[float], temperature: float
+    ) -> list[UpdateReport]:
+        """One optimizer step on this replica's share of each mini-batch."""
+        return self.actor.update(self._fetch(block), shares, loss, lrs, temperature)
 
     def _fetch(self, handle: Any) -> Any:
         if handle not in self._blocks:
@@ -81,7 +83,7 @@ class TrainWorker:
 
     def push_weights(self, version: int) -> Any:
         """Send the current weights to the engines as `version`; the sender returns mrl.weight_sync's report."""
-        if self.rank >= self.dims.tp:  # other replicas hold the same weights
+        if not self.actor.takes_part:  # other replicas hold the same weights
             return None
         tensors = self.actor.export()
         if self._transport is not None:

@@ -1,24 +1,14 @@
-"""Every layout gives the numbers of one process, and one process gives those of transformers."""
-
-from dataclasses import replace
+"""One process gives the numbers of transformers; checkpoints and exports do not depend on the layout."""
 
 import numpy as np
 import pytest
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.algorithms.reduce import token_weights
-from mrl.data.batching import micro_batches, partition
-from mrl.types import Share, TokenBlock
-from mrl.workers.spec import ActorSpec
+from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.workers.plan import Packing, plan_step
+from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
-
-LAYOUTS = [
-    ParallelDims(tp=2),
-    ParallelDims(dp=2),
-    ParallelDims(tp=2, dp=2),
-]
-
 
 def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     rng = np.random.default_rng(0)
@@ -27,72 +17,22 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     return TokenBlock.from_lists(prompts, responses)
 
 
-def shares(block: TokenBlock, dims: ParallelDims, max_tokens: int) -> list[Share]:
-    rng = np.random.default_rng(1)
-    advantages = rng.standard_normal(len(block.lengths)).astype(np.float32)
-    weights = token_weights(block.response_lengths, "sequence_mean")
+def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> Share:
+    advantages = np.random.default_rng(1).standard_normal(len(block.lengths)).astype(np.float32)
     rows = np.arange(len(block.lengths))
-    return [
-        Share(None, tuple(micro_batches(block.lengths, part, max_tokens)), advantages, weights)
-        for part in partition(block.lengths, rows, dims.dp)
-    ]
+    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, None, advantages, rows, rows)
+    return plan_step(batch, dims, Packing(max_tokens), "sequence_mean").shares[dims.coords(rank).dp]
 
 
 def make_actor(path, dims: ParallelDims):
     from mrl.workers.actor import Actor
 
-    return Actor(ActorSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98)), {}))
-
-
-def train(rank: int, path, dims: ParallelDims, block: TokenBlock, max_tokens: int, steps: int):
-    """`steps` updates; returns losses, gradient norms, and the whole weights afterwards."""
-    actor = make_actor(path, dims)
-    share = shares(block, dims, max_tokens)[dims.dp_rank(rank)]
-    # on policy the value of the clipped loss does not depend on the model, its gradient does; cross-entropy's value does too
-    reports = [actor.update(block, share, loss, 1e-2, 0.7) for loss in (PPOClip(), CrossEntropy())[:steps]]
-    weights = {name: tensor.clone().numpy() for name, tensor in actor.export()}
-    losses = [r.sums.get("loss", 0.0) for r in reports]  # a replica without rows reports none
-    return losses, [r.maxima["optim/grad_norm"] for r in reports], weights
-
-
-def one_process(run_ranks, path, block, max_tokens=10_000, steps=2):
-    return run_ranks(ParallelDims(), train, path, ParallelDims(), block, max_tokens, steps)[0]
-
-
-@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_losses_gradient_norms_and_weights_do_not_depend_on_the_layout(run_ranks, tiny_qwen3, dims):
-    path, block = tiny_qwen3(), ragged_block(40)
-    losses, norms, weights = one_process(run_ranks, path, block)
-    results = run_ranks(dims, train, path, dims, block, 40, 2)
-    by_replica = [results[r] for r in range(dims.world_size) if dims.tp_rank(r) == 0]
-    np.testing.assert_allclose(np.sum([r[0] for r in by_replica], axis=0), losses, atol=1e-6)
-    for _, their_norms, their_weights in results:
-        np.testing.assert_allclose(their_norms, norms, rtol=1e-5)
-        for name, expected in weights.items():
-            np.testing.assert_allclose(their_weights[name], expected, atol=1e-5, err_msg=name)
-
-
-def test_splitting_a_batch_into_micro_batches_changes_nothing(run_ranks, tiny_qwen3):
-    path, block = tiny_qwen3(), ragged_block(40)
-    whole = one_process(run_ranks, path, block, max_tokens=10_000)
-    split = one_process(run_ranks, path, block, max_tokens=12)
-    np.testing.assert_allclose(split[0], whole[0], atol=1e-6)
-    np.testing.assert_allclose(split[1], whole[1], rtol=1e-5)
-
-
-def test_a_replica_without_rows_still_takes_part(run_ranks, tiny_qwen3):
-    path, block = tiny_qwen3(), ragged_block(40, num_rows=1)
-    alone = one_process(run_ranks, path, block)
-    dims = ParallelDims(dp=2)
-    first, second = run_ranks(dims, train, path, dims, block, 10_000, 2)
-    assert [0.0, 0.0] in (first[0], second[0])
-    np.testing.assert_allclose(np.add(first[0], second[0]), alone[0], atol=1e-6)
-    np.testing.assert_allclose([first[1], second[1]], [alone[1]] * 2, rtol=1e-5)
+    return Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98)), {}))
 
 
 def logprobs(rank: int, path, dims: ParallelDims, block: TokenBlock):
     actor = make_actor(path, dims)
-    share = shares(block, replace(dims, dp=1), 30)[0]
+    share = share_of(block, dims, 30, rank)
     found = actor.compute_logprobs(block, share, 0.7)
     return np.concatenate([x.numpy() for x in found]), np.concatenate(share.micro_batches)
 
@@ -119,8 +59,8 @@ def test_logprobs_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny
 
 def sft_gradient_norm(rank: int, path, block: TokenBlock):
     actor = make_actor(path, ParallelDims())
-    share = shares(block, ParallelDims(), 30)[0]
-    return actor.update(block, share, CrossEntropy(), 1e-2, 0.7)
+    share = share_of(block, ParallelDims(), 30, rank)
+    return actor.update(block, [share], CrossEntropy(), [1e-2], 0.7)[0]
 
 
 def test_loss_and_gradient_norm_equal_a_float64_reference(run_ranks, tiny_qwen3):
@@ -144,14 +84,14 @@ def test_loss_and_gradient_norm_equal_a_float64_reference(run_ranks, tiny_qwen3)
 
 def save_and_continue(rank: int, path, folder, dims: ParallelDims, block: TokenBlock, restore: bool):
     actor = make_actor(path, dims)
-    share = shares(block, dims, 40)[dims.dp_rank(rank)]
+    share = share_of(block, dims, 40, rank)
     if restore:
         actor.load(folder)
     else:
-        actor.update(block, share, PPOClip(), 1e-2)
+        actor.update(block, [share], PPOClip(), [1e-2])
         actor.save(folder)
-    actor.update(block, share, PPOClip(), 1e-2)
-    return {name: tensor.clone().numpy() for name, tensor in actor.export()}
+    actor.update(block, [share], PPOClip(), [1e-2])
+    return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
 
 
 @pytest.mark.parametrize("after", [ParallelDims(tp=2), ParallelDims(dp=2)], ids=str)
@@ -159,9 +99,9 @@ def test_a_checkpoint_continues_under_another_layout(run_ranks, tiny_qwen3, tmp_
     path, block, folder = tiny_qwen3(), ragged_block(40), tmp_path / "checkpoint"
     before = ParallelDims()
     expected = run_ranks(before, save_and_continue, path, folder, before, block, False)[0]
-    for weights in run_ranks(after, save_and_continue, path, folder, after, block, True):
-        for name, tensor in expected.items():
-            np.testing.assert_allclose(weights[name], tensor, atol=1e-5, err_msg=name)
+    weights = run_ranks(after, save_and_continue, path, folder, after, block, True)[0]
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(weights[name], tensor, atol=1e-5, err_msg=name)
 
 
 def train_on_nan(rank: int, path, block: TokenBlock):
@@ -171,7 +111,7 @@ def train_on_nan(rank: int, path, block: TokenBlock):
     with torch.no_grad():
         actor.bridge.params["decoder.final_layernorm.weight"][0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
-        actor.update(block, shares(block, ParallelDims(), 40)[0], PPOClip(), 1e-2)
+        actor.update(block, [share_of(block, ParallelDims(), 40, rank)], PPOClip(), [1e-2])
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(run_ranks, tiny_qwen3):

@@ -2,43 +2,9 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from parallel.dims import ParallelDims
-
-
-def logprobs_and_gradient(rank: int, logits: np.ndarray, targets: np.ndarray, vocab_size: int, temperature: float):
-    import torch
-
-    from parallel import groups
-    from parallel.logprobs import vocab_parallel_logprobs
-
-    group = groups.tp_group()
-    mine = torch.from_numpy(np.array_split(logits, group.size(), axis=1)[group.rank()]).float().requires_grad_()
-    found = vocab_parallel_logprobs(mine, torch.from_numpy(targets), group, vocab_size, temperature)
-    (found * torch.arange(1.0, len(targets) + 1)).sum().backward()
-    return found.detach().numpy(), mine.grad.numpy()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_vocab_parallel_logprobs_and_gradients_equal_the_formula(run_ranks, tp, temperature):
-    rng = np.random.default_rng(0)
-    positions, vocab, padded = 9, 21, 24
-    logits = rng.normal(size=(positions, padded)) * 4
-    targets = rng.integers(0, vocab, positions)
-    targets[0], targets[1] = 0, vocab - 1
-    scaled = logits[:, :vocab] / temperature
-    softmax = np.exp(scaled - scaled.max(1, keepdims=True))
-    softmax /= softmax.sum(1, keepdims=True)
-    expected = np.log(softmax)[np.arange(positions), targets]
-    gradient = np.zeros((positions, padded))
-    gradient[:, :vocab] = (np.eye(vocab)[targets] - softmax) * np.arange(1, positions + 1)[:, None] / temperature
-    results = run_ranks(ParallelDims(tp=tp), logprobs_and_gradient, logits, targets, vocab, temperature)
-    for found, _ in results:
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(np.concatenate([g for _, g in results], axis=1), gradient, atol=1e-5)
 
 
 def attention_output(lengths: list[int], heads: int, groups: int):

@@ -13,7 +13,7 @@ from mrl.algorithms.losses import CrossEntropy
 from mrl.algorithms.reduce import token_weights
 from mrl.types import Share, TokenBlock
 from mrl.workers.actor import Actor
-from mrl.workers.spec import ActorSpec
+from mrl.workers.spec import ModelSpec
 from parallel import device, groups
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -21,13 +21,13 @@ from parallel.optimizer_settings import AdamW
 path = sys.argv[1]
 device.init_process_group(0, 1, "127.0.0.1", 29511, 60)
 groups.initialize(ParallelDims(), 0)
-actor = Actor(ActorSpec(path, ParallelDims(), "float32", AdamW(lr=1e-3), {}))
+actor = Actor(ModelSpec(path, ParallelDims(), "float32", AdamW(lr=1e-3), {}))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
 responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
 block = TokenBlock.from_lists(prompts, responses)
 rows = np.arange(6)
-share = Share(None, (rows,), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
+share = Share((rows,), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
 found = torch.cat(actor.compute_logprobs(block, share)).cpu()
 model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 expected = []
@@ -37,8 +37,8 @@ for prompt, response in zip(prompts, responses):
         logprobs = model(ids[None]).logits[0].log_softmax(-1)
     expected.append(logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt):, None])[:, 0])
 torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-3, rtol=0)
-before = actor.update(block, share, CrossEntropy(), 1e-2).sums["loss"]
-assert actor.update(block, share, CrossEntropy(), 1e-2).sums["loss"] < before
+before = actor.update(block, [share], CrossEntropy(), [1e-2])[0].sums["loss"]
+assert actor.update(block, [share], CrossEntropy(), [1e-2])[0].sums["loss"] < before
 """
 
 

@@ -1,37 +1,270 @@
-"""Cutting a batch: nothing dropped, nothing twice, loads even."""
+"""Cutting a batch: nothing dropped, nothing twice, budgets kept, loads even."""
+
+from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from mrl.data.batching import micro_batches, partition
+from mrl.data.batching import CostModel, Unit, make_units, micro_batches, partition, plan
 from mrl.types import TokenBlock
 
-LENGTHS = np.random.default_rng(0).integers(1, 50, 37)
+SEVEN_B = CostModel(4.24e10, 6.02e5)  # FLOPs of training a 7B-like model
+SEEDS = range(60)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A random batch and a way to cut it; all kinds of both come up over SEEDS."""
+
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    cost: CostModel
+    max_tokens: int
+    parts: int
+    share_prompts: bool
+
+    @classmethod
+    def of(cls, seed: int) -> "Ragged":
+        draw = np.random.default_rng(seed)
+        size, of_groups = int(draw.choice([0, 1, 2, 7, 40, 150])), int(draw.integers(1, 30))
+        groups = draw.integers(0, of_groups, size)
+        longest = int(draw.choice([1, 8, 300]))
+        return cls(
+            prompt_lengths=draw.integers(1, longest + 1, of_groups)[groups],
+            response_lengths=draw.integers(0, longest + 1, size),
+            groups=groups,
+            rows=np.flatnonzero(draw.random(size) < draw.choice([0.1, 0.8, 1.0])),
+            cost=CostModel(1.0, float(draw.choice([0.0, 0.01, 3.0]))),
+            max_tokens=int(draw.choice([1, 20, 400, 5000])),
+            parts=int(draw.choice([1, 2, 3, 8, 64])),
+            share_prompts=bool(draw.integers(2)),
+        )
+
+    def units(self) -> list[Unit]:
+        return make_units(**vars(self))
+
+    def computed(self, rows: tuple[int, ...]) -> list[int]:
+        """Position (from 1) of every token that is computed for rows packed together, the shared prompt once."""
+        prompt = int(self.prompt_lengths[rows[0]])
+        responses = [range(prompt + 1, prompt + int(self.response_lengths[row]) + 1) for row in rows]
+        return list(range(1, prompt + 1)) + [position for response in responses for position in response]
+
+
+def rows_of(units):
+    return sorted(row for unit in units for row in unit.rows)
+
+
+def costs_of(parts):
+    return np.array([sum(unit.cost for unit in part) for part in parts])
+
+
+def lone(lengths, cost=SEVEN_B):
+    return [Unit((row,), int(length), cost(int(length))) for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_row_is_in_one_unit_of_one_group(seed):
+    batch = Ragged.of(seed)
+    units = batch.units()
+    assert rows_of(units) == batch.rows.tolist()
+    assert all(len(set(batch.groups[list(unit.rows)])) == 1 for unit in units)
+    assert batch.share_prompts or all(len(unit.rows) == 1 for unit in units)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_and_cost_of_a_unit_are_those_of_the_tokens_it_computes(seed):
+    batch = Ragged.of(seed)
+    for unit in batch.units():
+        positions = np.array(batch.computed(unit.rows))
+        assert unit.tokens == len(positions)
+        each = batch.cost.linear + batch.cost.quadratic * (2 * positions - 1)  # 1 + 3 + ... + (2L - 1) = L^2
+        assert unit.cost == pytest.approx(each.sum())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_holds_every_row_once_within_the_budget(seed):
+    batch = Ragged.of(seed)
+    packs = [
+        pack
+        for equal, multiple in [(True, 1), (False, 4)]
+        for replica in plan(batch.units(), batch.parts, batch.max_tokens, equal_counts=equal, multiple_of=multiple)
+        for pack in replica
+    ]
+    assert all(pack.dtype == np.int64 for pack in packs)
+    assert sorted(row for pack in packs for row in pack.tolist()) == sorted(2 * batch.rows.tolist())
+    tokens_of = {unit.rows: unit.tokens for unit in batch.units()}
+    home = {row: rows for rows in tokens_of for row in rows}
+    for pack in packs:
+        units = {home[row] for row in pack.tolist()}
+        assert sum(len(unit) for unit in units) == len(pack)  # units are whole
+        assert sum(tokens_of[unit] for unit in units) <= batch.max_tokens or len(units) == 1
+    assert all(len(rows) == 1 for rows, tokens in tokens_of.items() if tokens > batch.max_tokens)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_keeps_the_rules_of_counts(seed):
+    batch = Ragged.of(seed)
+    units = batch.units()
+
+    def counts(equal_counts, multiple_of):
+        replicas = plan(units, batch.parts, batch.max_tokens, equal_counts=equal_counts, multiple_of=multiple_of)
+        return [len(replica) for replica in replicas]
+
+    needed = [len(micro_batches(part, batch.max_tokens)) for part in partition(units, batch.parts)]
+    assert counts(False, 1) == needed
+    assert counts(True, 1) == [max(needed)] * batch.parts
+    assert counts(False, 4) == [4 * -(-count // 4) for count in needed]
+    assert counts(True, 4) == [4 * -(-max(needed) // 4)] * batch.parts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
+    batch = Ragged.of(seed)
+    lengths = batch.prompt_lengths + batch.response_lengths
+    for replica in plan(batch.units(), batch.parts, batch.max_tokens, equal_counts=False, multiple_of=1):
+        for pack in replica:
+            if batch.share_prompts:
+                groups = batch.groups[pack]
+                assert (np.diff(groups) != 0).sum() + 1 == len(set(groups))
+            else:
+                assert (np.diff(lengths[pack]) >= 0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_batch_is_cut_the_same_way(seed):
+    first, second = (
+        plan(
+            Ragged.of(seed).units(),
+            Ragged.of(seed).parts,
+            Ragged.of(seed).max_tokens,
+            equal_counts=True,
+            multiple_of=2,
+        )
+        for _ in range(2)
+    )
+    assert [[pack.tolist() for pack in replica] for replica in first] == [
+        [pack.tolist() for pack in replica] for replica in second
+    ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them_without_cuts(seed):
+    batch = Ragged.of(seed)
+    uncut = make_units(**{**vars(batch), "parts": 1, "share_prompts": True})
+    cut = make_units(**{**vars(batch), "share_prompts": True})
+    heaviest, before = (costs_of(partition(units, batch.parts)).max() for units in (cut, uncut))
+    assert heaviest <= before * (1 + 1e-9)
+    assert len(cut) >= len(uncut)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_asking_for_more_packs_gives_exactly_so_many(seed, extra):
+    batch = Ragged.of(seed)
+    units = batch.units()
+    least = len(micro_batches(units, batch.max_tokens))
+    packs = micro_batches(units, batch.max_tokens, least + extra)
+    assert len(packs) == least + extra
+    assert rows_of([unit for pack in packs for unit in pack]) == batch.rows.tolist()
+    assert all(sum(unit.tokens for unit in pack) <= batch.max_tokens or len(pack) == 1 for pack in packs)
+
+
+def group_of(prompt, responses, max_tokens, parts, cost=None):
+    size = len(responses)
+    return make_units(
+        np.full(size, prompt),
+        np.array(responses),
+        np.zeros(size, np.int64),
+        np.arange(size),
+        cost or CostModel(),
+        max_tokens,
+        parts,
+        True,
+    )
+
+
+def test_a_group_within_the_budget_is_one_unit():
+    assert [unit.rows for unit in group_of(10, [5, 1, 3], 19, 1)] == [(1, 2, 0)]
+
+
+def test_a_group_over_the_budget_is_cut_into_the_fewest_even_pieces():
+    units = group_of(10, [10] * 8, 50, 1)
+    assert [(len(unit.rows), unit.tokens) for unit in units] == [(4, 50), (4, 50)]
+    units = group_of(10, [10] * 8, 49, 1)
+    assert sorted(len(unit.rows) for unit in units) == [2, 3, 3]
+
+
+def test_a_row_over_the_budget_is_a_unit_and_the_others_share():
+    assert [unit.rows for unit in group_of(10, [5, 100, 3], 50, 1)] == [(1,), (2, 0)]
+
+
+def test_a_group_is_cut_for_parts_that_would_be_empty_but_no_finer_than_helps():
+    units = group_of(10, [100] * 8, 10_000, 4)
+    assert [len(unit.rows) for unit in units] == [2, 2, 2, 2]
+    loads = costs_of(partition(units, 4))
+    assert loads.max() == loads.min() == 210
+
+
+def test_a_group_that_is_mostly_prompt_is_not_cut_for_its_cost():
+    assert len(group_of(1000, [10] * 8, 10_000, 8)) == 1
+
+
+def test_even_groups_that_fill_the_parts_are_not_cut():
+    units = make_units(
+        np.full(64, 20), np.full(64, 100), np.arange(64) // 8, np.arange(64), CostModel(), 10_000, 8, True
+    )
+    assert [len(unit.rows) for unit in units] == [8] * 8
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 64])
-def test_partition_gives_every_row_to_one_part(parts):
-    rows = np.arange(37)[::2]
-    cut = partition(LENGTHS, rows, parts)
+def test_partition_gives_every_unit_to_one_part(parts):
+    units = lone(np.random.default_rng(0).integers(1, 50, 37))
+    cut = partition(units, parts)
     assert len(cut) == parts
-    assert sorted(np.concatenate(cut).tolist()) == rows.tolist()
+    assert rows_of([unit for part in cut for unit in part]) == list(range(37))
 
 
-def test_partition_evens_out_tokens():
-    loads = [LENGTHS[part].sum() for part in partition(LENGTHS, np.arange(37), 4)]
-    assert max(loads) - min(loads) <= LENGTHS.max() // 4
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sigma", [0.5, 0.8, 1.3])
+@pytest.mark.parametrize("cost", [CostModel(), SEVEN_B], ids=["tokens", "flops"])
+@pytest.mark.parametrize("parts", [8, 64])
+def test_parts_are_within_two_percent_of_the_best_that_the_longest_sequence_permits(parts, cost, sigma, seed):
+    lengths = np.random.default_rng(seed).lognormal(np.log(2048), sigma, 512).clip(512, 32768).astype(np.int64)
+    units = lone(lengths, cost)
+    start = perf_counter()
+    loads = costs_of(partition(units, parts))
+    assert perf_counter() - start < 1
+    assert loads.max() <= 1.02 * max(loads.mean(), max(unit.cost for unit in units))
 
 
-@pytest.mark.parametrize("budget", [1, 49, 64, 10_000])
-def test_micro_batches_hold_every_row_once_within_the_budget(budget):
-    packs = micro_batches(LENGTHS, np.arange(37), budget)
-    assert sorted(np.concatenate(packs).tolist()) == list(range(37))
-    assert all(LENGTHS[p].sum() <= budget or len(p) == 1 for p in packs)
-    assert all((np.diff(LENGTHS[p]) >= 0).all() for p in packs)
+def test_micro_batches_are_even_by_cost_where_the_budget_leaves_room():
+    lengths = np.random.default_rng(0).lognormal(np.log(2048), 0.8, 64).clip(512, 8192).astype(np.int64)
+    loads = costs_of(micro_batches(lone(lengths), 32768, 6))
+    assert loads.max() <= 1.02 * loads.mean()
+
+
+def test_too_few_micro_batches_are_an_error_that_says_how_many():
+    with pytest.raises(ValueError, match="30 tokens need 3 micro-batches of 10, not 2"):
+        micro_batches(lone([10, 10, 10]), 10, 2)
 
 
 def test_no_rows_make_no_micro_batches():
-    assert micro_batches(LENGTHS, np.array([], dtype=np.int64), 10) == []
+    none = np.array([], dtype=np.int64)
+    units = make_units(none, none, none, none, CostModel(), 10, 2, True)
+    assert units == micro_batches(units, 10) == []
+    assert plan(units, 2, 10, equal_counts=True, multiple_of=4) == [(), ()]
+    assert micro_batches(units, 10, 2) == [[], []]
+
+
+def test_a_replica_without_rows_gets_empty_micro_batches_only_where_counts_are_equal():
+    units = lone([5, 5])
+    assert [len(replica) for replica in plan(units, 3, 10, equal_counts=False, multiple_of=2)] == [2, 2, 0]
+    filled = plan(units, 3, 10, equal_counts=True, multiple_of=2)
+    assert [[len(pack) for pack in replica] for replica in filled] == [[1, 0], [1, 0], [0, 0]]
 
 
 def test_a_block_keeps_every_token_and_selects_rows():

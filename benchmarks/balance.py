@@ -1,0 +1,140 @@
+"""Measures how evenly a batch is cut and how little of it is padding: arithmetic on lengths, no GPU.
+
+    python benchmarks/balance.py [--seeds 10]
+
+A batch is 512 sequences of log-normal length, median 2048 tokens, clipped to 512..32768; micro-batches hold 32768 tokens.
+Cost is FLOPs of training a 7B-like model (Qwen2.5-7B: 7.07e9 parameters in matrix products, 28 layers, 28 heads of 128):
+6 x 7.07e9 per token, and 6 x 28 x 3584 x L^2 of causal attention. Every number is a ratio, the median over seeds.
+"""
+
+import argparse
+import heapq
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from mrl.data.batching import CostModel, Unit, make_units, partition, plan
+
+SEQUENCES, MEDIAN, SHORTEST, LONGEST, MAX_TOKENS = 512, 2048, 512, 32768, 32768
+COST = CostModel(linear=6 * 7.07e9, quadratic=6 * 28 * 3584)
+GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; tokens of a prompt, uniform
+CP, TP = 2, 8
+PADDED_SIZE = 4  # sequences of a padded micro-batch
+Lengths = NDArray[np.int64]
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """Heaviest over mean."""
+    return max(loads) / statistics.fmean(loads)
+
+
+def round_robin(costs: Sequence[float], parts: int) -> list[float]:
+    """Loads of dealing sequences out as they come."""
+    return [sum(costs[part::parts]) for part in range(parts)]
+
+
+def longest_first(costs: Sequence[float], parts: int) -> list[float]:
+    """Loads of the greedy rule: costliest first, to the lightest part (LPT)."""
+    loads = [0.0] * parts
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(loads, loads[0] + cost)
+    return loads
+
+
+def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
+    """Loads of the largest differencing method: join the two most uneven partial cuts, heaviest part to lightest."""
+    heap = [(-cost, number, [0.0] * (parts - 1) + [cost]) for number, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    for number in range(len(costs), 2 * len(costs) - 1):
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
+        heapq.heappush(heap, (joined[0] - joined[-1], number, joined))
+    return heap[0][2]
+
+
+def ours(units: Sequence[Unit], parts: int) -> list[float]:
+    """Loads of mrl's partition."""
+    return [sum(unit.cost for unit in part) for part in partition(units, parts)]
+
+
+def up_to(multiple: int, tokens: Lengths) -> Lengths:
+    """Tokens rounded up to a multiple."""
+    return -(-tokens // multiple) * multiple
+
+
+def packed_over_real(units: list[Unit], lengths: Lengths, parts: int) -> float:
+    """Tokens processed per real token in padding-free packs: sequences in multiples of 2 CP, packs of TP."""
+    replicas = plan(units, parts, MAX_TOKENS, equal_counts=True, multiple_of=1)
+    packs = [up_to(TP, up_to(2 * CP, lengths[rows]).sum()) for replica in replicas for rows in replica]
+    return float(sum(packs) / lengths.sum())
+
+
+def padded_over_real(lengths: Lengths) -> float:
+    """The same for micro-batches of PADDED_SIZE sequences, each padded to the longest among them."""
+    return float(lengths.reshape(-1, PADDED_SIZE).max(axis=1).sum() * PADDED_SIZE / lengths.sum())
+
+
+def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, float, float]:
+    """With shared prompts: total cost and heaviest part over those of whole sequences; heaviest part over mean."""
+    rows = np.arange(len(responses))
+    whole, shared = (
+        ours(make_units(prompts, responses, rows // GROUP, rows, COST, MAX_TOKENS, parts, share), parts)
+        for share in (False, True)
+    )
+    return sum(shared) / sum(whole), max(shared) / max(whole), imbalance(shared)
+
+
+def measure(sigma: float, parts: int, seed: int) -> dict[str, float]:
+    """One batch, all ways of cutting it."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.lognormal(np.log(MEDIAN), sigma, SEQUENCES).clip(SHORTEST, LONGEST).astype(np.int64)
+    rows = np.arange(SEQUENCES)
+    units = make_units(np.zeros_like(rows), lengths, rows, rows, COST, MAX_TOKENS, parts, False)
+    costs = [unit.cost for unit in units]
+    start = time.perf_counter()
+    loads = ours(units, parts)
+    seconds = time.perf_counter() - start
+    prompts = draw.integers(*PROMPTS, SEQUENCES // GROUP).repeat(GROUP)
+    total, heaviest, even = sharing(prompts, lengths, parts)
+    return {
+        "bound": max(1.0, max(costs) / statistics.fmean(loads)),
+        "mrl": imbalance(loads),
+        "mrl / bound": max(loads) / max(statistics.fmean(loads), max(costs)),
+        "Karmarkar-Karp": imbalance(karmarkar_karp(costs, parts)),
+        "LPT": imbalance(longest_first(costs, parts)),
+        "round robin": imbalance(round_robin(costs, parts)),
+        "ms": 1000 * seconds,
+        "packed": packed_over_real(units, lengths, parts),
+        "padded": padded_over_real(lengths),
+        "padded, sorted": padded_over_real(np.sort(lengths)),
+        "shared: cost": total,
+        "shared: heaviest": heaviest,
+        "shared: max / mean": even,
+    }
+
+
+def summary(values: list[float]) -> str:
+    """Median, and the worst: the largest."""
+    return f"{statistics.median(values):.4f} ({max(values):.4f})"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10)
+    seeds = range(parser.parse_args().seeds)
+    cases = [(sigma, parts) for sigma in (0.6, 1.3) for parts in (8, 64)]
+    results = [[measure(sigma, parts, seed) for seed in seeds] for sigma, parts in cases]
+    table = Table("", *(f"sigma {sigma}, dp {parts}" for sigma, parts in cases), title="median (worst) over seeds")
+    for name in results[0][0]:
+        table.add_row(name, *(summary([result[name] for result in of_case]) for of_case in results))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Peak memory and CPU time of log-probabilities with their gradients: whole logits against chunks of them.
+
+    python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy]
+
+Each way runs forward and backward once, in a fresh process with one thread; its memory is the process's largest resident
+size beyond what imports, inputs and (zeroed) gradients take.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from parallel.logprobs import linear_logprobs
+
+WAYS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits at a time; 0: all
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """The plain formula: log_softmax over all logits [T, V], then gather."""
+    logprobs = F.log_softmax(hidden @ weight.T, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else torch.zeros(len(hidden))
+    return logprobs.gather(1, targets[:, None])[:, 0], entropies
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """MiB beyond the inputs and CPU-seconds of one forward and backward, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    hidden = torch.randn(args.positions, args.hidden).requires_grad_()
+    weight = (torch.randn(args.vocab, args.hidden) / args.hidden**0.5).requires_grad_()
+    hidden.grad, weight.grad = torch.ones_like(hidden).zero_(), torch.ones_like(weight).zero_()
+    targets = torch.randint(args.vocab, (args.positions,))
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    if args.chunk:
+        group = dist.distributed_c10d._get_default_group()
+        found = linear_logprobs(hidden, weight, targets, group, args.vocab, 1.0, args.chunk, args.entropy)
+    else:
+        found = whole(hidden, weight, targets, args.entropy)
+    (found[0].sum() + found[1].sum()).backward()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"mib": (after.ru_maxrss - before.ru_maxrss) / 1024, "cpu_s": seconds, "sum": found[0].sum().item()}
+
+
+def in_fresh_process(chunk: int) -> dict[str, float]:
+    """`measure` in a new interpreter, with this one's arguments."""
+    command = [sys.executable, *sys.argv, "--chunk", str(chunk)]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return json.loads(done.stdout)
+
+
+def report(args: argparse.Namespace) -> None:
+    logits = args.positions * args.vocab * 4 / 2**20
+    title = (
+        f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
+    )
+    table = Table("way", "MiB", "of whole", "CPU-s", "of whole", "sum of log-probabilities", title=title)
+    base = None
+    for name, chunk in WAYS.items():
+        found = in_fresh_process(chunk)
+        base = base or found
+        ratios = [f"{found[key] / base[key]:.3f}" for key in ("mib", "cpu_s")]
+        numbers = [f"{found['mib']:.0f}", ratios[0], f"{found['cpu_s']:.2f}", ratios[1], f"{found['sum']:.2f}"]
+        table.add_row(name, *numbers)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--positions", type=int, default=8192, help="T, positions to score")
+    parser.add_argument("--hidden", type=int, default=512, help="H, hidden size")
+    parser.add_argument("--vocab", type=int, default=32000, help="V, tokens")
+    parser.add_argument("--entropy", action="store_true", help="with entropies and their gradient")
+    parser.add_argument("--chunk", type=int, help="measure this one way only, in this process; 0: whole logits")
+    args = parser.parse_args()
+    if args.chunk is None:
+        report(args)
+    else:
+        print(json.dumps(measure(args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Mixtral: experts in every layer, softmax over the chosen ones, no query/key norms."""
+
+from models.families.decoder import ATTENTION, EMBEDDINGS, ENGINE_FUSIONS, moe_mlp, read_decoder
+from models.spec import Architecture, Family, HFConfig
+
+
+def read(config: HFConfig) -> Architecture:
+    """Translate a Mixtral config; raises ValueError at a flag whose meaning this family does not implement."""
+    config.expect(sliding_window=None, router_jitter_noise=0.0)
+    return read_decoder(
+        config,
+        num_moe_experts=config["num_local_experts"],
+        moe_ffn_hidden_size=config["intermediate_size"],
+        moe_layer_freq=[1] * config["num_hidden_layers"],
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_router_pre_softmax=False,
+    )
+
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    read=read,
+    table=(*EMBEDDINGS, *ATTENTION, *moe_mlp("block_sparse_moe", "w1", "w3", "w2")),
+    engine_fusions=ENGINE_FUSIONS,
+)

@@ -1,0 +1,92 @@
+"""Cuts optimizer steps out of a batch, and each step over replicas and micro-batches: pure arithmetic on lengths."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.algorithms.reduce import token_weights
+from mrl.data.batching import CostModel, Unit, make_units, plan
+from mrl.types import Share, TrainBatch
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows become packs."""
+
+    max_tokens: int  # in one pack
+    share_prompts: bool = True  # compute a group's prompt once
+    cost: CostModel = CostModel()  # of a sequence, by its length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One optimizer step: each replica's share, and what the plan saves and costs."""
+
+    shares: list[Share]  # by data-parallel rank
+    numbers: dict[str, float]  # metrics
+
+
+def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
+    """`mini_batches` optimizer steps over the batch, whole groups in each; fewer where there are fewer groups."""
+    if mini_batches == 1:
+        return [batch]
+    groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
+    parts = np.array_split(np.unique(groups[batch.counted]), mini_batches)
+    return [
+        replace(
+            batch,
+            rows=batch.rows[np.isin(groups[batch.rows], part)],
+            counted=batch.counted[np.isin(groups[batch.counted], part)],
+        )
+        for part in parts
+        if len(part)
+    ]
+
+
+def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str) -> Plan:
+    """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's."""
+    weights = np.zeros(len(batch.prompt_lengths))
+    weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
+    shared = packing.share_prompts and batch.groups is not None
+    groups = np.arange(len(weights)) if batch.groups is None else batch.groups
+    units = make_units(
+        batch.prompt_lengths,
+        batch.response_lengths,
+        groups,
+        batch.rows,
+        packing.cost,
+        packing.max_tokens,
+        dims.dp,
+        shared,
+    )
+    replicas = plan(
+        units,
+        dims.dp,
+        packing.max_tokens,
+        equal_counts=dims.lockstep,
+        multiple_of=dims.pp if dims.vpp > 1 else 1,
+    )
+    tokens = max(1, sum(unit.tokens for unit in units))
+    shares = [Share(micros, batch.advantages, weights, groups if shared else None, tokens) for micros in replicas]
+    return Plan(shares, _numbers(batch, units, replicas))
+
+
+def _numbers(
+    batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]
+) -> dict[str, float]:
+    lengths = batch.prompt_lengths + batch.response_lengths
+    everything, trained = lengths[batch.counted].sum(), lengths[batch.rows].sum()
+    computed = sum(unit.tokens for unit in units)
+    place = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
+    loads = np.zeros(len(replicas))
+    for unit in units:
+        loads[place[unit.rows[0]]] += unit.cost
+    return {
+        "batch/computed_tokens": float(computed),
+        "batch/skipped_tokens_fraction": float(1 - trained / everything),
+        "batch/shared_tokens_fraction": float(1 - computed / trained) if trained else 0.0,
+        "batch/imbalance": float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        "batch/micro_batches": float(max(len(micros) for micros in replicas)),
+    }

@@ -1,0 +1,153 @@
+"""The parity table: under every layout, log-probabilities, loss, gradients and updated weights are those of one process."""
+
+import numpy as np
+import pytest
+from models_for_layouts import groups_of_responses, make
+
+from mrl.algorithms.losses import PPOClip, ValueLoss
+from mrl.data.batching import CostModel
+from mrl.types import TrainBatch
+from mrl.workers.plan import Packing, plan_step
+from mrl.workers.spec import ModelSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+LR = 1e-4
+
+
+def layouts(*texts: str) -> list[ParallelDims]:
+    """ "tp2 pp2" -> ParallelDims(tp=2, pp=2); "sp0" turns sequence parallelism off."""
+    found = []
+    for text in texts:
+        sizes = {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in text.split()}
+        if "sp" in sizes:
+            sizes["sp"] = bool(sizes["sp"])
+        found.append(ParallelDims(**sizes))
+    return found
+
+
+DENSE = layouts(
+    *("tp2", "tp2 sp0", "pp2", "pp4", "pp2 vpp2", "dp2", "dp3", "cp2", "cp4"),
+    *("tp2 pp2", "tp2 pp2 vpp2", "tp2 sp0 pp2", "tp2 cp2", "tp2 dp2", "pp2 cp2", "pp2 dp2", "cp2 dp2", "pp2 vpp2 dp2"),
+    *("tp2 pp2 cp2", "tp2 pp2 dp2", "tp2 cp2 dp2", "pp2 cp2 dp2", "tp2 pp2 vpp2 cp2"),
+)
+MOE = layouts(
+    *("tp2", "pp2", "cp2", "dp2", "dp2 ep2", "dp4 ep4", "tp2 etp2", "tp2 ep2 etp1", "dp2 etp2", "cp2 ep2"),
+    *("tp2 dp2 ep2", "tp2 dp2 ep4 etp1", "tp2 dp2 ep2 etp1", "pp2 dp2 ep2", "pp2 vpp2 dp2 ep2", "tp2 pp2 ep2 etp1"),
+    *("tp2 pp2 dp2 ep2", "dp8 ep2 etp2", "tp2 cp2 dp2 ep2", "pp2 cp2 ep2"),
+)
+CRITIC = layouts("tp2", "tp2 sp0", "pp2", "cp2", "dp2", "tp2 pp2", "tp2 pp2 cp2")
+
+
+def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
+    from mrl.workers.actor import Actor
+    from mrl.workers.certificate import trace_actor, trace_critic
+    from mrl.workers.critic import Critic
+
+    block, groups, advantages = groups_of_responses()
+    rows = np.arange(len(groups))
+    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
+    packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
+    step = plan_step(batch, dims, packing, options.get("aggregation", "token_mean"))
+    share = step.shares[dims.coords(rank).dp]
+    spec = ModelSpec(
+        str(path),
+        dims,
+        options.get("dtype", "float32"),
+        AdamW(lr=LR),
+        options.get("megatron", {}),
+        share_prompts=packing.share_prompts,
+        logprob_chunk=options.get("chunk", 7),
+    )
+    if critic:
+        return trace_critic(Critic(spec), block, share, ValueLoss(), LR)
+    return trace_actor(Actor(spec), block, share, PPOClip(), LR, temperature=0.7)
+
+
+@pytest.fixture(scope="session")
+def traced(run_ranks, tmp_path_factory):
+    """`traced(kind, dims, critic, **options)`: one step of a tiny model under a layout; the same question once only."""
+    from mrl.workers.certificate import Trace
+
+    paths, known = {}, {}
+
+    def run(kind: str, dims: ParallelDims = ParallelDims(), critic: bool = False, **options):
+        key = (kind, dims, critic, repr(sorted(options.items())))
+        if kind not in paths:
+            paths[kind] = tmp_path_factory.mktemp(kind)
+            make(kind, paths[kind])
+        if key not in known:
+            known[key] = Trace.joined(run_ranks(dims, trace, paths[kind], dims, critic, options))
+        return known[key]
+
+    return run
+
+
+def reference(traced, kind: str, critic: bool = False, **options):
+    """One process, no prompt shared, everything in one pack."""
+    return traced(kind, critic=critic, share_prompts=False, max_tokens=10_000, chunk=1000, **options)
+
+
+def check(expected, found, **tolerances: float) -> None:
+    from mrl.workers.certificate import compare
+
+    assert len(found.outputs) == len(expected.outputs) > 0
+    assert len(found.gradients) == len(expected.gradients) > 0
+    wrong = [d for d in compare(expected, found, **tolerances) if not d.within]
+    assert not wrong, wrong[:5]
+
+
+@pytest.mark.parametrize("dims", DENSE, ids=str)
+def test_a_dense_actor(traced, dims):
+    check(reference(traced, "dense"), traced("dense", dims))
+
+
+@pytest.mark.parametrize("dims", MOE, ids=str)
+def test_an_actor_with_experts(traced, dims):
+    check(reference(traced, "moe"), traced("moe", dims))
+
+
+@pytest.mark.parametrize("dims", CRITIC, ids=str)
+def test_a_critic(traced, dims):
+    check(reference(traced, "dense", critic=True), traced("dense", dims, critic=True))
+
+
+@pytest.mark.parametrize("dims", layouts("tp2 dp2 ep2", "pp2 cp2"), ids=str)
+def test_a_critic_with_experts(traced, dims):
+    check(reference(traced, "moe", critic=True), traced("moe", dims, critic=True))
+
+
+@pytest.mark.parametrize("dims", layouts("pp2", "tp2", "tp2 pp2", "pp2 vpp2 dp2"), ids=str)
+def test_tied_embeddings(traced, dims):
+    check(reference(traced, "tied"), traced("tied", dims))
+
+
+@pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
+def test_mixtral(traced, dims):
+    check(reference(traced, "mixtral"), traced("mixtral", dims))
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_shared_prompts_and_micro_batches_change_nothing(traced, kind):
+    expected = reference(traced, kind)
+    for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
+        check(expected, traced(kind, **options))
+
+
+@pytest.mark.parametrize("dims", layouts("tp2 pp2", "dp2", "cp2"), ids=str)
+def test_sequence_mean(traced, dims):
+    expected = reference(traced, "dense", aggregation="sequence_mean")
+    check(expected, traced("dense", dims, aggregation="sequence_mean"))
+
+
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.mark.parametrize("dims", layouts("tp2 pp2", "pp2 vpp2", "cp2"), ids=str)
+def test_activation_recomputation(traced, dims):
+    check(reference(traced, "dense"), traced("dense", dims, megatron=RECOMPUTE))
+
+
+@pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "cp2 ep2"), ids=str)
+def test_the_allgather_dispatcher(traced, dims):
+    check(reference(traced, "moe"), traced("moe", dims, megatron=dict(moe_token_dispatcher_type="allgather")))
