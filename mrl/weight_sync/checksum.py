@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -40,6 +40,8 @@ class EngineLayout:
     row_parallel: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")  # cut along axis 1
     vocab_parallel: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")  # padded, then cut along axis 0
     kv: tuple[str, ...] = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+    experts: tuple[str, ...] = ("experts.w13_weight", "experts.w2_weight")  # engine's suffixes
+    ep_size: int = 1  # groups of ranks among which whole experts are divided; the ranks of a group cut theirs
 
     def engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
         """The engine's tensor that holds Hugging Face's `name`, and the Hugging Face names of all its parts in order."""
@@ -54,6 +56,15 @@ class EngineLayout:
     def _fusion_of(self) -> dict[str, str]:
         """Engine's suffix by each Hugging Face suffix that goes into it."""
         return {part: fused for fused, parts in self.fusions.items() for part in parts}
+
+    def pieces(self, target: str, parts: Mapping[str, Tensor], rank: int) -> list[Tensor]:
+        """What rank `rank` holds of the engine's tensor `target`, made of `parts` (Hugging Face name -> tensor, in order)."""
+        if self.ep_size > 1 and target.endswith(self.experts):
+            group, rank = divmod(rank, self.tp_size // self.ep_size)
+            count = len(parts) // self.ep_size
+            mine = dict(list(parts.items())[group * count : (group + 1) * count])
+            return replace(self, tp_size=self.tp_size // self.ep_size, ep_size=1).pieces(target, mine, rank)
+        return [self.shard(name, tensor, rank, fused=len(parts) > 1) for name, tensor in parts.items()]
 
     def shard(self, name: str, tensor: Tensor, rank: int, *, fused: bool) -> Tensor:
         """What rank `rank` of the engine holds of Hugging Face's tensor `name`."""
@@ -123,8 +134,7 @@ class ExpectedChecksums:
             return
         del self._waiting[target]
         for rank, checksums in enumerate(self.ranks):
-            pieces = [self.layout.shard(part, have[part], rank, fused=len(parts) > 1) for part in parts]
-            checksums[target] = tensor_checksum(pieces)
+            checksums[target] = tensor_checksum(self.layout.pieces(target, {p: have[p] for p in parts}, rank))
 
     def compare(self, reported: Sequence[Mapping[str, str]], engine: str) -> None:
         """Raise WeightMismatchError when the engine's ranks report anything else, naming the tensors."""

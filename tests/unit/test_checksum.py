@@ -21,7 +21,7 @@ EXPERTS = {
     "experts.w13_weight": ("experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight"),
     "experts.w2_weight": ("experts.{expert}.down_proj.weight",),
 }
-E, FFN, HIDDEN = 3, 4, 6
+E, FFN, HIDDEN = 4, 4, 6
 MLP = "model.layers.1.mlp."
 
 
@@ -39,27 +39,31 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def expected(tensors: dict[str, torch.Tensor], tp_size: int) -> ExpectedChecksums:
-    checksums = ExpectedChecksums(EngineLayout(expand_experts(DENSE | EXPERTS, E), tp_size))
+def expected(tensors: dict[str, torch.Tensor], tp_size: int, ep_size: int = 1) -> ExpectedChecksums:
+    checksums = ExpectedChecksums(EngineLayout(expand_experts(DENSE | EXPERTS, E), tp_size, ep_size=ep_size))
     for name, tensor in tensors.items():
         checksums.add(name, tensor)
     return checksums
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_experts_are_stacked_and_cut_as_the_engine_does(tp_size):
-    """w13 [E, 2 * ffn, hidden]: each rank has its rows of gate, then its rows of up; w2 [E, hidden, ffn]: its columns."""
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+def test_experts_are_stacked_and_cut_as_the_engine_does(tp_size, ep_size):
+    """w13 [E, 2 * ffn, hidden]: each rank has its rows of gate, then its rows of up; w2 [E, hidden, ffn]: its columns.
+
+    With ep_size=2 and tp_size=4, ranks 0 and 1 share the first half of the experts.
+    """
     tensors = expert_tensors()
     gate, up, down = (
         torch.stack([tensors[f"{MLP}experts.{e}.{part}.weight"] for e in range(E)])
         for part in ("gate_proj", "up_proj", "down_proj")
     )
-    size = FFN // tp_size
-    for rank, checksums in enumerate(expected(tensors, tp_size).ranks):
-        mine = slice(rank * size, (rank + 1) * size)
+    size, count, cuts = FFN * ep_size // tp_size, E // ep_size, tp_size // ep_size
+    for rank, checksums in enumerate(expected(tensors, tp_size, ep_size).ranks):
+        group, cut = rank // cuts, rank % cuts
+        whole, mine = slice(group * count, (group + 1) * count), slice(cut * size, (cut + 1) * size)
         assert checksums == {
-            f"{MLP}experts.w13_weight": digest(torch.cat([gate[:, mine], up[:, mine]], 1)),
-            f"{MLP}experts.w2_weight": digest(down[:, :, mine]),
+            f"{MLP}experts.w13_weight": digest(torch.cat([gate[whole, mine], up[whole, mine]], 1)),
+            f"{MLP}experts.w2_weight": digest(down[whole, :, mine]),
         }
 
 
