@@ -26,6 +26,8 @@ class TokenBlock:
     cu_seqlens: NDArray[np.int64]  # [B+1] running sum of sequence lengths
     prompt_lengths: NDArray[np.int64]  # [B]
     rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each response token as the engine sampled it
+    # [S, layers, topk] experts that the engine sent each token to; -1 where it did not say, as for a sequence's last token
+    routed_experts: NDArray[np.int16] | None = None
 
     @classmethod
     def from_lists(
@@ -33,8 +35,12 @@ class TokenBlock:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
         logprobs: Sequence[Sequence[float]] | None = None,
+        routed_experts: Sequence[NDArray[np.int16]] | None = None,
     ) -> "TokenBlock":
-        """Lay out B prompts and responses; without `logprobs` the column is NaN (nothing was sampled)."""
+        """Lay out B prompts and responses; without `logprobs` the column is NaN (nothing was sampled).
+
+        `routed_experts`: of each sequence's first tokens, [tokens or fewer, layers, topk].
+        """
         prompt_lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
         response_lengths = np.fromiter(map(len, responses), np.int64, len(responses))
         cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + response_lengths)])
@@ -44,7 +50,8 @@ class TokenBlock:
         else:
             column = np.fromiter((x for row in logprobs for x in row), np.float32)
         assert len(column) == response_lengths.sum(), f"{len(column)} logprobs for {response_lengths.sum()} tokens"
-        return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column)
+        routing = None if routed_experts is None else _lay_out(routed_experts, cu_seqlens)
+        return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column, routing)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -69,14 +76,25 @@ class TokenBlock:
     def select(self, rows: NDArray[np.int64]) -> "TokenBlock":
         """The block of these rows, in this order."""
         cu_responses = np.concatenate([[0], np.cumsum(self.response_lengths)])
-        tokens = [self.tokens[self.cu_seqlens[r] : self.cu_seqlens[r + 1]] for r in rows]
+        spans = [slice(self.cu_seqlens[r], self.cu_seqlens[r + 1]) for r in rows]
         logprobs = [self.rollout_logprobs[cu_responses[r] : cu_responses[r + 1]] for r in rows]
         return TokenBlock(
-            np.concatenate(tokens),
+            np.concatenate([self.tokens[span] for span in spans]),
             np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             self.prompt_lengths[rows],
             np.concatenate(logprobs),
+            None if self.routed_experts is None else np.concatenate([self.routed_experts[span] for span in spans]),
         )
+
+
+def _lay_out(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int16]:
+    """Rows of each sequence at its place in [S, ...], -1 behind them."""
+    assert len(parts) == len(cu_seqlens) - 1, f"routed experts of {len(parts)} of {len(cu_seqlens) - 1} sequences"
+    column = np.full((cu_seqlens[-1], *parts[0].shape[1:]), -1, np.int16)
+    for part, start, end in zip(parts, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        assert len(part) <= end - start, f"routed experts of {len(part)} tokens for a sequence of {end - start}"
+        column[start : start + len(part)] = part
+    return column
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ NUM_TEST = 512
 CONTEXT = 64
 
 
-def make_inputs(folder: str | Path, seed: int = 0) -> None:
+def make_inputs(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
     """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
 
+    `model`: which tiny model, one of mrl.data.tiny_model.KINDS; each kind wants a folder of its own.
     The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
     """
     folder = Path(folder)
@@ -29,7 +30,9 @@ def make_inputs(folder: str | Path, seed: int = 0) -> None:
         write_prompts(partial / "test.parquet", "test", numbers[:NUM_TEST])
         write_prompts(partial / "train.parquet", "train", numbers[NUM_TEST:])
         write_supervised(partial / "sft.parquet", numbers[NUM_TEST:])
-        make_tiny_model(partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed)
+        make_tiny_model(
+            partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed, kind=model
+        )
         partial.chmod(0o755)
         try:
             partial.rename(folder)

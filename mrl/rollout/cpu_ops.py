@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding for SGLang on a CPU, with fewer passes over memory than SGLang's own torch versions.
+"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's own torch versions.
 
 Registered through SGLang's operator registry for our platform. They take the plain float32 cases and leave all others to
 `forward_native`; results differ by float32 rounding.
@@ -9,8 +9,13 @@ from __future__ import annotations
 import torch
 from sglang.kernels.fused_op import BaseFusedOp
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
 _ROTATION = "_mrl_rotation"  # attribute of a RotaryEmbedding: (its cos_sin_cache, the same as `_rotation` wants it)
 
@@ -64,7 +69,44 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
     return (heads * cos).addcmul_(torch.cat([second, first], dim=-1), sin).view(x.shape)
 
 
+def experts(
+    self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
+) -> StandardCombineInput:
+    """Sum of each token's experts, weighted: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
+
+    Experts of another rank have the number -1 and are left out; SGLang's own version cannot do that.
+    """
+    x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
+    if x.dtype != torch.float32 or self.with_bias or not _is_plain(self.moe_runner_config):
+        return self.forward_native(layer, dispatch_output)
+    flat = ids.flatten().long()
+    order = flat.argsort()
+    tokens, weights = order // ids.size(1), weights.flatten()[order].unsqueeze(1)
+    counts = (flat + 1).bincount(minlength=layer.num_local_experts + 1).tolist()
+    parts = zip(x.index_select(0, tokens).split(counts), tokens.split(counts), weights.split(counts), strict=True)
+    next(parts)  # those of other ranks
+    output = torch.zeros_like(x)
+    for expert, (rows, tokens_of, weights_of) in enumerate(parts):
+        if len(rows):
+            gate, up = linear(rows, layer.w13_weight[expert]).chunk(2, dim=-1)
+            inner = silu(gate).mul_(up).mul_(weights_of)
+            output.index_add_(0, tokens_of, linear(inner, layer.w2_weight[expert]))
+    return StandardCombineInput(hidden_states=output)
+
+
+def _is_plain(config: MoeRunnerConfig) -> bool:
+    """Whether these experts are gated SiLU MLPs and nothing else."""
+    return (
+        config.activation == "silu"
+        and config.is_gated
+        and config.gemm1_alpha is None
+        and config.swiglu_limit is None
+        and not config.apply_router_weight_on_input
+    )
+
+
 def register(platform_key: str) -> None:
     """Use these operators on the platform that dispatches by `platform_key`."""
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
+    BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)

@@ -64,7 +64,16 @@ class CpuPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Called once in each scheduler process, when SGLang's layers can be imported."""
-        from mrl.rollout import cpu_attention, cpu_ops  # importing them earlier would be a cycle
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # importing them earlier would be a cycle
+
+        from mrl.rollout import cpu_attention, cpu_ops
 
         assert cpu_attention.BatchedSdpaBackend, "importing it registers it"
         cpu_ops.register(self.get_dispatch_key_name())
+        ALLOC_MEMORY_FUNCS[self.device_type] = allocate
+
+
+def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
+    """Host memory as it is. SGLang's default pins it through the CUDA runtime, also where there is no GPU to read it; the
+    table of routed experts lives in such memory."""
+    return torch.empty(dims, dtype=dtype, device=device)

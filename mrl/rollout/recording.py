@@ -1,6 +1,5 @@
 """Rollouts on disk: one file a step, so that a step can be trained again, under any layout."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ def write(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) 
     path = _path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
-    np.savez(partial, allow_pickle=False, **asdict(block), **columns)
+    present = {name: column for name, column in vars(block).items() if column is not None}
+    np.savez(partial, allow_pickle=False, **present, **columns)
     partial.rename(path)
 
 
@@ -27,7 +27,7 @@ def read(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str, NDArray]]
     path = _path(folder, step)
     with np.load(path) as file:
         columns = dict(file)
-    names = TokenBlock.__dataclass_fields__
+    names = TokenBlock.__dataclass_fields__.keys() & columns.keys()
     return TokenBlock(**{n: columns.pop(n) for n in names}), columns
 
 

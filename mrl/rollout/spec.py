@@ -26,4 +26,5 @@ class RolloutSpec:
     request_timeout_s: float
     record: bool  # write each step's tokens to run_dir/rollouts
     replay: str | None  # read them from this folder instead of sampling
+    routed_experts: bool = False  # keep the experts each token was sent to (a mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs

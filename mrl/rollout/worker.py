@@ -29,11 +29,11 @@ class RolloutWorker:
         logging.basicConfig(
             filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
         )
+        ours = dict(model_path=spec.model_path, tp_size=spec.engine_tp)
+        if spec.routed_experts:
+            ours["enable_return_routed_experts"] = True
         self.servers = [
-            EngineServer(
-                dict(spec.server_args, model_path=spec.model_path, tp_size=spec.engine_tp, random_seed=spec.seed + i),
-                log_dir / f"engine_{i}.log",
-            )
+            EngineServer(dict(spec.server_args, **ours, random_seed=spec.seed + i), log_dir / f"engine_{i}.log")
             for i in range(spec.num_engines)
         ]
         for server in self.servers:
@@ -74,27 +74,30 @@ class RolloutWorker:
     def _sample(self, prompts: list[list[int]]) -> tuple[TokenBlock, dict[str, NDArray]]:
         params = SamplingParams(max_new_tokens=self.spec.max_response_tokens, temperature=self.spec.temperature)
         start = time.perf_counter()
-        done = self._complete(prompts, params)
+        done = self._complete(prompts, params, routed_experts=self.spec.routed_experts)
         self._engine_seconds = time.perf_counter() - start
         for row, completion in enumerate(done):
             if completion.finish_reason == "abort" or not completion.token_ids:
                 raise RuntimeError(
                     f"response {row} of {len(done)} came back {completion.finish_reason} and empty or cut."
                 )
-        block = TokenBlock.from_lists(prompts, [c.token_ids for c in done], [c.logprobs for c in done])
+        routing = [c.routed_experts for c in done if c.routed_experts is not None] if self.spec.routed_experts else None
+        block = TokenBlock.from_lists(prompts, [c.token_ids for c in done], [c.logprobs for c in done], routing)
         return block, dict(
             truncated=np.array([c.finish_reason == "length" for c in done]),
             weight_versions=np.array([int(c.weight_version) for c in done]),
         )
 
-    def _complete(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    def _complete(
+        self, prompts: list[list[int]], params: SamplingParams, *, routed_experts: bool = False
+    ) -> list[Completion]:
         """Spread the prompts evenly over the engines, one request each; answers in the order of `prompts`."""
         parts = np.array_split(np.arange(len(prompts)), len(self.clients))
         jobs = [
             (client, [prompts[i] for i in part]) for client, part in zip(self.clients, parts, strict=True) if len(part)
         ]
         with ThreadPoolExecutor(len(jobs)) as pool:
-            answers = list(pool.map(lambda job: job[0].generate(job[1], params), jobs))
+            answers = list(pool.map(lambda job: job[0].generate(job[1], params, routed_experts=routed_experts), jobs))
         return [completion for answer in answers for completion in answer]
 
     def score(self) -> tuple[NDArray[np.float64], float]:

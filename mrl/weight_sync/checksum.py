@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +29,10 @@ class WeightMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How one engine stores the tensors of a Hugging Face checkpoint. Names are suffixes after the module's path."""
+    """How one engine stores the tensors of a Hugging Face checkpoint. Names are suffixes after the module's path.
+
+    Experts are one more fusion, see `expand_experts`: SGLang's [E, 2 * ffn, hidden] is gate and up of each expert in turn.
+    """
 
     fusions: Mapping[str, tuple[str, ...]]  # engine's suffix <- Hugging Face suffixes, concatenated along axis 0
     tp_size: int = 1
@@ -36,15 +40,31 @@ class EngineLayout:
     row_parallel: tuple[str, ...] = ("o_proj.weight", "down_proj.weight")  # cut along axis 1
     vocab_parallel: tuple[str, ...] = ("embed_tokens.weight", "lm_head.weight")  # padded, then cut along axis 0
     kv: tuple[str, ...] = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+    experts: tuple[str, ...] = ("experts.w13_weight", "experts.w2_weight")  # engine's suffixes
+    ep_size: int = 1  # groups of ranks among which whole experts are divided; the ranks of a group cut theirs
 
     def engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
         """The engine's tensor that holds Hugging Face's `name`, and the Hugging Face names of all its parts in order."""
-        for fused, parts in self.fusions.items():
-            for part in parts:
-                if name == part or name.endswith("." + part):
-                    stem = name[: len(name) - len(part)]
-                    return stem + fused, tuple(stem + p for p in parts)
+        path = name.split(".")
+        for start in range(len(path)):  # the longest suffix: an expert's gate_proj is not the gate_proj of a plain MLP
+            if found := self._fusion_of.get(".".join(path[start:])):
+                stem = "".join(f"{part}." for part in path[:start])
+                return stem + found, _prefixed(stem, self.fusions[found])
         return name, (name,)
+
+    @cached_property
+    def _fusion_of(self) -> dict[str, str]:
+        """Engine's suffix by each Hugging Face suffix that goes into it."""
+        return {part: fused for fused, parts in self.fusions.items() for part in parts}
+
+    def pieces(self, target: str, parts: Mapping[str, Tensor], rank: int) -> list[Tensor]:
+        """What rank `rank` holds of the engine's tensor `target`, made of `parts` (Hugging Face name -> tensor, in order)."""
+        if self.ep_size > 1 and target.endswith(self.experts):
+            group, rank = divmod(rank, self.tp_size // self.ep_size)
+            count = len(parts) // self.ep_size
+            mine = dict(list(parts.items())[group * count : (group + 1) * count])
+            return replace(self, tp_size=self.tp_size // self.ep_size, ep_size=1).pieces(target, mine, rank)
+        return [self.shard(name, tensor, rank, fused=len(parts) > 1) for name, tensor in parts.items()]
 
     def shard(self, name: str, tensor: Tensor, rank: int, *, fused: bool) -> Tensor:
         """What rank `rank` of the engine holds of Hugging Face's tensor `name`."""
@@ -64,6 +84,27 @@ class EngineLayout:
                 )
             return tensor.chunk(pieces, dim=0)[rank // copies]
         return tensor  # norms and the like: whole on every rank
+
+
+def expand_experts(fusions: Mapping[str, tuple[str, ...]], num_experts: int) -> dict[str, tuple[str, ...]]:
+    """`fusions` with every part that says "{expert}" written out: all parts of expert 0, then of expert 1, and so on.
+
+        {"experts.w13_weight": ("experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight")}
+
+    for two experts has the parts experts.0.gate_proj, experts.0.up_proj, experts.1.gate_proj, experts.1.up_proj.
+    """
+    return {
+        fused: tuple(part.replace("{expert}", str(e)) for e in range(num_experts) for part in parts)
+        if any("{expert}" in part for part in parts)
+        else parts
+        for fused, parts in fusions.items()
+    }
+
+
+@lru_cache(maxsize=8)
+def _prefixed(stem: str, parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Kept, as each of a layer's many experts asks for the same."""
+    return tuple(stem + part for part in parts)
 
 
 def _rows_padded(tensor: Tensor, rank: int, tp_size: int) -> Tensor:
@@ -93,8 +134,7 @@ class ExpectedChecksums:
             return
         del self._waiting[target]
         for rank, checksums in enumerate(self.ranks):
-            pieces = [self.layout.shard(part, have[part], rank, fused=len(parts) > 1) for part in parts]
-            checksums[target] = tensor_checksum(pieces)
+            checksums[target] = tensor_checksum(self.layout.pieces(target, {p: have[p] for p in parts}, rank))
 
     def compare(self, reported: Sequence[Mapping[str, str]], engine: str) -> None:
         """Raise WeightMismatchError when the engine's ranks report anything else, naming the tensors."""

@@ -55,17 +55,19 @@ def open_transport(
     pause_mode: PauseMode = "retract",
     num_kv_heads: int | None = None,
 ) -> DistributedTransport:
-    """Connect this process, the only sender, to engines that answer already; they must agree in dtype, device and tp_size.
+    """Connect this process, the only sender, to engines that answer already; they must agree in dtype, device and sizes.
 
     `fusions`: as in `EngineLayout`. `pause_mode`: what becomes of requests that run during a push.
     """
     engines = [EngineControl(url, timeout_s) for url in urls]
     infos = [engine.server_info() for engine in engines]
-    kinds = {(info["device"], info["dtype"], int(info["tp_size"])) for info in infos}
+    kinds = {(info["device"], info["dtype"], int(info["tp_size"]), int(info["ep_size"])) for info in infos}
     if len(kinds) != 1:
-        raise ValueError(f"engines must agree in (device, dtype, tp_size), got {sorted(kinds)} from {list(urls)}.")
-    device, dtype, tp_size = kinds.pop()
-    layout = EngineLayout(fusions, tp_size, num_kv_heads)
+        raise ValueError(
+            f"engines must agree in (device, dtype, tp_size, ep_size), got {sorted(kinds)} from {list(urls)}."
+        )
+    device, dtype, tp_size, ep_size = kinds.pop()
+    layout = EngineLayout(fusions, tp_size, num_kv_heads, ep_size=ep_size)
     transport = DistributedTransport(
         engines, layout, DTYPES.get(dtype), "nccl" if device == "cuda" else "gloo", bucket_bytes, timeout_s, pause_mode
     )

@@ -115,6 +115,27 @@ def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():
     assert hydra_app.with_default_experiment(["model.path=m"]) == ["model.path=m"]
 
 
+def compose(*overrides):
+    """The config as Hydra composes it from conf/."""
+    from hydra import compose, initialize_config_dir
+
+    hydra_app.register_schema()
+    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        return from_hydra(compose("config", ["run.dir=out", *overrides]))
+
+
+def test_the_quickstart_can_have_experts():
+    """The model group comes after the experiment, changes nothing by default, and keeps the two kinds of files apart."""
+    dense, none, moe = (
+        compose("experiment=quickstart", *more) for more in ([], ["model=none"], ["model=quickstart_moe"])
+    )
+    assert dense == none
+    assert moe.data.inputs["model"] == "qwen3_moe"
+    for of in (lambda c: c.run.name, lambda c: c.model.path, lambda c: c.data.train, lambda c: c.sft.output):
+        assert of(dense) != of(moe)
+    assert moe.model.path == "outputs/quickstart_moe/inputs/model" and moe.algorithm == dense.algorithm
+
+
 def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models/__init__.py").write_text("")

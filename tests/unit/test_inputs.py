@@ -44,6 +44,26 @@ def test_ground_truths_are_right(tmp_path):
         assert int(two) * int(number) == int(row["reward_model"]["ground_truth"])
 
 
+def test_the_tiny_mixture_of_experts_has_ordinary_names(tmp_path):
+    """One tensor per expert and projection, as released checkpoints have them; Transformers itself stacks them."""
+    from safetensors import safe_open
+
+    make_inputs(tmp_path / "a", model="qwen3_moe")
+    config = orjson.loads((tmp_path / "a/model/config.json").read_bytes())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["num_experts_per_tok"] == 2
+    with safe_open(tmp_path / "a/model/model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    mlp = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.3.mlp.")}
+    assert mlp == {"model.layers.3.mlp.gate.weight": (8, 128)} | {
+        f"model.layers.3.mlp.experts.{e}.{part}.weight": shape
+        for e in range(8)
+        for part, shape in {"gate_proj": (192, 128), "up_proj": (192, 128), "down_proj": (128, 192)}.items()
+    }
+    with pytest.raises(ValueError, match="no tiny model of kind 'qwen9'; choose from qwen3, qwen3_moe"):
+        make_inputs(tmp_path / "b", model="qwen9")
+    assert not (tmp_path / "b").exists()
+
+
 TEXTS = ["plain", "quotes \"' and $5.00", "naïve — ☃ 漢字 🙂\n\ttabs  two spaces", "", "<|start|>user"]
 
 

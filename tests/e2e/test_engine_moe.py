@@ -1,0 +1,93 @@
+"""A real SGLang server with a mixture of experts: its numbers and its routing against Transformers, experts pushed into it."""
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.data.tiny_model import make_tiny_model
+from mrl.data.tokenizer import character_tokenizer
+from mrl.rollout.client import EngineClient, SamplingParams
+from mrl.weight_sync.checksum import WeightMismatchError, expand_experts
+from mrl.weight_sync.transport import open_transport
+
+FUSIONS = expand_experts(
+    {
+        "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+        "experts.w13_weight": ("experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight"),
+        "experts.w2_weight": ("experts.{expert}.down_proj.weight",),
+    },
+    num_experts=8,
+)
+PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
+SAMPLING = SamplingParams(max_new_tokens=12, ignore_eos=True)
+LOGPROB_TOLERANCE = 1e-4
+TIE = 1e-5  # router probabilities closer than this may rank either way
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two models of one shape with different weights."""
+    root = tmp_path_factory.mktemp("qwen3_moe")
+    for seed in (0, 1):
+        make_tiny_model(
+            root / str(seed), character_tokenizer(), context=128, initializer_range=0.1, seed=seed, kind="qwen3_moe"
+        )
+    return root / "0", root / "1"
+
+
+@pytest.fixture(scope="module")
+def client(folders, tmp_path_factory):
+    from mrl.rollout.server import EngineServer, default_server_args
+
+    args = default_server_args("float32", 128) | {
+        "model_path": str(folders[0]),
+        "enable_return_routed_experts": True,
+        "random_seed": 0,
+    }
+    with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:
+        server.wait_ready(timeout_s=180)
+        yield EngineClient(server.url, timeout_s=60)
+
+
+@torch.no_grad()
+def check_against_transformers(client, folder):
+    """Log-probabilities and routing of sampled responses are those of the model in `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    gap = 0.0
+    for prompt, done in zip(PROMPTS, client.generate(PROMPTS, SAMPLING, routed_experts=True), strict=True):
+        out = model(torch.tensor([prompt + done.token_ids]), output_router_logits=True)
+        ours = out.logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])
+        gap = max(gap, (ours[:, 0] - torch.tensor(done.logprobs)).abs().max().item())
+
+        probs = torch.stack(out.router_logits, 1).softmax(-1)[:-1]  # [tokens - 1, layers, experts]
+        assert done.routed_experts.shape == (len(prompt) + 11, 4, 2) and done.routed_experts.dtype == np.int16
+        chosen = torch.from_numpy(done.routed_experts).long()
+        assert (chosen[..., 0] != chosen[..., 1]).all()
+        assert (probs.gather(-1, chosen) > probs.topk(2, -1).values - TIE).all()
+    assert gap < LOGPROB_TOLERANCE
+
+
+def test_logprobs_and_routing_equal_transformers(client, folders):
+    check_against_transformers(client, folders[0])
+
+
+def test_routing_is_reported_only_on_demand(client):
+    assert client.generate(PROMPTS[:1], SAMPLING)[0].routed_experts is None
+
+
+def test_pushed_experts_are_used_and_checked(client, folders):
+    """All checksums were compared by the push; afterwards the engine is the other model."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folders[1] / "model.safetensors")
+    transport = open_transport([client.url], FUSIONS, bucket_bytes=1 << 20, timeout_s=30)
+    report = transport.push(tensors.items(), version=1)
+    assert report.tensors == len(tensors) == 4 * (6 + 3 + 3 * 8) + 3 and report.buckets > 1
+    check_against_transformers(client, folders[1])
+
+    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    with pytest.raises(WeightMismatchError, match=r"model\.layers\.1\.mlp\.experts\.w2_weight lack a part"):
+        transport.push(tensors.items(), version=2)
+    assert client.health()
