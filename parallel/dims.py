@@ -56,7 +56,7 @@ class ParallelDims:
             raise ValueError(
                 f"parallel.ep={self.ep} x etp={self.expert_tp}{' (= tp)' if self.etp is None else ''} is {need} ranks for one "
                 f"copy of the experts, which does not divide the {ranks} ranks of a pipeline stage "
-                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}); use {'; '.join(fits)}."
+                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}); use {'; '.join(fits or ['ep=1 etp=1'])}."
             )
 
     @classmethod
@@ -97,7 +97,7 @@ class ParallelDims:
     @property
     def lockstep(self) -> bool:
         """Whether replicas exchange tokens (experts live on several of them) and so must run equally many passes."""
-        return self.ep * self.expert_tp > self.tp * self.cp
+        return self.tp * self.cp % (self.ep * self.expert_tp) != 0
 
     def coords(self, rank: int) -> RankCoords:
         """Where global `rank` stands."""

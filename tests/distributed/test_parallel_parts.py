@@ -1,65 +1,103 @@
-"""Parts of parallel/ against plain float64 formulas."""
+"""Parts of parallel/ that need several processes: ranks against Megatron's groups, attention over cut sequences."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from parallel.dims import ParallelDims
 
+LAYOUTS = [
+    ParallelDims(tp=2, dp=2),
+    ParallelDims(tp=2, cp=2, pp=2),
+    ParallelDims(cp=3, dp=2, ep=2),
+    ParallelDims(tp=2, dp=3, ep=3, etp=2),
+    ParallelDims(tp=2, pp=2, dp=2, ep=4, etp=1),
+    ParallelDims(pp=2, vpp=2, cp=2, dp=2, ep=2, etp=2),
+]
 
-def attention_output(lengths: list[int], heads: int, groups: int):
+
+def group_places(rank: int):
+    from torch.distributed import get_process_group_ranks
+
+    from parallel import groups
+
+    tp, cp, dp, pp = groups.tp_group(), groups.cp_group(), groups.dp_group(), groups.pp_group()
+    experts = [get_process_group_ranks(group) for group in (groups.etp_group(), groups.ep_group())]
+    summed = get_process_group_ranks(groups.dp_cp_group())
+    ends = groups.is_first_stage(), groups.is_last_stage()
+    return tuple(group.rank() for group in (tp, cp, dp, pp)), experts, summed, ends
+
+
+@pytest.mark.parametrize("dims", LAYOUTS, ids=str)
+def test_rank_arithmetic_follows_megatron(run_ranks, dims):
+    stage = dims.tp * dims.cp * dims.dp
+    for rank, (places, (etp, ep), summed, ends) in enumerate(run_ranks(dims, group_places)):
+        at = dims.coords(rank)
+        assert places == (at.tp, at.cp, at.dp, at.pp)
+        # experts: neighbours hold the shards of one expert, and runs of ep * etp ranks one copy of all
+        first = rank - rank % dims.expert_tp
+        assert etp == list(range(first, first + dims.expert_tp))
+        copy = rank // stage * stage + rank % stage // (dims.ep * dims.expert_tp) * dims.ep * dims.expert_tp
+        start = copy + rank % dims.expert_tp
+        assert ep == list(range(start, start + dims.ep * dims.expert_tp, dims.expert_tp))
+        same = [r for r in range(dims.world_size) if (dims.coords(r).tp, dims.coords(r).pp) == (at.tp, at.pp)]
+        assert sorted(summed) == same
+        assert ends == (at.pp == 0, at.pp == dims.pp - 1)
+
+
+def attention_case(seed: int):
+    """(segments, (query heads, key heads), tp_multiple, query, key, value [S, ...], cotangent [S, n*d])."""
+    from segment_trees import random_segments
+
+    rng = np.random.default_rng(seed)
+    segments = random_segments(rng)
+    heads = [(4, 4), (4, 2), (2, 1)][seed % 3]
+    total, width = sum(segment.length for segment in segments), 4
+    columns = [rng.normal(size=(total, n, width)) for n in (heads[0], heads[1], heads[1])]
+    return segments, 2 ** (seed % 2), columns, rng.normal(size=(total, heads[0] * width))
+
+
+def attend(rank: int, dims: ParallelDims, seeds: range):
+    """Of each case: which tokens are here, and [here, ...] of the output and of the three gradients."""
     import torch
 
     from parallel.attention import PackedAttention
     from parallel.packing import pack
 
-    generator = torch.Generator().manual_seed(0)
-    total, width = sum(lengths), 8
-    q, k, v = (torch.randn(total, n, width, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
-    config = SimpleNamespace(context_parallel_size=1, kv_channels=width, attention_dropout=0.0)
-    module = PackedAttention(config, 1, None, "self").eval()
-    return q, k, v, module(q, k, v, packed_seq_params=pack(lengths, torch.device("cpu")))
+    found = []
+    for seed in seeds:
+        segments, tp_multiple, columns, cotangent = attention_case(seed)
+        packed = pack(segments, torch.device("cpu"), cp_rank=rank, cp_size=dims.cp, tp_multiple=tp_multiple)
+        real = torch.from_numpy(packed.source >= 0)
+        mine = packed.source[packed.source >= 0]
+        parts = []
+        for column in columns:
+            part = torch.full((len(packed.source), *column.shape[1:]), 100.0, dtype=torch.float64)  # loud padding
+            part[real] = torch.from_numpy(column[mine])
+            parts.append(part.requires_grad_())
+        config = SimpleNamespace(kv_channels=columns[0].shape[2], attention_dropout=0.0)
+        out = PackedAttention(config, 1, None, "self")(*parts, packed_seq_params=packed)
+        (out[real] * torch.from_numpy(cotangent[mine])).sum().backward()
+        assert not any(part.grad[~real].any() for part in parts), "padding has no part in real tokens"
+        found.append((mine, [x[real].detach().numpy() for x in (out, *(part.grad for part in parts))]))
+    return found
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [1, 7, 7, 2, 7, 1]])
-def test_packed_attention_stays_inside_each_sequence(run_ranks, lengths, heads, groups):
+@pytest.mark.parametrize("cp", [2, 3])
+def test_attention_over_cut_sequences_is_that_of_a_dense_mask(run_ranks, cp):
     import torch
+    from segment_trees import dense_attention
 
-    q, k, v, found = attention_output(lengths, heads, groups)
-    start = 0
-    for length in lengths:
-        for head in range(heads):
-            part = slice(start, start + length)
-            scores = q[part, head] @ k[part, head * groups // heads].T / 8**0.5
-            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-            expected = scores.softmax(-1) @ v[part, head * groups // heads]
-            torch.testing.assert_close(found[part].view(length, heads, 8)[:, head], expected)
-        start += length
-    assert start == len(found), "one row out for every token in: no padding"
-
-
-def test_a_pack_describes_its_sequences(run_ranks):
-    import torch
-
-    from parallel.packing import pack
-
-    packed = pack([3, 1, 1, 2], torch.device("cpu"))
-    assert packed.cu_seqlens_q.tolist() == [0, 3, 4, 5, 7]
-    assert packed.position_ids.tolist() == [0, 1, 2, 0, 0, 0, 1]
-    assert packed.runs == ((1, 3), (2, 1), (1, 2)) and packed.max_seqlen_q == 3
-    for bad in ([], [2, 0]):
-        with pytest.raises(ValueError, match="no empty one"):
-            pack(bad, torch.device("cpu"))
-
-
-def test_rank_arithmetic_follows_megatron(run_ranks):
-    dims = ParallelDims(tp=2, dp=2)
-    found = run_ranks(dims, group_positions)
-    assert found == [(dims.tp_rank(r), dims.dp_rank(r)) for r in range(dims.world_size)]
-
-
-def group_positions(rank: int):
-    from parallel import groups
-
-    return groups.tp_group().rank(), groups.dp_group().rank()
+    dims, seeds = ParallelDims(cp=cp), range(24)
+    by_rank = run_ranks(dims, attend, dims, seeds)
+    for seed, of_ranks in zip(seeds, zip(*by_rank, strict=True), strict=True):
+        segments, _, columns, cotangent = attention_case(seed)
+        tensors = [torch.from_numpy(column).requires_grad_() for column in columns]
+        out = dense_attention(*tensors, segments)
+        (out * torch.from_numpy(cotangent)).sum().backward()
+        order = np.concatenate([mine for mine, _ in of_ranks])
+        assert sorted(order) == list(range(len(out)))
+        for number, expected in enumerate((out.detach(), *(tensor.grad for tensor in tensors))):
+            found = np.concatenate([tensors[number] for _, tensors in of_ranks])
+            np.testing.assert_allclose(found, expected.numpy()[order], rtol=1e-10, atol=1e-11, err_msg=f"{segments}")

@@ -1,0 +1,69 @@
+"""One step of a real model does not depend on the order of rows, the token budget or the number of replicas."""
+
+import numpy as np
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+from models_for_layouts import groups_of_responses, make
+
+from mrl.algorithms.losses import PPOClip
+from mrl.data.batching import CostModel
+from mrl.types import TrainBatch
+from mrl.workers.plan import Packing, plan_step
+from mrl.workers.spec import ModelSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+COUNT = 20  # rows of `groups_of_responses`
+Case = tuple[list[int], int]  # (order of rows, max_tokens)
+
+
+def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
+    """One step of a fresh model for each case; outputs under the rows' first numbers."""
+    from dataclasses import replace
+
+    from mrl.workers.actor import Actor
+    from mrl.workers.certificate import trace_actor
+
+    found = []
+    for order, max_tokens in cases:
+        block, groups, advantages = groups_of_responses()
+        order = np.array(order)
+        block, groups, advantages = block.select(order), groups[order], advantages[order]
+        rows = np.arange(len(groups))
+        batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
+        step = plan_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
+        actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4), {}))
+        trace = trace_actor(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
+        found.append(replace(trace, outputs={int(order[row]): column for row, column in trace.outputs.items()}))
+    return found
+
+
+@pytest.fixture(scope="session")
+def expected(run_ranks, tmp_path_factory):
+    """(folder of the model, its step with all rows in one pack, in their own order)."""
+    path = tmp_path_factory.mktemp("dense")
+    make("dense", path)
+    return path, run_ranks(ParallelDims(), traces, path, ParallelDims(), [(list(range(COUNT)), 10_000)])[0][0]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp):
+    from mrl.workers.certificate import Trace, compare
+
+    path, reference = expected
+    drawn: list[Case] = []
+
+    @seed(dp)
+    @settings(deadline=None, max_examples=3, database=None)
+    @given(st.permutations(range(COUNT)), st.integers(1, 200))
+    def draw(order, max_tokens):
+        drawn.append((order, max_tokens))
+
+    draw()
+    by_rank = run_ranks(ParallelDims(dp=dp), traces, path, ParallelDims(dp=dp), drawn[-2:])
+    for case, of_ranks in zip(drawn[-2:], zip(*by_rank, strict=True), strict=True):
+        found = Trace.joined(of_ranks)
+        assert len(found.outputs) == COUNT and len(found.gradients) == len(reference.gradients) > 0
+        wrong = [d for d in compare(reference, found, tolerance=2e-5) if not d.within]
+        assert not wrong, (case, wrong[:5])

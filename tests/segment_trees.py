@@ -1,0 +1,53 @@
+"""Packs of segments by brute force: what a token may see, and attention over it with one dense mask."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parallel.packing import Segment
+
+
+def ancestors(segments: list[Segment], number: int) -> list[int]:
+    """The segment's parent, that one's parent, and so on."""
+    parent = segments[number].parent
+    return [] if parent is None else [parent, *ancestors(segments, parent)]
+
+
+def tokens_of(segments: list[Segment]) -> list[tuple[int, int]]:
+    """[S] (segment, place in it) of every token."""
+    return [(number, place) for number, segment in enumerate(segments) for place in range(segment.length)]
+
+
+def visible(segments: list[Segment]) -> NDArray[np.bool_]:
+    """[S queries, S keys]: every token of an ancestor, and of the own segment those up to the query itself."""
+    lines = [ancestors(segments, number) for number in range(len(segments))]
+    tokens = tokens_of(segments)
+    return np.array([[k in lines[q] or (k == q and j <= i) for k, j in tokens] for q, i in tokens])
+
+
+def positions(segments: list[Segment]) -> list[int]:
+    """[S] tokens before each in its own sequence."""
+    starts = [sum(segments[s].length for s in ancestors(segments, number)) for number in range(len(segments))]
+    return [starts[number] + place for number, place in tokens_of(segments)]
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], one head after the other."""
+    seen = torch.from_numpy(visible(segments))
+    repeat = query.size(1) // key.size(1)
+    heads = []
+    for head in range(query.size(1)):
+        scores = query[:, head] @ key[:, head // repeat].T / query.size(2) ** 0.5
+        heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value[:, head // repeat])
+    return torch.cat(heads, dim=1)
+
+
+def random_segments(rng: np.random.Generator, most: int = 8, longest: int = 9) -> list[Segment]:
+    """A pack of trees of depth up to 3."""
+    segments: list[Segment] = []
+    for number in range(rng.integers(1, most + 1)):
+        parents = [s for s in range(number) if len(ancestors(segments, s)) < 2]
+        parent = int(rng.choice(parents)) if parents and rng.random() < 0.6 else None
+        segments.append(Segment(int(rng.integers(1, longest + 1)), parent))
+    return segments

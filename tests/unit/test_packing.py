@@ -1,0 +1,208 @@
+"""A pack describes its tokens and what each of them sees, for any tree of segments and any context parallelism."""
+
+from collections.abc import Iterator
+from math import lcm
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel import device
+
+device.install()  # before anything of Megatron is imported
+
+from segment_trees import ancestors, dense_attention, positions, visible  # noqa: E402
+
+from parallel.packing import PackedSequences, Segment, pack  # noqa: E402
+
+CPU = torch.device("cpu")
+many = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+@st.composite
+def trees(draw, most: int = 8, parents: bool = True) -> list[Segment]:
+    """A pack of up to `most` segments, in trees of depth up to 3."""
+    segments: list[Segment] = []
+    for number in range(draw(st.integers(1, most))):
+        above = [s for s in range(number) if len(ancestors(segments, s)) < 2] if parents else []
+        segments.append(Segment(draw(st.integers(1, 9)), draw(st.sampled_from([None, *above]))))
+    return segments
+
+
+cp_sizes, tp_multiples = st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
+
+
+def all_ranks(segments: list[Segment], cp_size: int, tp_multiple: int) -> list[PackedSequences]:
+    return [pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple) for r in range(cp_size)]
+
+
+def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[int]]]:
+    """(row of a query of `rank`, rows of its keys) as the calls have it; rows of all ranks laid end to end."""
+    packed, local = packs[rank], len(packs[rank].source)
+    queries = range(local) if packed.query_index is None else packed.query_index.tolist()
+    keys = range(local * len(packs)) if packed.key_index is None else packed.key_index.tolist()
+    query = key = 0
+    for call in packed.calls:
+        for _ in range(call.count):
+            for place in range(call.num_queries):
+                end = key + call.num_keys - call.num_queries + place + 1
+                yield rank * local + queries[query + place], list(keys[key:end])
+            query, key = query + call.num_queries, key + call.num_keys
+    assert (query, key) == (len(queries), len(keys)), "the calls take all that the indices name"
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_every_token_is_on_one_rank(segments, cp_size, tp_multiple):
+    packs = all_ranks(segments, cp_size, tp_multiple)
+    total = sum(segment.length for segment in segments)
+    held = [token for packed in packs for token in packed.source.tolist() if token >= 0]
+    assert sorted(held) == list(range(total))
+    assert {packed.num_tokens for packed in packs} == {total}
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_ranks_hold_equally_many_tokens_and_few_that_pad(segments, cp_size, tp_multiple):
+    packs = all_ranks(segments, cp_size, tp_multiple)
+    (local,) = {len(packed.source) for packed in packs}
+    assert local % tp_multiple == 0
+    # a segment is lengthened by less than its number of chunks; the last one further, to the next common multiple
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    most = (chunks - 1) * len(segments) + lcm(chunks, cp_size * tp_multiple) - chunks
+    assert 0 <= local * cp_size - packs[0].num_tokens <= most
+    for packed in packs:
+        pads = torch.from_numpy(packed.source < 0)
+        assert torch.equal(pads, torch.zeros_like(pads) if packed.padding is None else packed.padding)
+        assert packed.padding is None or packed.padding.any()
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_positions_count_from_the_root_of_the_sequence(segments, cp_size, tp_multiple):
+    expected = positions(segments)
+    for packed in all_ranks(segments, cp_size, tp_multiple):
+        for token, position in zip(packed.source.tolist(), packed.position_ids.tolist(), strict=True):
+            assert position == expected[token] if token >= 0 else position >= 0
+        assert packed.max_position == packed.position_ids.max()
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
+    for packed in all_ranks(segments, cp_size, tp_multiple):
+        for token, place in enumerate(packed.local_of.tolist()):
+            assert packed.source[place] == token if place >= 0 else token not in packed.source
+        for place, token in enumerate(packed.source.tolist()):
+            assert token < 0 or packed.local_of[token] == place
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_calls_describe_what_each_token_may_see(segments, cp_size, tp_multiple):
+    packs = all_ranks(segments, cp_size, tp_multiple)
+    source = [token for packed in packs for token in packed.source.tolist()]  # of every gathered row
+    expected = [set(row.nonzero()[0].tolist()) for row in visible(segments)]
+    ends = [sum(s.length for s in segments[: number + 1]) - 1 for number in range(len(segments))]
+    whole = {frozenset(expected[end]): number for number, end in enumerate(ends)}  # what all of a segment sees -> which
+    owner, padding_keys, queries = {}, {}, []
+    for rank in range(cp_size):
+        for query, keys in seen(packs, rank):
+            queries.append(query)
+            assert len(keys) == len(set(keys)), "no key counts twice"
+            real = {source[key] for key in keys if source[key] >= 0}
+            if source[query] >= 0:
+                assert real == expected[source[query]] and len(real) == len(keys), "no padding key"
+            else:  # a token that pads stands behind all of its segment
+                owner[query] = whole[frozenset(real)]
+                padding_keys[query] = [key for key in keys if source[key] < 0]
+    assert sorted(queries) == list(range(len(source))), "each row asks once"
+    for query, keys in padding_keys.items():
+        assert query in keys and all(owner[key] == owner[query] for key in keys)
+
+
+@many
+@given(trees(), cp_sizes, tp_multiples)
+def test_ranks_compute_equally_many_scores(segments, cp_size, tp_multiple):
+    scores = {
+        sum(call.count * call.num_queries * call.num_keys for call in packed.calls)
+        for packed in all_ranks(segments, cp_size, tp_multiple)
+    }
+    assert len(scores) == 1
+
+
+@many
+@given(trees())
+def test_calls_of_like_shape_are_one(segments):
+    shapes = [(call.num_queries, call.num_keys) for call in pack(segments, CPU).calls]
+    assert len(shapes) == len(set(shapes))
+
+
+@many
+@given(trees(parents=False), cp_sizes, tp_multiples)
+def test_cu_seqlens_are_the_padded_segments_of_all_ranks(segments, cp_size, tp_multiple):
+    packs = [
+        pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple, cu_seqlens=True) for r in range(cp_size)
+    ]
+    for packed in packs:
+        sums = packed.cu_seqlens_q.tolist()
+        sizes = [end - start for start, end in zip(sums, sums[1:], strict=False)]
+        assert sums[0] == 0 and sums[-1] == len(packed.source) * cp_size
+        assert all(size >= segment.length for size, segment in zip(sizes, segments, strict=True))
+        assert all(size % (2 * cp_size) == 0 for size in sizes) or cp_size == 1
+        assert packed.max_seqlen_q == packed.max_seqlen_kv == max(sizes)
+        assert torch.equal(packed.cu_seqlens_q, packed.cu_seqlens_kv) and packed.cu_seqlens_q.dtype == torch.int32
+
+
+def test_megatron_finds_no_cu_seqlens_unless_asked_for():
+    assert pack([Segment(3)], CPU).cu_seqlens_q is None
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([], r"no empty one, got lengths \[\]"),
+        ([Segment(2), Segment(0)], r"no empty one, got lengths \[2, 0\]"),
+        ([Segment(2, 0)], "segment 0 continues segment 0, which does not come before it"),
+        ([Segment(2), Segment(1, 2), Segment(1)], "segment 1 continues segment 2, which does not come before it"),
+        ([Segment(2), Segment(1, -1)], "segment 1 continues segment -1"),
+    ],
+)
+def test_a_pack_that_makes_no_sense_is_refused(segments, message):
+    with pytest.raises(ValueError, match=message):
+        pack(segments, CPU)
+
+
+def attend(query, key, value, packed: PackedSequences):
+    from parallel.attention import PackedAttention
+
+    config = SimpleNamespace(kv_channels=query.size(2), attention_dropout=0.0)
+    alone = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    module = PackedAttention(config, 1, None, "self", pg_collection=alone)
+    return module(query, key, value, packed_seq_params=packed)
+
+
+@many
+@given(trees(), st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]), tp_multiples, st.integers(0, 99))
+def test_attention_is_that_of_a_dense_mask(segments, heads, tp_multiple, seed):
+    packed = pack(segments, CPU, tp_multiple=tp_multiple)
+    generator, width = torch.Generator().manual_seed(seed), 3
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    columns = [random(len(packed.source), n, width) for n in (heads[0], heads[1], heads[1])]  # padding has values too
+    where = torch.from_numpy(packed.local_of)
+    cotangent = random(packed.num_tokens, heads[0] * width)
+    ours = [column.clone().requires_grad_() for column in columns]
+    theirs = [column.clone().requires_grad_() for column in columns]
+    found = attend(*ours, packed)
+    expected = dense_attention(*(column[where] for column in theirs), segments)
+    torch.testing.assert_close(found[where], expected, rtol=1e-12, atol=1e-12)
+    (found[where] * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-11, atol=1e-12)
+        assert packed.padding is None or not mine.grad[packed.padding].any(), "padding has no part in real tokens"
