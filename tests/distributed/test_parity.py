@@ -107,6 +107,12 @@ def test_an_actor_with_experts(traced, dims):
     check(reference(traced, "moe"), traced("moe", dims))
 
 
+def test_replicas_that_share_a_copy_of_the_experts_in_part_keep_step(traced):
+    """Ranks 0 and 1, 2 and 3, 4 and 5 hold one copy each, ranks 0 to 2 one replica: the middle copy serves both."""
+    dims = ParallelDims(cp=3, dp=2, ep=2)  # at 20 tokens, 8 packs and 7: without lockstep the ranks wait forever
+    check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
+
+
 @pytest.mark.parametrize("dims", CRITIC, ids=str)
 def test_a_critic(traced, dims):
     check(reference(traced, "dense", critic=True), traced("dense", dims, critic=True))

@@ -24,7 +24,9 @@ small = st.sampled_from([1, 2, 3, 4])
 @st.composite
 def layouts(draw) -> ParallelDims:
     """Any layout of up to 4 ranks on each axis whose experts fit."""
-    sizes = dict(tp=draw(small), pp=draw(small), cp=draw(small), dp=draw(small), ep=draw(st.sampled_from([1, 2, 3, 4, 6, 8])))
+    sizes = dict(
+        tp=draw(small), pp=draw(small), cp=draw(small), dp=draw(small), ep=draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    )
     etp = draw(st.sampled_from([None, 1, 2, 3]))
     assume(sizes["tp"] * sizes["cp"] * sizes["dp"] % (sizes["ep"] * (etp or sizes["tp"])) == 0)
     return ParallelDims(**sizes, etp=etp)
@@ -55,7 +57,9 @@ def test_a_world_size_and_the_data_parallel_size_say_the_same(dims):
     assert ParallelDims.of_world(dims.world_size, None, **axes) == dims
     assert ParallelDims.of_world(None, dims.dp, **axes) == dims
     assert ParallelDims.of_world(dims.world_size, dims.dp, **axes) == dims
-    with pytest.raises(ValueError, match=rf"world_size={dims.world_size + 1}, but .* dp={dims.dp} is {dims.world_size} "):
+    with pytest.raises(
+        ValueError, match=rf"world_size={dims.world_size + 1}, but .* dp={dims.dp} is {dims.world_size} "
+    ):
         ParallelDims.of_world(dims.world_size + 1, dims.dp, **axes)
 
 
@@ -97,7 +101,9 @@ def test_experts_that_do_not_fit_are_refused_with_sizes_that_do(tp, cp, dp, ep, 
     if ranks % (ep * (etp or tp)) == 0:
         assert ParallelDims(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_tp == (etp or tp)
         return
-    with pytest.raises(ValueError, match=rf"parallel\.ep={ep} x etp={etp or tp}.* {ranks} ranks of a pipeline stage") as error:
+    with pytest.raises(
+        ValueError, match=rf"parallel\.ep={ep} x etp={etp or tp}.* {ranks} ranks of a pipeline stage"
+    ) as error:
         ParallelDims(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
     fits = re.findall(r"ep=(\d+) etp=(\d+)", str(error.value).split("; use ")[1])
     assert fits, "something must fit"
@@ -109,7 +115,10 @@ def test_experts_that_do_not_fit_are_refused_with_sizes_that_do(tp, cp, dp, ep, 
 @given(layouts())
 def test_replicas_run_in_lockstep_where_a_copy_of_the_experts_spans_them(dims):
     per_replica = dims.tp * dims.cp
-    spans = [{rank // per_replica for rank in range(start, start + dims.ep * dims.expert_tp)} for start in expert_starts(dims)]
+    spans = [
+        {rank // per_replica for rank in range(start, start + dims.ep * dims.expert_tp)}
+        for start in expert_starts(dims)
+    ]
     assert dims.lockstep == any(len(replicas) > 1 for replicas in spans)
 
 
@@ -177,8 +186,16 @@ def moe() -> Architecture:
 @pytest.mark.parametrize(
     ("read", "sizes", "message"),
     [
-        (dense, dict(pp=3), "parallel.pp=3 does not divide num_hidden_layers=28 of this model; use 1, 2, 4, 7, 14, 28."),
-        (dense, dict(pp=2, vpp=3), "parallel.pp x vpp=6 does not divide num_hidden_layers=28 of this model; use 1, 2, 4,"),
+        (
+            dense,
+            dict(pp=3),
+            "parallel.pp=3 does not divide num_hidden_layers=28 of this model; use 1, 2, 4, 7, 14, 28.",
+        ),
+        (
+            dense,
+            dict(pp=2, vpp=3),
+            "parallel.pp x vpp=6 does not divide num_hidden_layers=28 of this model; use 1, 2, 4,",
+        ),
         (dense, dict(pp=28, vpp=2), "parallel.pp x vpp=56 does not divide num_hidden_layers=28"),
         (dense, dict(tp=3), "parallel.tp=3 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=16), "parallel.tp=16 does not divide num_key_value_heads=8 of this model; use 1, 2, 4, 8."),
@@ -186,9 +203,21 @@ def moe() -> Architecture:
         (dense, dict(dp=2, ep=2), "parallel.ep=2: this model has no experts to spread; use 1."),
         (dense, dict(tp=2, etp=1), "parallel.etp=1: this model has no experts to cut; leave it out."),
         (moe, dict(dp=8, ep=8), "parallel.ep=8 does not divide num_experts=12 of this model; use 1, 2, 3, 4, 6, 12."),
-        (moe, dict(dp=24, ep=24), "parallel.ep=24 does not divide num_experts=12 of this model; use 1, 2, 3, 4, 6, 12."),
-        (moe, dict(dp=5, etp=5), "parallel.etp=5 does not divide moe_intermediate_size=768 of this model; use 1, 2, 3, 4,"),
-        (moe, dict(tp=2, sp=False), "parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism"),
+        (
+            moe,
+            dict(dp=24, ep=24),
+            "parallel.ep=24 does not divide num_experts=12 of this model; use 1, 2, 3, 4, 6, 12.",
+        ),
+        (
+            moe,
+            dict(dp=5, etp=5),
+            "parallel.etp=5 does not divide moe_intermediate_size=768 of this model; use 1, 2, 3, 4,",
+        ),
+        (
+            moe,
+            dict(tp=2, sp=False),
+            "parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism",
+        ),
         (moe, dict(pp=5), "parallel.pp=5 does not divide num_hidden_layers=28"),
     ],
 )

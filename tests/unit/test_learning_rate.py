@@ -1,6 +1,7 @@
 """The learning rate of each step, and settings that are refused."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ def test_warm_up_is_a_line_that_reaches_lr(adamw):
 @given(schedules())
 def test_after_the_warm_up_the_rate_only_falls_from_lr_to_lr_min(adamw):
     rates = [adamw.lr_at(step) for step in range(adamw.warmup_steps, adamw.lr_decay_steps + 5)]
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(rates, rates[1:], strict=False))
+    assert all(after <= before * (1 + 1e-12) for before, after in pairwise(rates))
     last = adamw.lr if adamw.lr_schedule == "constant" else adamw.lr_min
     assert rates[-5:] == pytest.approx([last] * 5, abs=1e-15)
 

@@ -1,6 +1,7 @@
 """A pack describes its tokens and what each of them sees, for any tree of segments and any context parallelism."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import lcm
 from types import SimpleNamespace
 
@@ -144,11 +145,12 @@ def test_calls_of_like_shape_are_one(segments):
 @given(trees(parents=False), cp_sizes, tp_multiples)
 def test_cu_seqlens_are_the_padded_segments_of_all_ranks(segments, cp_size, tp_multiple):
     packs = [
-        pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple, cu_seqlens=True) for r in range(cp_size)
+        pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple, cu_seqlens=True)
+        for r in range(cp_size)
     ]
     for packed in packs:
         sums = packed.cu_seqlens_q.tolist()
-        sizes = [end - start for start, end in zip(sums, sums[1:], strict=False)]
+        sizes = [end - start for start, end in pairwise(sums)]
         assert sums[0] == 0 and sums[-1] == len(packed.source) * cp_size
         assert all(size >= segment.length for size, segment in zip(sizes, segments, strict=True))
         assert all(size % (2 * cp_size) == 0 for size in sizes) or cp_size == 1

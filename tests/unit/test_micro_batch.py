@@ -1,0 +1,87 @@
+"""A micro-batch predicts each response token once, from the token before it, on whichever rank holds that one."""
+
+from functools import partial
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel import device
+
+device.install()  # before anything of Megatron is imported
+
+from mrl.types import Share, TokenBlock  # noqa: E402
+from mrl.workers.batch import MicroBatch  # noqa: E402
+from parallel.packing import pack  # noqa: E402
+
+many = settings(deadline=None, max_examples=60, derandomize=True)
+
+
+@st.composite
+def blocks(draw) -> tuple[TokenBlock, np.ndarray]:
+    """(a block whose tokens are all different but for shared prompts, [B] groups)."""
+    groups = np.array(draw(st.lists(st.integers(0, 3), min_size=1, max_size=8)))
+    prompts = [[1000 * group + place for place in range(draw(st.integers(1, 6)))] for group in range(4)]
+    responses = [[10_000 + 100 * row + place for place in range(draw(st.integers(1, 7)))] for row in range(len(groups))]
+    logprobs = [[-float(token) for token in response] for response in responses]
+    return TokenBlock.from_lists([prompts[group] for group in groups], responses, logprobs), groups
+
+
+def before(block: TokenBlock) -> dict[int, int]:
+    """Response token -> (the token before it in its sequence)."""
+    found = {}
+    for row in range(len(block.lengths)):
+        whole = [*block.prompt(row).tolist(), *block.response(row).tolist()]
+        start = len(block.prompt(row))
+        found |= dict(zip(whole[start:], whole[start - 1 : -1], strict=True))
+    return found
+
+
+@many
+@given(
+    blocks(), st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False)
+)
+def test_each_response_token_is_predicted_once_from_the_one_before(made, shared, cp_size, tp_multiple, random):
+    block, groups = made
+    count = len(groups)
+    rows = np.array(random.sample(range(count), random.randint(1, count)))
+    share = Share((rows,), np.arange(count, dtype=np.float32), np.arange(count) / 7, groups if shared else None)
+    row_of = {token: row for row in range(count) for token in block.response(row).tolist()}
+    expected = before(block.select(rows))
+    order = [token for row in rows for token in block.response(row).tolist()]
+    kept, computed = [], []
+    for rank in range(cp_size):
+        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, tp_multiple=tp_multiple)
+        micro = MicroBatch.build(block, rows, share, packer)
+        assert len(micro.tokens) == len(micro.packed.source) and micro.num_responses == len(order)
+        targets = micro.targets.tolist()
+        assert targets == [order[place] for place in micro.kept.tolist()]
+        assert micro.tokens[micro.predict].tolist() == [expected[token] for token in targets]
+        assert micro.rollout_logprobs.tolist() == [-float(token) for token in targets]
+        assert micro.advantages.tolist() == [float(row_of[token]) for token in targets]
+        assert micro.weights.tolist() == [row_of[token] / 7 for token in targets]
+        assert micro.weights.dtype == torch.float64
+        kept += micro.kept.tolist()
+        real = torch.from_numpy(micro.packed.source >= 0)
+        computed += micro.tokens[real].tolist()
+        assert not micro.tokens[~real].any(), "padding is token 0, which every vocabulary has"
+    assert sorted(kept) == list(range(len(order)))
+    responses = set(order)
+    prompts = [token for token in computed if token not in responses]
+    once = {int(group): block.prompt(row).tolist() for row, group in enumerate(groups) if row in rows}
+    each = list(once.values()) if shared else [block.prompt(row).tolist() for row in rows]
+    assert sorted(prompts) == sorted(token for prompt in each for token in prompt)
+    assert sorted(computed) == sorted([*prompts, *order])
+
+
+@many
+@given(blocks(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
+def test_an_empty_micro_batch_is_one_token_that_counts_for_nothing(made, cp_size, tp_multiple):
+    block, groups = made
+    share = Share((np.empty(0, np.int64),), np.ones(len(groups), np.float32), np.ones(len(groups)), groups)
+    for rank in range(cp_size):
+        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, tp_multiple=tp_multiple)
+        micro = MicroBatch.build(block, share.micro_batches[0], share, packer)
+        assert micro.num_responses == 0 and len(micro.tokens) > 0
+        assert not len(micro.predict) and not len(micro.targets) and not len(micro.weights) and not len(micro.kept)
