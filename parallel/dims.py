@@ -72,9 +72,10 @@ class ParallelDims:
                     f"{dims.world_size} processes; leave out parallel.dp or parallel.world_size."
                 )
             return dims
+        cls(**axes | dict(ep=1, etp=None))  # refuses a size below 1 before it divides
         one = prod(axes.get(name, 1) for name in ("tp", "cp", "pp"))
         if world_size < 1 or world_size % one:
-            near = sorted({max(1, world_size // one) * one, (world_size // one + 1) * one})
+            near = sorted({max(1, world_size // one) * one, (max(0, world_size // one) + 1) * one})
             raise ValueError(
                 f"parallel.world_size={world_size} does not factor: one replica is tp={axes.get('tp', 1)} x "
                 f"cp={axes.get('cp', 1)} x pp={axes.get('pp', 1)} = {one} processes; use {' or '.join(map(str, near))}."

@@ -68,15 +68,15 @@ def test_without_either_there_is_one_replica():
 
 
 @many
-@given(st.integers(0, 40), small, small, small)
+@given(st.integers(-5, 40), small, small, small)
 def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, tp, cp, pp):
     one = tp * cp * pp
-    if world_size and world_size % one == 0:
+    if world_size > 0 and world_size % one == 0:
         assert ParallelDims.of_world(world_size, None, tp=tp, cp=cp, pp=pp).dp == world_size // one
         return
     with pytest.raises(ValueError, match=rf"world_size={world_size} does not factor: .* = {one} processes") as error:
         ParallelDims.of_world(world_size, None, tp=tp, cp=cp, pp=pp)
-    suggested = [int(n) for n in re.findall(r"\d+", str(error.value).split("; use ")[1])]
+    suggested = [int(n) for n in re.findall(r"-?\d+", str(error.value).split("; use ")[1])]
     assert suggested and all(ParallelDims.of_world(n, None, tp=tp, cp=cp, pp=pp).world_size == n for n in suggested)
 
 
@@ -85,6 +85,9 @@ def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, t
 def test_a_size_below_one_is_refused(axis, size):
     with pytest.raises(ValueError, match=rf"parallel\.{axis}={size}: a parallel size must be 1 or more"):
         ParallelDims(**{axis: size})
+    if axis != "dp":
+        with pytest.raises(ValueError, match=rf"parallel\.{axis}={size}: a parallel size must be 1 or more"):
+            ParallelDims.of_world(4, None, **{axis: size})
 
 
 def test_sizes_that_need_another_are_refused():
