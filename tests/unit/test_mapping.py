@@ -6,7 +6,7 @@ import torch
 from models.families import FAMILIES
 from models.spec import Architecture
 
-SIZES = dict(vocab=41, hidden=8, ffn=16, q=4 * 6, kv=4 * 6, head_dim=6)
+SIZES = dict(vocab=41, hidden=8, ffn=16, q=4 * 6, kv=4 * 6, head_dim=6, experts=4, moe_ffn=12)
 GROUPED = SIZES | dict(q=8 * 6)
 
 
