@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydra.utils import get_object, instantiate
 from models.conversion.hf_io import check_checkpoint
 from models.families import family_of
 from models.megatron_fields import DECIDED, transformer_fields
+from models.spec import Architecture
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
 from mrl.algorithms.reduce import AGGREGATIONS
@@ -34,8 +36,8 @@ from mrl.sft import SupervisedStage
 from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
 from mrl.workers.group import WorkerGroup
-from mrl.workers.policy import ActorPolicy
 from mrl.workers.plan import Packing
+from mrl.workers.policy import ActorPolicy
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -219,8 +221,21 @@ def _model_plan(config: Config, path: str) -> ModelPlan:
     arch = family_of(hf).read(hf)
     arch.check_layout(dims)
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
+    _check_experts(config, arch, dims)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
     return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size, packing)
+
+
+def _check_experts(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Rules of models with experts; raises ValueError."""
+    if config.rollout.routing_replay and not arch.num_experts:
+        raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
+    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
+        raise ValueError(
+            "megatron.moe_token_dispatcher_type=allgather: it exchanges packs of equal length only, so parallel.pp must be 1 "
+            f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
+            f"cp={dims.cp}. Use alltoall, the default."
+        )
 
 
 def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> None:
@@ -230,6 +245,10 @@ def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> 
         if name in decided:
             raise ValueError(
                 f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
+            )
+        if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
+            raise ValueError(
+                f"megatron.{name}={overrides[name]}: FP8 needs Transformer Engine, which is not installed."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -321,7 +340,7 @@ def actor_spec(plan: ModelPlan) -> ModelSpec:
         plan.dims,
         c.model.dtype,
         plan.optimizer,
-        c.megatron,
+        c.megatron | (dict(moe_enable_routing_replay=True) if c.rollout.routing_replay else {}),
         share_prompts=plan.packing.share_prompts,
         logprob_chunk=c.trainer.logprob_chunk,
     )
@@ -342,6 +361,7 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         temperature=c.rollout.temperature,
         num_engines=0 if c.rollout.replay else c.rollout.num_engines,
         engine_tp=c.rollout.engine_tp,
+        routed_experts=c.rollout.routing_replay,
         seed=c.run.seed,
         eval_rows=c.trainer.eval_rows,
         request_timeout_s=c.rollout.request_timeout_s,

@@ -46,6 +46,9 @@ class RolloutConfig:
     temperature: float = 1.0  # of sampling, and of the log-probabilities in training
     num_engines: int = 1  # SGLang servers
     engine_tp: int = 1  # tensor-parallel size of each engine
+    routing_replay: bool = (
+        False  # train with the experts that the engine chose for each token (a mixture of experts only)
+    )
     start_timeout_s: float = 600.0  # until every engine answers
     request_timeout_s: float = 600.0  # for one batch of responses
     record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
@@ -60,7 +63,9 @@ class AlgorithmConfig:
     skip_zero_advantage: bool = True  # leave out responses that cannot change the gradient (same loss, less work)
     mini_batches: int = 1  # optimizer steps on each rollout, over whole groups
     lr: float = 1e-6  # learning rate after warm-up
-    lr_schedule: str = "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    lr_schedule: str = (
+        "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    )
     lr_decay_steps: int = 0  # optimizer steps until the learning rate is lr_min; warm-up included
     lr_min: float = 0.0  # learning rate in the end
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW

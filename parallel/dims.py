@@ -41,7 +41,9 @@ class ParallelDims:
         if self.sp and self.tp == 1:
             raise ValueError("parallel.sp=true needs parallel.tp greater than 1: it cuts activations over those ranks.")
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: it subdivides pipeline stages.")
+            raise ValueError(
+                f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: it subdivides pipeline stages."
+            )
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -120,4 +122,3 @@ class ParallelDims:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-

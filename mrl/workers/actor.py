@@ -35,8 +35,8 @@ class Actor(TrainedModel):
         head = partial(self._head, temperature=temperature)
         mini_batches = [self.micro_batches(block, share) for share in shares]
         for micros in mini_batches[1:]:
-            old = [output[0] for output in self.forward(micros, head)]
-            micros[:] = [micro.after(logprobs) for micro, logprobs in zip(micros, old)] or micros
+            for number, output in enumerate(self.forward(micros, head)):  # none except on the last pipeline stage
+                micros[number] = micros[number].after(output[0])
         reports = []
         for micros, share, lr in zip(mini_batches, shares, lrs, strict=True):
             start = time.perf_counter()
@@ -62,7 +62,7 @@ class Actor(TrainedModel):
     ) -> Tensor:
         """[2, R here] log-probabilities of the response tokens, and entropies where they are predicted."""
         chosen = whole_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
-        weight = output_layer.weight if output_weight is None else output_weight
+        weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         both = linear_logprobs(
             chosen,
             weight,

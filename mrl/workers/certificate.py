@@ -24,7 +24,9 @@ class Trace:
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    outputs: dict[int, NDArray] = field(default_factory=dict)  # row of the block -> [R of the row] log-probabilities or values
+    outputs: dict[int, NDArray] = field(
+        default_factory=dict
+    )  # row of the block -> [R of the row] log-probabilities or values
     gradients: Tensors = field(default_factory=dict)  # by Hugging Face name
     weights: Tensors = field(default_factory=dict)  # after the step
 
@@ -107,9 +109,7 @@ def compare(reference: Trace, other: Trace, tolerance: float = 2e-5, outputs: fl
     ):
         for name in mine | theirs:
             missing = np.empty(0)
-            found.append(
-                _difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance)
-            )
+            found.append(_difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance))
     return found
 
 

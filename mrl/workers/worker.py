@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Handle, Share, UpdateReport
+from mrl.types import Share, TokenBlock, UpdateReport
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 
@@ -26,7 +26,6 @@ class TrainWorker:
         )
         self.rank, self.dims = rank, dims
         self._transport: Any = None
-        self._blocks: dict[Any, Any] = {}  # the last block fetched, by handle
         from parallel import device  # torch is heavy: imported here, in the process that computes
 
         device.install()
@@ -50,7 +49,6 @@ class TrainWorker:
     def load_sft(self, path: str, tokenizer: str, max_tokens: int) -> dict[str, Any]:
         """Tokenise a supervised data set into the object store; returns its handle and [rows] lengths."""
         from mrl.data.sft import SftDataset  # imports the tokenizer library
-        from mrl.types import TokenBlock
 
         data = SftDataset.load(path, tokenizer, max_tokens)
         block = TokenBlock.from_lists(data.prompts, data.responses)
@@ -63,23 +61,21 @@ class TrainWorker:
         self.actor.reset_optimizer(AdamW(**settings))
 
     def update(
-        self, block: Handle, shares: list[Share], loss: Loss, lrs: list[float], temperature: float
+        self, block: TokenBlock, shares: list[Share], loss: Loss, lrs: list[float], temperature: float
     ) -> list[UpdateReport]:
-        """One optimizer step on this replica's share of each mini-batch."""
-        return self.actor.update(self._fetch(block), shares, loss, lrs, temperature)
-
-    def _fetch(self, handle: Any) -> Any:
-        if handle not in self._blocks:
-            self._blocks = {handle: ray.get(handle)}
-        return self._blocks[handle]
+        """One optimizer step on this replica's share of each mini-batch; Ray has fetched the block by its handle."""
+        return self.actor.update(block, shares, loss, lrs, temperature)
 
     def connect_engines(self, urls: list[str], **settings: Any) -> None:
         """Open the way to the engines; only the rank that sends does anything."""
         if self.rank > 0 or not urls:  # without engines (a replay) there is nowhere to send to
             return
+        from mrl.weight_sync.checksum import expand_experts
         from mrl.weight_sync.transport import open_transport  # imports the engine's group helper
 
-        self._transport = open_transport(urls, fusions=self.actor.bridge.fusions, **settings)
+        bridge = self.actor.bridge
+        fusions = expand_experts(bridge.fusions, bridge.num_experts)
+        self._transport = open_transport(urls, fusions=fusions, **settings)
 
     def push_weights(self, version: int) -> Any:
         """Send the current weights to the engines as `version`; the sender returns mrl.weight_sync's report."""

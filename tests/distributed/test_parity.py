@@ -13,6 +13,7 @@ from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
 
 LR = 1e-4
+ONE = ParallelDims()
 
 
 def layouts(*texts: str) -> list[ParallelDims]:
@@ -71,7 +72,7 @@ def traced(run_ranks, tmp_path_factory):
 
     paths, known = {}, {}
 
-    def run(kind: str, dims: ParallelDims = ParallelDims(), critic: bool = False, **options):
+    def run(kind: str, dims: ParallelDims = ONE, critic: bool = False, **options):
         key = (kind, dims, critic, repr(sorted(options.items())))
         if kind not in paths:
             paths[kind] = tmp_path_factory.mktemp(kind)
