@@ -61,7 +61,7 @@ class Bridge:
     def load(self, weights: HFWeights) -> None:
         """Fill this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        A value head that the checkpoint does not have keeps its initial zeros.
+        A value head that the checkpoint does not have stays as it was made.
         """
         for row in [*self.rows, *self.copies]:
             param = self.params.get(row.megatron)

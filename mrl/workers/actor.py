@@ -32,7 +32,7 @@ class Actor(TrainedModel):
         Log-probabilities are those of logits / temperature. The old ones, before the first step, are computed beforehand
         except for the first mini-batch, whose own are those. Raises FloatingPointError when a gradient is not finite.
         """
-        head = partial(self._head, temperature=temperature)
+        head = partial(self.head, temperature=temperature)
         mini_batches = [self.micro_batches(block, share) for share in shares]
         for micros in mini_batches[1:]:
             for number, output in enumerate(self.forward(micros, head)):  # none except on the last pipeline stage
@@ -49,10 +49,10 @@ class Actor(TrainedModel):
     def compute_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities [R] of the response tokens of each micro-batch; empty except on the last pipeline stage."""
         micros = self.micro_batches(block, share)
-        outputs = self.forward(micros, partial(self._head, temperature=temperature))
+        outputs = self.forward(micros, partial(self.head, temperature=temperature))
         return self.gather_responses([output[0] for output in outputs], micros[: len(outputs)])
 
-    def _head(
+    def head(
         self,
         hidden: Tensor,  # [L, H]
         output_layer: torch.nn.Module,
