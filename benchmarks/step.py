@@ -20,6 +20,7 @@ from rich.table import Table
 from mrl import build
 from mrl.commands import hydra_app
 from mrl.config import from_hydra
+from mrl.plan import plan_training
 
 SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 
@@ -76,7 +77,7 @@ def measure(overrides: list[str], steps: int, stop_reward: float | None = None) 
         goal = "null" if stop_reward is None else stop_reward
         fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", f"trainer.stop_reward={goal}", "trainer.save=false"]
         config = from_hydra(compose("config", [*hydra_app.with_default_experiment(overrides), *fixed]))
-        with build.trainer(build.plan(config)) as trainer:
+        with build.trainer(plan_training(config)) as trainer:
             trainer.tracker.sinks.append(meter)
             trainer.fit()
     return meter

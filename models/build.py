@@ -100,7 +100,9 @@ def _attention(config: TransformerConfig, provider: BackendSpecProvider, own_att
     )
 
 
-def _layer_spec(config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, moe: bool
+) -> ModuleSpec:
     if moe:
         mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
         norm = provider.layer_norm(rms_norm=True)

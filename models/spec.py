@@ -100,12 +100,16 @@ class Architecture:
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         _check_divides("tp", dims.tp, heads | dense)
         if dims.pp * dims.vpp > 1:
-            _check_divides("pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers))
+            _check_divides(
+                "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
+            )
         if self.num_experts:
             _check_divides("ep", dims.ep, dict(num_experts=self.num_experts))
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
             if dims.tp > 1 and not dims.sequence_parallel:
-                raise ValueError("parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism.")
+                raise ValueError(
+                    "parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism."
+                )
         elif dims.ep > 1:
             raise ValueError(f"parallel.ep={dims.ep}: this model has no experts to spread; use 1.")
         elif dims.etp not in (None, dims.tp):
@@ -139,9 +143,8 @@ class Family:
     architecture: str  # as in config.json
     read: Callable[[HFConfig], Architecture]
     table: tuple[Mapping, ...]
-    engine_fusions: dict[
-        str, tuple[str, ...]
-    ]  # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order
+    # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order; {expert}: of every expert in turn
+    engine_fusions: dict[str, tuple[str, ...]]
 
     def entries(self, arch: Architecture) -> list[Mapping]:
         """The table's rows for this model: one per Megatron parameter, layers and experts written out."""

@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "train": "train a model by reinforcement (the default experiment runs on any machine)",
     "sft": "supervised fine-tuning on prompt/response rows",
+    "certify": "check that a parallel layout computes exactly what one process does",
     "data": "make or convert input files",
 }
 

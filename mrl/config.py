@@ -46,6 +46,9 @@ class RolloutConfig:
     temperature: float = 1.0  # of sampling, and of the log-probabilities in training
     num_engines: int = 1  # SGLang servers
     engine_tp: int = 1  # tensor-parallel size of each engine
+    routing_replay: bool = (
+        False  # train with the experts that the engine chose for each token (a mixture of experts only)
+    )
     start_timeout_s: float = 600.0  # until every engine answers
     request_timeout_s: float = 600.0  # for one batch of responses
     record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
@@ -60,7 +63,9 @@ class AlgorithmConfig:
     skip_zero_advantage: bool = True  # leave out responses that cannot change the gradient (same loss, less work)
     mini_batches: int = 1  # optimizer steps on each rollout, over whole groups
     lr: float = 1e-6  # learning rate after warm-up
-    lr_schedule: str = "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    lr_schedule: str = (
+        "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    )
     lr_decay_steps: int = 0  # optimizer steps until the learning rate is lr_min; warm-up included
     lr_min: float = 0.0  # learning rate in the end
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
@@ -92,7 +97,7 @@ class ParallelConfig:
     cp: int = 1  # context-parallel size: each sequence is cut over cp processes
     ep: int = 1  # expert-parallel size: a layer's experts are spread over ep processes
     etp: int | None = None  # expert-tensor-parallel size; default: tp
-    dp: int | None = None  # data-parallel replicas; default: world_size / (tp * pp * cp), or 1
+    dp: int | None = None  # data-parallel replicas; default: world_size / (tp * pp * cp), or as few as the experts need
     world_size: int | None = None  # trainer processes in all, in place of dp
 
 
@@ -115,6 +120,19 @@ class WeightSyncConfig:
     bucket_bytes: int = 512 * 1024 * 1024  # weights travel to the engines in buckets of at most this size
     verify: bool = True  # compare a checksum of every tensor on both sides after each sync
     timeout_s: float = 600.0  # for one sync
+
+
+@dataclass(frozen=True)
+class CertifyConfig:
+    """`mrl certify`: one step under the layout, and in one process."""
+
+    prompts: int = 8  # groups of the batch, of random tokens
+    responses_per_prompt: int = 4
+    prompt_tokens: int = 24  # longest prompt; lengths are drawn
+    response_tokens: int = 40  # longest response; lengths are drawn
+    critic: bool = False  # a critic with a value head in place of the actor
+    lr: float = 1e-4  # of the one step
+    tolerance: float | None = None  # largest relative difference; default: 2e-5 in float32, 5e-2 in bfloat16
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    certify: CertifyConfig = field(default_factory=CertifyConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sglang: Node = field(default_factory=dict)  # any ServerArgs field of SGLang, passed on
@@ -234,6 +253,11 @@ _POSITIVE = [
     "trainer.logprob_chunk",
     "algorithm.mini_batches",
     "trainer.timeout_s",
+    "certify.prompts",
+    "certify.responses_per_prompt",
+    "certify.prompt_tokens",
+    "certify.response_tokens",
+    "certify.lr",
     "weight_sync.bucket_bytes",
     "weight_sync.timeout_s",
     "cluster.start_timeout_s",

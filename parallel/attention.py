@@ -78,7 +78,7 @@ def _varlen(
 
     num_queries = [call.num_queries for call in calls for _ in range(call.count)]
     num_keys = [call.num_keys for call in calls for _ in range(call.count)]
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -90,6 +90,8 @@ def _varlen(
         window_size=(-1, 0),
         enable_gqa=query.size(1) != key.size(1),
     )
+    assert isinstance(out, Tensor), "no auxiliary output was asked for"
+    return out
 
 
 def _batched(

@@ -1,7 +1,7 @@
 """Sizes of the parallel dimensions, the rank arithmetic between them, and the rules they obey: pure, no torch."""
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,12 @@ class ParallelDims:
 
     @classmethod
     def of_world(cls, world_size: int | None, dp: int | None, **axes) -> "ParallelDims":
-        """Dimensions with `dp` filled in from the number of processes; raises ValueError where it does not factor."""
+        """Dimensions with `dp` filled in from the number of processes; raises ValueError where it does not factor.
+
+        Without either, there are as few replicas as the experts need ranks for.
+        """
         if world_size is None or dp is not None:
-            dims = cls(dp=1 if dp is None else dp, **axes)
+            dims = cls(dp=_fewest(axes) if dp is None else dp, **axes)
             if world_size not in (None, dims.world_size):
                 raise ValueError(
                     f"parallel.world_size={world_size}, but tp={dims.tp} x cp={dims.cp} x pp={dims.pp} x dp={dims.dp} is "
@@ -119,6 +122,13 @@ class ParallelDims:
         sizes += [f"etp{self.etp}"] if self.etp not in (None, self.tp) else []
         sizes += ["sp"] if self.sequence_parallel else []
         return " ".join(sizes) or "one process"
+
+
+def _fewest(axes: dict) -> int:
+    """Replicas whose ranks hold one copy of the experts exactly, where no number of processes is asked for."""
+    tp, cp, ep = (max(1, axes.get(name, 1)) for name in ("tp", "cp", "ep"))
+    etp = axes.get("etp") or tp
+    return ep * etp // gcd(ep * etp, tp * cp)
 
 
 def _divisors(number: int) -> list[int]:

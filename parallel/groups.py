@@ -19,41 +19,39 @@ def initialize(dims: ParallelDims, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def tp_group() -> ProcessGroup:
-    """Ranks that hold the shards of one replica's matrices."""
-    group = parallel_state.get_tensor_model_parallel_group()
+def _made[G](group: G | None) -> G:
     assert group is not None, "parallel.groups.initialize() comes first"
     return group
 
 
+def tp_group() -> ProcessGroup:
+    """Ranks that hold the shards of one replica's matrices."""
+    return _made(parallel_state.get_tensor_model_parallel_group())
+
+
 def cp_group() -> ProcessGroup:
     """Ranks that hold the parts of one replica's sequences."""
-    return parallel_state.get_context_parallel_group()
+    return _made(parallel_state.get_context_parallel_group())
 
 
 def pp_group() -> ProcessGroup:
     """Ranks that hold the stages of one replica's layers."""
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def dp_group() -> ProcessGroup:
-    """Ranks that hold the same shard of different replicas (context parallelism excluded)."""
-    return parallel_state.get_data_parallel_group()
+    return _made(parallel_state.get_pipeline_model_parallel_group())
 
 
 def dp_cp_group() -> ProcessGroup:
     """Ranks that hold the same shard of the weights: gradients are summed over them."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return _made(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def ep_group() -> ProcessGroup:
     """Ranks that hold different experts."""
-    return parallel_state.get_expert_model_parallel_group()
+    return _made(parallel_state.get_expert_model_parallel_group())
 
 
 def etp_group() -> ProcessGroup:
     """Ranks that hold the shards of one expert's matrices."""
-    return parallel_state.get_expert_tensor_parallel_group()
+    return _made(parallel_state.get_expert_tensor_parallel_group())
 
 
 def is_first_stage(vp_stage: int | None = None) -> bool:

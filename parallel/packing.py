@@ -95,7 +95,7 @@ def pack(
             calls.append(AttentionCall(1, *shape))
     local, total = len(source), len(source) * cp_size
     pads = source < 0
-    return PackedSequences(
+    packed = PackedSequences(
         qkv_format="thd",
         position_ids=torch.from_numpy(positions).to(device),
         source=source,
@@ -105,8 +105,11 @@ def pack(
         padding=torch.from_numpy(pads).to(device) if pads.any() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
-        **(layout.cu_seqlens(device) if cu_seqlens else {}),
     )
+    if cu_seqlens:
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = layout.cu_seqlens(device)
+        packed.max_seqlen_q = packed.max_seqlen_kv = int(layout.padded.max())
+    return packed
 
 
 def _check(segments: Sequence[Segment]) -> None:
@@ -191,8 +194,6 @@ class _Layout:
         rank = np.where(late, self.num_chunks - 1 - chunk, chunk)
         return rank * local + first[segment] + late * size + within
 
-    def cu_seqlens(self, device: torch.device) -> dict[str, Tensor | int]:
-        """Running sums as Transformer Engine reads them: over all context-parallel ranks, padding counted as tokens."""
-        sums = torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)
-        longest = int(self.padded.max())
-        return dict(cu_seqlens_q=sums, cu_seqlens_kv=sums, max_seqlen_q=longest, max_seqlen_kv=longest)
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """Running sum as Transformer Engine reads it: over all context-parallel ranks, padding counted as tokens."""
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)

@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from parallel import groups
+from parallel import groups, routing
 from parallel.packing import PackedSequences
 
 Report = dict[str, Tensor]
@@ -17,8 +17,14 @@ Report = dict[str, Tensor]
 class Pack(Protocol):
     """What a micro-batch brings."""
 
-    tokens: Tensor  # [L] on this rank, padding included
-    packed: PackedSequences
+    @property
+    def tokens(self) -> Tensor: ...  # [L] on this rank, padding included
+
+    @property
+    def packed(self) -> PackedSequences: ...
+
+    @property
+    def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to take, see parallel.routing
 
 
 # The last stage's hidden states [L, H] (cut over tp under sequence parallelism), the output layer, a tied embedding's weight
@@ -51,6 +57,20 @@ def run(
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=whole_gradients)
         return []
+    try:
+        return _run(chunks, micro_batches, head, loss_of, forward_only, whole_gradients)
+    finally:
+        routing.forget(chunks)
+
+
+def _run(
+    chunks: list[DistributedDataParallel],
+    micro_batches: Sequence[Pack],
+    head: Head,
+    loss_of: LossOf,
+    forward_only: bool,
+    whole_gradients: bool,
+) -> list[Report]:
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=_forward_step(head, loss_of),
@@ -70,15 +90,16 @@ def _forward_step(head: Head, loss_of: LossOf) -> Callable:
 
     def forward_step(iterator, module):
         micro = next(iterator)
-        output = module(
-            micro.tokens[None],
-            micro.packed.position_ids[None],
-            None,
-            packed_seq_params=micro.packed,
-            padding_mask=_padding(micro, module),
-            output_processor=process,
-            output_processor_context=micro,
-        )
+        with routing.replayed(module, micro.routing):
+            output = module(
+                micro.tokens[None],
+                micro.packed.position_ids[None],
+                None,
+                packed_seq_params=micro.packed,
+                padding_mask=_padding(micro, module),
+                output_processor=process,
+                output_processor_context=micro,
+            )
 
         def loss_func(output: Tensor):
             loss, report = loss_of(output, micro)

@@ -61,7 +61,7 @@ class Bridge:
     def load(self, weights: HFWeights) -> None:
         """Fill this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        A value head that the checkpoint does not have keeps its initial zeros.
+        A value head that the checkpoint does not have stays as it was made.
         """
         for row in [*self.rows, *self.copies]:
             param = self.params.get(row.megatron)
@@ -107,9 +107,7 @@ class Bridge:
         for rank, mine in enumerate(rows):
             yield from mine.to_hf([by_rank[rank] for by_rank in from_ranks], self.sizes).items()
 
-    def _on_every_stage(
-        self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
-    ) -> Tensor:
+    def _on_every_stage(self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Tensor:
         """This rank's shard of the row's parameter, sent to all pipeline stages by the one that has it."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:

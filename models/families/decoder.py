@@ -45,7 +45,7 @@ DENSE_MLP = (
     ),
     Mapping(f"{_MMLP}.linear_fc2.weight", (f"{_MLP}.down_proj.weight",), (("hidden", "ffn"),), axis=1, where="dense"),
 )
-ENGINE_FUSIONS = {
+ENGINE_FUSIONS: dict[str, tuple[str, ...]] = {
     "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
     "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
 }
@@ -73,6 +73,14 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[Mapping, ...]:
             where="moe",
         ),
     )
+
+
+def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """How SGLang stacks the experts of a layer, under the names that the family gives to their matrices."""
+    return {
+        "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
+        "experts.w2_weight": (f"experts.{{expert}}.{down}.weight",),
+    }
 
 
 def read_decoder(config: HFConfig, **transformer: Any) -> Architecture:

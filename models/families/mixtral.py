@@ -1,6 +1,6 @@
 """Mixtral: experts in every layer, softmax over the chosen ones, no query/key norms."""
 
-from models.families.decoder import ATTENTION, EMBEDDINGS, ENGINE_FUSIONS, moe_mlp, read_decoder
+from models.families.decoder import ATTENTION, EMBEDDINGS, ENGINE_FUSIONS, moe_fusions, moe_mlp, read_decoder
 from models.spec import Architecture, Family, HFConfig
 
 
@@ -21,5 +21,5 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     read=read,
     table=(*EMBEDDINGS, *ATTENTION, *moe_mlp("block_sparse_moe", "w1", "w3", "w2")),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fusions=ENGINE_FUSIONS | moe_fusions("w1", "w3", "w2"),
 )

@@ -6,6 +6,7 @@ from models.families.decoder import (
     EMBEDDINGS,
     ENGINE_FUSIONS,
     QK_NORMS,
+    moe_fusions,
     moe_mlp,
     read_decoder,
 )
@@ -31,5 +32,5 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     read=read,
     table=(*EMBEDDINGS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
-    engine_fusions=ENGINE_FUSIONS,
+    engine_fusions=ENGINE_FUSIONS | moe_fusions("gate_proj", "up_proj", "down_proj"),
 )

@@ -72,7 +72,7 @@ def _end(signum: int, frame: object) -> None:
 def with_default_experiment(argv: list[str]) -> list[str]:
     """Add `experiment=quickstart` where neither an experiment nor a model is named: it runs on any machine."""
     named = any(a.lstrip("+").startswith(("experiment=", "model.path=")) for a in argv)
-    return argv if named else [*argv, "experiment=quickstart"]
+    return argv if named else ["experiment=quickstart", *argv]  # first: flags may follow
 
 
 def checked(argv: list[str]) -> list[str]:

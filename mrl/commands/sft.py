@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from mrl import build
+from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
 
@@ -11,7 +12,7 @@ from mrl.config import Config
 def job(config: Config) -> None:
     """One run: train on `sft.train`, write `sft.output` (default: hf/ in the run's folder) and a checkpoint."""
     try:
-        plan = build.plan_sft(config)
+        plan = planning.plan_supervised(config)
     except ValueError as error:
         hydra_app.refuse(error)
     output = config.sft.output or str(Path(config.run.dir) / "hf")

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from mrl import build
+from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.trainer import Result
@@ -12,7 +13,7 @@ from mrl.trainer import Result
 def job(config: Config) -> None:
     """One run."""
     try:
-        plan = build.plan(config)
+        plan = planning.plan_training(config)
     except ValueError as error:
         hydra_app.refuse(error)
     with build.trainer(plan) as trainer:

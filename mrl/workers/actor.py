@@ -32,11 +32,11 @@ class Actor(TrainedModel):
         Log-probabilities are those of logits / temperature. The old ones, before the first step, are computed beforehand
         except for the first mini-batch, whose own are those. Raises FloatingPointError when a gradient is not finite.
         """
-        head = partial(self._head, temperature=temperature)
+        head = partial(self.head, temperature=temperature)
         mini_batches = [self.micro_batches(block, share) for share in shares]
         for micros in mini_batches[1:]:
-            old = [output[0] for output in self.forward(micros, head)]
-            micros[:] = [micro.after(logprobs) for micro, logprobs in zip(micros, old)] or micros
+            for number, output in enumerate(self.forward(micros, head)):  # none except on the last pipeline stage
+                micros[number] = micros[number].after(output[0])
         reports = []
         for micros, share, lr in zip(mini_batches, shares, lrs, strict=True):
             start = time.perf_counter()
@@ -49,10 +49,10 @@ class Actor(TrainedModel):
     def compute_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities [R] of the response tokens of each micro-batch; empty except on the last pipeline stage."""
         micros = self.micro_batches(block, share)
-        outputs = self.forward(micros, partial(self._head, temperature=temperature))
+        outputs = self.forward(micros, partial(self.head, temperature=temperature))
         return self.gather_responses([output[0] for output in outputs], micros[: len(outputs)])
 
-    def _head(
+    def head(
         self,
         hidden: Tensor,  # [L, H]
         output_layer: torch.nn.Module,
@@ -62,7 +62,7 @@ class Actor(TrainedModel):
     ) -> Tensor:
         """[2, R here] log-probabilities of the response tokens, and entropies where they are predicted."""
         chosen = whole_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
-        weight = output_layer.weight if output_weight is None else output_weight
+        weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         both = linear_logprobs(
             chosen,
             weight,

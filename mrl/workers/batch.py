@@ -31,19 +31,20 @@ class MicroBatch:
     kept: Tensor  # [R here] which of the R
     num_responses: int  # R
     old_logprobs: Tensor | None = None  # [R here] before the rollout's first update; None: this is the first
+    routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the router chooses
 
     @classmethod
     def build(
         cls, block: TokenBlock, rows: Ints, share: Share, pack: Callable[[list[Segment]], PackedSequences]
     ) -> "MicroBatch":
         """Rows `rows` of `block`, in that order; without any, one token that counts for nothing."""
-        part = block.select(rows) if len(rows) else TokenBlock.from_lists([], [])
-        groups = None if share.groups is None else share.groups[rows]
-        segments, tokens, predict = _lay_out(part, groups)
+        part = block.select(rows) if len(rows) else _nothing(block)
+        groups = share.groups[rows] if share.groups is not None and len(rows) else None
+        segments, at, predict = _lay_out(part, groups)
         packed = pack(segments)
         local = packed.local_of[predict]
         (kept,) = np.nonzero(local >= 0)
-        where = np.repeat(np.arange(len(rows)), part.response_lengths)
+        where = np.repeat(np.arange(len(part.lengths)), part.response_lengths)
         position = np.arange(len(part.tokens)) - np.repeat(part.cu_seqlens[:-1], part.lengths)
         targets = part.tokens[position >= np.repeat(part.prompt_lengths, part.lengths)]
 
@@ -51,7 +52,7 @@ class MicroBatch:
             return torch.from_numpy(np.ascontiguousarray(values)).to(packed.position_ids.device)
 
         return cls(
-            tokens=column(np.where(packed.source >= 0, tokens[packed.source], 0)),
+            tokens=column(np.where(packed.source >= 0, part.tokens[at][packed.source], 0).astype(np.int64)),
             packed=packed,
             predict=column(local[kept]),
             targets=column(targets[kept].astype(np.int64)),
@@ -60,6 +61,7 @@ class MicroBatch:
             weights=column(share.weights[rows][where[kept]]),
             kept=column(kept),
             num_responses=len(where),
+            routing=None if part.routed_experts is None else column(_routing(part, at, packed.source)),
         )
 
     def after(self, old_logprobs: Tensor) -> "MicroBatch":
@@ -67,34 +69,53 @@ class MicroBatch:
         return replace(self, old_logprobs=old_logprobs)
 
 
+def _nothing(block: TokenBlock) -> TokenBlock:
+    """One token and no response, with the columns of `block`."""
+    routing = None if block.routed_experts is None else np.full((1, *block.routed_experts.shape[1:]), -1, np.int16)
+    empty = TokenBlock.from_lists([[0]], [[]])
+    return replace(empty, routed_experts=routing)
+
+
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
-    """(segments, [S] their tokens, [R] which of S predicts each response token).
+    """(segments, [S] which of the block's tokens they hold, [R] which of S predicts each response token).
 
     With `groups`, rows of one group stand under one prompt; without, each row is a segment.
     """
-    if not len(part.lengths):
-        return [Segment(1)], np.zeros(1, np.int64), np.empty(0, np.int64)
+    starts, ends = part.cu_seqlens[:-1], part.cu_seqlens[1:]
     if groups is None:
-        position = np.arange(len(part.tokens)) - np.repeat(part.cu_seqlens[:-1], part.lengths)
-        (at,) = np.nonzero(position >= np.repeat(part.prompt_lengths, part.lengths))
-        return [Segment(int(length)) for length in part.lengths], part.tokens.astype(np.int64), at - 1
+        position = np.arange(len(part.tokens)) - np.repeat(starts, part.lengths)
+        (response,) = np.nonzero(position >= np.repeat(part.prompt_lengths, part.lengths))
+        return [Segment(int(length)) for length in part.lengths], np.arange(len(part.tokens)), response - 1
     segments: list[Segment] = []
-    pieces: list[NDArray] = []
-    prompts: dict[int, tuple[int, int]] = {}  # group -> (segment, its last token among S)
-    predict: list[Ints] = []
+    pieces: list[Ints] = [np.empty(0, np.int64)]
+    predict: list[Ints] = [np.empty(0, np.int64)]
+    prompts: dict[int, tuple[int, int, int]] = {}  # group -> (segment, its last token among S, its row)
     end = 0
     for row, group in enumerate(groups.tolist()):
+        middle = int(starts[row] + part.prompt_lengths[row])
         if group not in prompts:
-            prompt = part.prompt(row)
-            end += len(prompt)
-            prompts[group] = (len(segments), end - 1)
-            segments.append(Segment(len(prompt)))
-            pieces.append(prompt)
-        parent, last = prompts[group]
-        response = part.response(row)
-        assert np.array_equal(part.prompt(row), pieces[parent]), f"group {group} has more than one prompt"
-        segments.append(Segment(len(response), parent))
-        pieces.append(response)
-        predict.append(np.concatenate([[last], np.arange(end, end + len(response) - 1)]))
-        end += len(response)
-    return segments, np.concatenate(pieces).astype(np.int64), np.concatenate(predict)
+            pieces.append(np.arange(starts[row], middle))
+            end += len(pieces[-1])
+            prompts[group] = (len(segments), end - 1, row)
+            segments.append(Segment(len(pieces[-1])))
+        parent, last, first = prompts[group]
+        assert np.array_equal(part.prompt(row), part.prompt(first)), f"group {group} has more than one prompt"
+        pieces.append(np.arange(middle, ends[row]))
+        segments.append(Segment(len(pieces[-1]), parent))
+        predict.append(np.concatenate([[last], np.arange(end, end + len(pieces[-1]) - 1)]))
+        end += len(pieces[-1])
+    return segments, np.concatenate(pieces), np.concatenate(predict)
+
+
+def _routing(part: TokenBlock, at: Ints, source: Ints) -> NDArray[np.int64]:
+    """[L, layers, topk] experts of this rank's tokens.
+
+    Tokens that the engine never computed, and those that only pad, are seen by nobody and go where it is evenly spread.
+    """
+    assert part.routed_experts is not None, "callers look first"
+    chosen = part.routed_experts[at][source].astype(np.int64)
+    nobody = (source < 0)[:, None, None] | (chosen < 0)
+    num_experts = int(part.routed_experts.max()) + 1
+    topk = chosen.shape[-1]
+    spread = (np.arange(len(source))[:, None, None] * topk + np.arange(topk)) % max(num_experts, topk)
+    return np.where(nobody, spread, chosen)

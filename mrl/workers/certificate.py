@@ -1,21 +1,34 @@
 """One step of a model, looked at from all sides: what `mrl certify` and the parity tests compare between layouts."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.types import Share, TokenBlock
-from mrl.workers.actor import Actor, policy_loss
-from mrl.workers.critic import Critic, value_loss
-from mrl.workers.model import summarise
-from parallel import groups
+Tensors = Mapping[str, NDArray]
 
-Tensors = dict[str, NDArray]
+
+class TensorFile(Mapping):
+    """Tensors in a safetensors file by name, read one at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        with safe_open(self.path, "numpy") as file:
+            self._names = tuple(file.keys())
+
+    def __getitem__(self, name: str) -> NDArray:
+        with safe_open(self.path, "numpy") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)
@@ -24,9 +37,11 @@ class Trace:
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    outputs: dict[int, NDArray] = field(default_factory=dict)  # row of the block -> [R of the row] log-probabilities or values
-    gradients: Tensors = field(default_factory=dict)  # by Hugging Face name
-    weights: Tensors = field(default_factory=dict)  # after the step
+    outputs: dict[int, NDArray] = field(
+        default_factory=dict
+    )  # row of the block -> [R of the row] log-probabilities or values
+    gradients: Tensors = field(default_factory=dict)  # by Hugging Face name, on rank 0
+    weights: Tensors = field(default_factory=dict)  # after the step, on rank 0
 
     @classmethod
     def joined(cls, traces: Sequence["Trace"]) -> "Trace":
@@ -35,49 +50,20 @@ class Trace:
         loss = sum(trace.loss for trace in traces)
         return cls(loss, traces[0].grad_norm, outputs, traces[0].gradients, traces[0].weights)
 
-
-def trace_actor(actor: Actor, block: TokenBlock, share: Share, loss: Loss, lr: float, temperature: float) -> Trace:
-    """Log-probabilities, then one optimizer step of an actor; every rank of the layout calls this."""
-    columns = actor.compute_logprobs(block, share, temperature)
-    head = partial(actor._head, temperature=temperature)
-    return _trace(actor, block, share, columns, head, partial(policy_loss, loss=loss), lr)
-
-
-def trace_critic(critic: Critic, block: TokenBlock, share: Share, loss: ValueLoss, lr: float) -> Trace:
-    """Values, then one optimizer step of a critic; every rank of the layout calls this."""
-    columns = critic.compute_values(block, share)
-    return _trace(critic, block, share, columns, critic._head, partial(value_loss, loss=loss), lr)
-
-
-def _trace(model, block: TokenBlock, share: Share, columns: list[Tensor], head, loss_of, lr: float) -> Trace:
-    reports = model.accumulate(model.micro_batches(block, share), head, loss_of, share, whole=True)
-    gradients = _whole(model, model.gradients())
-    grad_norm = model.step(lr)
-    is_head = groups.tp_group().rank() == 0 and groups.is_last_stage()
-    loss = summarise(reports, {}).sums.get("loss", 0.0) if is_head else 0.0
-    outputs = _by_row(block, share, columns) if is_head and groups.cp_group().rank() == 0 else {}
-    return Trace(loss, grad_norm, outputs, gradients, _whole(model, model.export()))
+    def stored(self, folder: str | Path) -> "Trace":
+        """The same, with the tensors of rank 0 in files, which another process may read from."""
+        if not self.weights:
+            return self
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name in ("gradients", "weights"):
+            path = Path(folder) / f"{name}.safetensors"
+            save_file(dict(getattr(self, name)), path)
+            files[name] = TensorFile(path)
+        return replace(self, **files)
 
 
-def _by_row(block: TokenBlock, share: Share, columns: list[Tensor]) -> dict[int, NDArray]:
-    found = {}
-    for rows, column in zip(share.micro_batches, columns, strict=True):
-        ends = np.cumsum(block.response_lengths[rows])[:-1]
-        found |= dict(zip(rows.tolist(), np.split(column.float().cpu().numpy(), ends), strict=False))
-    return found
-
-
-def _whole(model, tensors) -> Tensors:
-    """All tensors on rank 0, which takes them from the others; nothing elsewhere."""
-    if not model.takes_part:
-        return {}
-    import torch.distributed as dist
-
-    kept = {}
-    for name, tensor in tensors:
-        if dist.get_rank() == 0:
-            kept[name] = tensor.detach().float().cpu().numpy().copy()
-    return kept
+OUTPUTS = "log-probabilities or values"
 
 
 @dataclass(frozen=True)
@@ -87,17 +73,17 @@ class Difference:
     name: str
     absolute: float  # largest difference of two elements
     relative: float  # the same, over the largest element of the reference
-    tolerance: float  # of `relative` for numbers and tensors, of `absolute` for log-probabilities
+    tolerance: float  # of `relative` for numbers and tensors, of `absolute` for log-probabilities and values
 
     @property
     def within(self) -> bool:
-        return (self.absolute if self.name == "outputs" else self.relative) <= self.tolerance
+        return (self.absolute if self.name == OUTPUTS else self.relative) <= self.tolerance
 
 
 def compare(reference: Trace, other: Trace, tolerance: float = 2e-5, outputs: float = 1e-5) -> list[Difference]:
     """Differences of everything, in the order in which a step makes it; a row or tensor that is missing is infinite."""
     found = [
-        _difference("outputs", _joined(reference.outputs), _joined(other.outputs), outputs),
+        _difference(OUTPUTS, _joined(reference.outputs), _joined(other.outputs), outputs),
         _difference("loss", np.array([reference.loss]), np.array([other.loss]), tolerance),
         _difference("gradient norm", np.array([reference.grad_norm]), np.array([other.grad_norm]), tolerance),
     ]
@@ -105,11 +91,9 @@ def compare(reference: Trace, other: Trace, tolerance: float = 2e-5, outputs: fl
         ("gradient", reference.gradients, other.gradients),
         ("weight", reference.weights, other.weights),
     ):
-        for name in mine | theirs:
+        for name in dict.fromkeys([*mine, *theirs]):
             missing = np.empty(0)
-            found.append(
-                _difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance)
-            )
+            found.append(_difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance))
     return found
 
 

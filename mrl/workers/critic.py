@@ -25,17 +25,17 @@ class Critic(TrainedModel):
         """One optimizer step towards the share's returns, which stand where the actor's have advantages."""
         micros = self.micro_batches(block, share)
         start = time.perf_counter()
-        found = self.accumulate(micros, self._head, partial(value_loss, loss=loss), share)
+        found = self.accumulate(micros, self.head, partial(value_loss, loss=loss), share)
         grad_norm = self.step(lr)
         return summarise(found, {"optim/critic_grad_norm": grad_norm, "seconds": time.perf_counter() - start})
 
     def compute_values(self, block: TokenBlock, share: Share) -> list[Tensor]:
         """Values [R] before each response token of each micro-batch; empty except on the last pipeline stage."""
         micros = self.micro_batches(block, share)
-        outputs = self.forward(micros, self._head)
+        outputs = self.forward(micros, self.head)
         return self.gather_responses([output[0] for output in outputs], micros[: len(outputs)])
 
-    def _head(
+    def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
     ) -> Tensor:
         """[1, R here] values, from [L, H] hidden states."""

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from mrl.types import TrainBatch, UpdateReport
+from mrl.workers.certificate import Trace
 from mrl.workers.plan import Packing, Plan, plan_step
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
@@ -22,10 +23,10 @@ class WorkerGroup:
         self.workers = [remote.remote(rank, dims, log_dir) for rank in range(dims.world_size)]
         self._ready: list[Any] = []
 
-    def start(self, spec: Any, seed: int, timeout_s: float) -> None:
+    def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:
         """Begin building the model on every rank; `wait_ready` waits for it."""
         address = self.workers[0].address.remote()  # Ray hands the value on when it is there
-        self._ready = [w.setup.remote(spec, seed, address, timeout_s) for w in self.workers]
+        self._ready = [w.setup.remote(spec, seed, address, timeout_s, critic) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has its model; raises the first rank's error, or GetTimeoutError."""
@@ -54,6 +55,15 @@ class WorkerGroup:
             futures.append(worker.update.remote(steps[0].block, shares, lrs=lrs, **how))
         reports = ray.get(futures, timeout=self.timeout_s)
         return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
+
+    def trace(self, step: TrainBatch, packing: Packing, *, aggregation: str, **how: Any) -> Trace:
+        """One optimizer step, looked at from all sides; `how`: loss, lr, temperature and folder."""
+        plan = plan_step(step, self.dims, packing, aggregation)
+        futures = [
+            worker.trace.remote(step.block, plan.shares[self.dims.coords(rank).dp], **how)
+            for rank, worker in enumerate(self.workers)
+        ]
+        return Trace.joined(ray.get(futures, timeout=self.timeout_s))
 
     def _add_up(self, reports: Sequence[UpdateReport], plan: Plan) -> UpdateReport:
         """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""

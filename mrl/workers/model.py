@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from models.build import Head, build_model
@@ -116,7 +114,7 @@ class TrainedModel:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole gradient) after `accumulate(whole=True)`; iterate along as with `export`."""
-        return self.bridge.export(lambda param: param.main_grad, torch.float32)
+        return self.bridge.export(_gradient, torch.float32)
 
     @property
     def takes_part(self) -> bool:
@@ -140,6 +138,10 @@ class TrainedModel:
         checkpoint.load(folder, self.chunks, self.optimizer)
 
 
+def _gradient(param: Tensor) -> Tensor:
+    return param.main_grad  # type: ignore[missing-attribute]  # Megatron's buffers add it
+
+
 def summarise(reports: list[Report], maxima: dict[str, float]) -> UpdateReport:
     """Add up the micro-batches' numbers; sums and maxima are told apart by their prefix."""
     sums: dict[str, float] = {}
@@ -157,8 +159,3 @@ def summarise(reports: list[Report], maxima: dict[str, float]) -> UpdateReport:
 def largest(values: Tensor) -> Tensor:
     """The maximum, or minus infinity where there is nothing."""
     return values.max() if values.numel() else values.new_full((), float("-inf"))
-
-
-def rows_of(share: Share) -> NDArray[np.int64]:
-    """All rows of a share, micro-batch after micro-batch."""
-    return np.concatenate([np.empty(0, np.int64), *share.micro_batches])

@@ -1,6 +1,6 @@
 """Cuts optimizer steps out of a batch, and each step over replicas and micro-batches: pure arithmetic on lengths."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ class Packing:
 
     max_tokens: int  # in one pack
     share_prompts: bool = True  # compute a group's prompt once
-    cost: CostModel = CostModel()  # of a sequence, by its length
+    cost: CostModel = field(default_factory=CostModel)  # of a sequence, by its length
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregati
     return Plan(shares, _numbers(batch, units, replicas))
 
 
-def _numbers(
-    batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]
-) -> dict[str, float]:
+def _numbers(batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
     everything, trained = lengths[batch.counted].sum(), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)

@@ -10,6 +10,7 @@ from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
 
+
 def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, rng.integers(1, 9)).tolist() for _ in range(num_rows)]

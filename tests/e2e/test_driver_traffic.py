@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from mrl import build
 from mrl.commands import hydra_app
 from mrl.config import from_hydra
+from mrl.plan import plan_training
 from mrl.rollout import recording
 from mrl.types import TokenBlock
 
@@ -79,7 +80,7 @@ def trainer(quickstart, tmp_path):
     hydra_app.register_schema()
     with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
         config = from_hydra(compose("config", [*quickstart, *more]))
-    with build.trainer(build.plan(config)) as built:
+    with build.trainer(plan_training(config)) as built:
         yield built, blocks
 
 

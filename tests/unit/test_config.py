@@ -7,9 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.megatron_fields import DECIDED
-from mrl.build import check_megatron, construct, make_inputs, plug_in
 from mrl.commands import hydra_app
 from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
+from mrl.plan import check_megatron, make_inputs
+from mrl.plugin import construct, plug_in
 
 
 def composed(**overrides):

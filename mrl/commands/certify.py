@@ -1,0 +1,61 @@
+"""`mrl certify`: does this layout compute what one process computes?"""
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from mrl import build
+from mrl import plan as planning
+from mrl.commands import hydra_app
+from mrl.config import Config
+from mrl.plugin import plug_in
+from mrl.workers.certificate import Difference
+
+
+def job(config: Config) -> None:
+    """One certificate: a table for people, certificate.json for programs, status 1 where a number is out of tolerance."""
+    try:
+        loss = None if config.certify.critic else plug_in(config.algorithm.loss, "algorithm.loss")
+        plan = planning.plan_certificate(config)
+    except ValueError as error:
+        hydra_app.refuse(error)
+    differences = build.certify(plan, loss)
+    path = Path(config.run.dir) / "certificate.json"
+    path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
+    show(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.model.dtype}")
+    wrong = [d for d in differences if not d.within]
+    if wrong:
+        first = wrong[0]
+        sys.stdout.write(
+            f"NOT EQUAL: {len(wrong)} of {len(differences)} differ; first: {first.name}, relative {first.relative:.1e}, "
+            f"absolute {first.absolute:.1e}, tolerance {first.tolerance:.0e}\nall numbers: {path}\n"
+        )
+        raise SystemExit(1)
+    sys.stdout.write(f"equal: {len(differences)} numbers and tensors agree with one process\nall numbers: {path}\n")
+
+
+def show(differences: list[Difference], title: str) -> None:
+    """Print the worst difference of each kind of number; layers and experts are one kind."""
+    from rich.console import Console  # not needed by `mrl --help`
+    from rich.table import Table
+
+    kinds: dict[str, list[Difference]] = {}
+    for difference in differences:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", difference.name), []).append(difference)
+    table = Table("what", "tensors", "largest absolute", "largest relative", "", title=f"{title} / one process")
+    for kind, members in kinds.items():
+        absolute, relative = (max(getattr(d, name) for d in members) for name in ("absolute", "relative"))
+        mark = "equal" if all(d.within for d in members) else "[bold red]DIFFERS"
+        table.add_row(kind, str(len(members)), f"{absolute:.1e}", f"{relative:.1e}", mark)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `mrl certify`."""
+    return hydra_app.run(argv, job)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

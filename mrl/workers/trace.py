@@ -1,0 +1,61 @@
+"""Takes the certificate's trace of one step, on every rank of a layout."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.types import Share, TokenBlock
+from mrl.workers.actor import Actor, policy_loss
+from mrl.workers.certificate import Trace
+from mrl.workers.critic import Critic, value_loss
+from mrl.workers.model import TrainedModel, summarise
+from parallel import groups
+
+
+def trace(
+    model: Actor | Critic, block: TokenBlock, share: Share, loss: Loss | None, lr: float, temperature: float
+) -> Trace:
+    """Log-probabilities or values, then one optimizer step; a critic needs no loss. Every rank of the layout calls this."""
+    if isinstance(model, Critic):
+        columns = model.compute_values(block, share)
+        return _trace(model, block, share, columns, model.head, partial(value_loss, loss=ValueLoss()), lr)
+    assert loss is not None, "an actor is trained with a loss"
+    columns = model.compute_logprobs(block, share, temperature)
+    head = partial(model.head, temperature=temperature)
+    return _trace(model, block, share, columns, head, partial(policy_loss, loss=loss), lr)
+
+
+def _trace(
+    model: TrainedModel, block: TokenBlock, share: Share, columns: list[Tensor], head, loss_of, lr: float
+) -> Trace:
+    reports = model.accumulate(model.micro_batches(block, share), head, loss_of, share, whole=True)
+    gradients = _whole(model, model.gradients())
+    grad_norm = model.step(lr)
+    is_head = groups.tp_group().rank() == 0 and groups.is_last_stage()
+    loss = summarise(reports, {}).sums.get("loss", 0.0) if is_head else 0.0
+    outputs = _by_row(block, share, columns) if is_head and groups.cp_group().rank() == 0 else {}
+    return Trace(loss, grad_norm, outputs, gradients, _whole(model, model.export()))
+
+
+def _by_row(block: TokenBlock, share: Share, columns: list[Tensor]) -> dict[int, NDArray]:
+    found = {}
+    for rows, column in zip(share.micro_batches, columns, strict=True):
+        ends = np.cumsum(block.response_lengths[rows])[:-1]
+        found |= dict(zip(rows.tolist(), np.split(column.float().cpu().numpy(), ends), strict=False))
+    return found
+
+
+def _whole(model: TrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, NDArray]:
+    """All tensors on rank 0, which takes them from the others; nothing elsewhere."""
+    if not model.takes_part:
+        return {}
+    kept = {}
+    for name, tensor in tensors:
+        if dist.get_rank() == 0:
+            kept[name] = tensor.detach().float().cpu().numpy().copy()
+    return kept
