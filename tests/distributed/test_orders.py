@@ -23,7 +23,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
     from dataclasses import replace
 
     from mrl.workers.actor import Actor
-    from mrl.workers.certificate import trace_actor
+    from mrl.workers.trace import trace
 
     found = []
     for order, max_tokens in cases:
@@ -33,9 +33,10 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         rows = np.arange(len(groups))
         batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
         step = plan_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
-        actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4), {}))
-        trace = trace_actor(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
-        found.append(replace(trace, outputs={int(order[row]): column for row, column in trace.outputs.items()}))
+        actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}))
+        step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
+        outputs = {int(order[row]): column for row, column in step_seen.outputs.items()}
+        found.append(replace(step_seen, outputs=outputs))
     return found
 
 

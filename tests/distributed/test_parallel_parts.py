@@ -18,11 +18,12 @@ LAYOUTS = [
 
 
 def group_places(rank: int):
+    from megatron.core.parallel_state import get_data_parallel_group
     from torch.distributed import get_process_group_ranks
 
     from parallel import groups
 
-    tp, cp, dp, pp = groups.tp_group(), groups.cp_group(), groups.dp_group(), groups.pp_group()
+    tp, cp, dp, pp = groups.tp_group(), groups.cp_group(), get_data_parallel_group(), groups.pp_group()
     experts = [get_process_group_ranks(group) for group in (groups.etp_group(), groups.ep_group())]
     summed = get_process_group_ranks(groups.dp_cp_group())
     ends = groups.is_first_stage(), groups.is_last_stage()

@@ -68,6 +68,15 @@ def test_without_either_there_is_one_replica():
 
 
 @many
+@given(small, small, st.integers(1, 9), st.sampled_from([None, 1, 2, 3, 5]))
+def test_without_either_there_are_as_few_replicas_as_the_experts_need(tp, cp, ep, etp):
+    found = ParallelDims.of_world(None, None, tp=tp, cp=cp, ep=ep, etp=etp)
+    for dp in range(1, found.dp):
+        with pytest.raises(ValueError, match="does not divide"):
+            ParallelDims(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
+
+
+@many
 @given(st.integers(-5, 40), small, small, small)
 def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, tp, cp, pp):
     one = tp * cp * pp
