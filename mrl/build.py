@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.algorithms.losses import Loss
-from mrl.certify import TOLERANCES, Certification
+from mrl.certify import Certification
 from mrl.config import Config, SftConfig
 from mrl.data.prompts import PromptStream
 from mrl.placement import Phases, ray_cluster
@@ -20,7 +20,7 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.sft import SupervisedStage
 from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
-from mrl.workers.certificate import Difference
+from mrl.workers.certificate import TOLERANCES, Difference
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy
 from mrl.workers.spec import ModelSpec
@@ -42,7 +42,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[Difference]:
             aggregation=config.algorithm.aggregation,
             temperature=config.rollout.temperature,
             folder=str(Path(config.run.dir).resolve()),
-            tolerance=config.certify.tolerance or TOLERANCES[config.model.dtype],
+            within=TOLERANCES[config.model.dtype],
             start=partial(_trainers, plan, options=options, critic=loss is None),
         )
         return job.run(plan.dims)

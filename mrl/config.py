@@ -132,7 +132,6 @@ class CertifyConfig:
     response_tokens: int = 40  # longest response; lengths are drawn
     critic: bool = False  # a critic with a value head in place of the actor
     lr: float = 1e-4  # of the one step
-    tolerance: float | None = None  # largest relative difference; default: 2e-5 in float32, 5e-2 in bfloat16
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,22 @@ class WorkerGroup:
 
     def trace(self, step: TrainBatch, packing: Packing, *, aggregation: str, **how: Any) -> Trace:
         """One optimizer step, looked at from all sides; `how`: loss, lr, temperature and folder."""
+        return Trace.joined(self._on_shares("trace", step, packing, aggregation, how))
+
+    def look(self, step: TrainBatch, packing: Packing, *, aggregation: str, temperature: float) -> dict[int, Any]:
+        """Row of the block -> [R of the row] log-probabilities or values under the current weights."""
+        parts = self._on_shares("look", step, packing, aggregation, dict(temperature=temperature))
+        return {row: column for part in parts for row, column in part.items()}
+
+    def _on_shares(
+        self, method: str, step: TrainBatch, packing: Packing, aggregation: str, how: dict[str, Any]
+    ) -> list[Any]:
         plan = plan_step(step, self.dims, packing, aggregation)
         futures = [
-            worker.trace.remote(step.block, plan.shares[self.dims.coords(rank).dp], **how)
+            getattr(worker, method).remote(step.block, plan.shares[self.dims.coords(rank).dp], **how)
             for rank, worker in enumerate(self.workers)
         ]
-        return Trace.joined(ray.get(futures, timeout=self.timeout_s))
+        return ray.get(futures, timeout=self.timeout_s)
 
     def _add_up(self, reports: Sequence[UpdateReport], plan: Plan) -> UpdateReport:
         """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""

@@ -20,26 +20,33 @@ from parallel import groups
 def trace(
     model: Actor | Critic, block: TokenBlock, share: Share, loss: Loss | None, lr: float, temperature: float
 ) -> Trace:
-    """Log-probabilities or values, then one optimizer step; a critic needs no loss. Every rank of the layout calls this."""
+    """Log-probabilities or values, then one optimizer step; a critic needs no loss. Every rank of the layout calls this.
+
+    The block's rollout log-probabilities are the old ones: on policy a ratio of 1 would hide the model from the loss.
+    """
     if isinstance(model, Critic):
-        columns = model.compute_values(block, share)
-        return _trace(model, block, share, columns, model.head, partial(value_loss, loss=ValueLoss()), lr)
-    assert loss is not None, "an actor is trained with a loss"
-    columns = model.compute_logprobs(block, share, temperature)
-    head = partial(model.head, temperature=temperature)
-    return _trace(model, block, share, columns, head, partial(policy_loss, loss=loss), lr)
-
-
-def _trace(
-    model: TrainedModel, block: TokenBlock, share: Share, columns: list[Tensor], head, loss_of, lr: float
-) -> Trace:
-    reports = model.accumulate(model.micro_batches(block, share), head, loss_of, share, whole=True)
+        head, loss_of = model.head, partial(value_loss, loss=ValueLoss())
+    else:
+        assert loss is not None, "an actor is trained with a loss"
+        head, loss_of = partial(model.head, temperature=temperature), partial(policy_loss, loss=loss)
+    outputs = look(model, block, share, temperature)
+    micros = [micro.after(micro.rollout_logprobs) for micro in model.micro_batches(block, share)]
+    reports = model.accumulate(micros, head, loss_of, share, whole=True)
     gradients = _whole(model, model.gradients())
     grad_norm = model.step(lr)
     is_head = groups.tp_group().rank() == 0 and groups.is_last_stage()
-    loss = summarise(reports, {}).sums.get("loss", 0.0) if is_head else 0.0
-    outputs = _by_row(block, share, columns) if is_head and groups.cp_group().rank() == 0 else {}
-    return Trace(loss, grad_norm, outputs, gradients, _whole(model, model.export()))
+    total = summarise(reports, {}).sums.get("loss", 0.0) if is_head else 0.0
+    return Trace(total, grad_norm, outputs, gradients, _whole(model, model.export()))
+
+
+def look(model: Actor | Critic, block: TokenBlock, share: Share, temperature: float) -> dict[int, NDArray]:
+    """Log-probabilities or values by row, on one rank of those that have them; nothing on the others."""
+    if isinstance(model, Critic):
+        columns = model.compute_values(block, share)
+    else:
+        columns = model.compute_logprobs(block, share, temperature)
+    is_first = groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0
+    return _by_row(block, share, columns) if is_first and groups.is_last_stage() else {}
 
 
 def _by_row(block: TokenBlock, share: Share, columns: list[Tensor]) -> dict[int, NDArray]:

@@ -80,6 +80,12 @@ class TrainWorker:
 
         return trace(self.model, block, share, loss, lr, temperature).stored(folder)
 
+    def look(self, block: TokenBlock, share: Share, temperature: float) -> dict[int, Any]:
+        """Row -> log-probabilities or values, on one rank of those that have them."""
+        from mrl.workers.trace import look
+
+        return look(self.model, block, share, temperature)
+
     def connect_engines(self, urls: list[str], **settings: Any) -> None:
         """Open the way to the engines; only the rank that sends does anything."""
         if self.rank > 0 or not urls:  # without engines (a replay) there is nowhere to send to

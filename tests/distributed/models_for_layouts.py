@@ -55,7 +55,7 @@ def groups_of_responses(num_groups: int = 5, size: int = 4) -> tuple[TokenBlock,
         prompt = rng.integers(0, VOCAB, rng.integers(2, 12)).tolist()
         prompts += [prompt] * size
         responses += [rng.integers(0, VOCAB, rng.integers(1, 14)).tolist() for _ in range(size)]
-    logprobs = [[-1.0] * len(response) for response in responses]
+    logprobs = [rng.normal(-3.7, 1.0, len(response)).tolist() for response in responses]  # about log(1 / VOCAB)
     block = TokenBlock.from_lists(prompts, responses, logprobs)
     advantages = rng.normal(size=len(prompts)).astype(np.float32)
     return block, np.repeat(np.arange(num_groups), size), advantages
