@@ -1,0 +1,111 @@
+"""What a training step saves by not computing what cannot change the gradient, and that the gradient stays the same.
+
+    python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5]
+
+    groups of zero advantage  left out, as `algorithm.skip_zero_advantage` does, beside training all of them
+    shared prompts            a prompt of 16 responses computed once (`Packing.share_prompts`), beside 16 times
+
+Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `Actor.update` (rows to packs,
+forward, backward, optimizer step), interleaved in one process. Gradients are compared tensor by tensor: the largest
+difference of two elements over the tensor's largest element.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import one_process
+from one_process import Sizes, gradients_of, interleaved, largest_difference, ratio
+from rich.console import Console
+from rich.table import Table
+
+from mrl.types import TokenBlock, TrainBatch
+from mrl.workers.plan import Plan
+
+LR = 1e-9
+TOLERANCE = 2e-5  # of gradients, as in the parity tests
+MAX_TOKENS = 4096  # in one micro-batch
+ZERO_FRACTIONS = (0.0, 0.25, 0.45)
+RATIOS = {"1:8": (28, 228), "1:1": (128, 128), "8:1": (228, 28)}  # tokens of each prompt and of each response
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with a saving, and without."""
+
+    name: str
+    block: TokenBlock
+    saving: Plan
+    everything: Plan
+
+
+def zero_advantage(sizes: Sizes, fraction: float) -> Case:
+    """20 groups of 8, prompts shared in both; a batch of about 8k computed tokens before any is left out."""
+    sizes = replace(sizes, groups=20, responses=8, prompt=(16, 48), response=(8, 88))
+    block, batch = one_process.make_batch(sizes, fraction)
+    every = replace(batch, rows=batch.counted)
+    return Case(f"{fraction:.0%} of groups have advantage 0", block, *_plans(batch, every, (True, True)))
+
+
+def shared_prompts(sizes: Sizes, name: str) -> Case:
+    """2 prompts of 16 responses, 8192 tokens in whole rows."""
+    prompt, response = RATIOS[name]
+    sizes = replace(sizes, groups=2, responses=16, prompt=(prompt, prompt), response=(response, response))
+    block, batch = one_process.make_batch(sizes)
+    return Case(f"prompt:response {name}, 16 responses", block, *_plans(batch, batch, (True, False)))
+
+
+def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[Plan]:
+    for batch, share_prompts in zip((saving, everything), share, strict=True):
+        yield one_process.planned(batch, MAX_TOKENS, share_prompts)
+
+
+def measure(actor, case: Case, repeats: int) -> list[str]:
+    """The case's row of the table; raises AssertionError where the gradients differ."""
+    from mrl.algorithms.losses import PPOClip
+
+    found = [gradients_of(actor, case.block, plan.shares[0], PPOClip()) for plan in (case.everything, case.saving)]
+    difference = largest_difference(*found)
+    assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
+
+    def update(plan: Plan) -> Callable:
+        return lambda: actor.update(case.block, [plan.shares[0]], PPOClip(), [LR])
+
+    seconds = interleaved({"everything": update(case.everything), "saving": update(case.saving)}, repeats)
+    tokens = np.array([plan.numbers["batch/computed_tokens"] for plan in (case.everything, case.saving)])
+    return [
+        case.name,
+        f"{tokens[0]:.0f} -> {tokens[1]:.0f}",
+        f"{tokens[1] / tokens[0]:.3f}",
+        " -> ".join(f"{statistics.median(taken):.2f}" for taken in seconds.values()),
+        ratio(seconds["saving"], seconds["everything"]),
+        f"{difference:.1e}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    one_process.start()
+    from mrl.workers.actor import Actor  # Megatron, after start()
+
+    sizes = Sizes(args.hidden, args.layers, args.vocab, groups=0, responses=0, prompt=(0, 0), response=(0, 0))
+    actor = Actor(one_process.spec_of(one_process.write_model(sizes)))
+    table = Table(
+        "batch", "tokens", "ratio", "CPU-s", "ratio", "gradients", title="computed with the saving, of without"
+    )
+    cases = [zero_advantage(sizes, fraction) for fraction in ZERO_FRACTIONS]
+    cases += [shared_prompts(sizes, name) for name in RATIOS]
+    for case in cases:
+        table.add_row(*measure(actor, case, args.repeats))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What benchmarks of training in one process share: a random model, a batch of groups, and interleaved timing.
+
+Importing this prepares torch and Megatron for the machine, so it comes before `mrl.workers.actor`.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import atexit
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+
+from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.workers.plan import Packing, Plan, plan_step
+from mrl.workers.spec import ModelSpec
+from parallel import device
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+ALONE = ParallelDims()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model, a batch of groups, and the packs it is cut into."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    groups: int
+    responses: int  # per prompt
+    prompt: tuple[int, int]  # tokens, from ... to
+    response: tuple[int, int]
+    max_tokens: int = 2048  # in one micro-batch
+
+
+def start() -> None:
+    """One process, one thread, Megatron's groups of one."""
+    device.install()
+    torch.set_num_threads(1)
+    import mrl.workers.actor  # noqa: F401  all of Megatron, after install() and before a process group
+    from parallel import groups
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups.initialize(ALONE, seed=0)
+
+
+def write_model(sizes: Sizes) -> Path:
+    """A random Qwen3 in Hugging Face form, in a folder that this process removes at its end."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # heavy
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=3 * sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // 32,
+        num_key_value_heads=sizes.hidden // 64,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    folder = Path(tempfile.mkdtemp(prefix="mrl_benchmark_"))
+    atexit.register(shutil.rmtree, folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    """In one process, float32, at a learning rate too small to change what is measured."""
+    return ModelSpec(str(folder), ALONE, "float32", AdamW(lr=1e-9), {})
+
+
+def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, TrainBatch]:
+    """Random tokens and advantages of +-1 or so; the first `zero_fraction` of the groups has none, and is not trained."""
+    rng = np.random.default_rng(0)
+
+    def tokens(bounds: tuple[int, int]) -> list[int]:
+        return rng.integers(0, sizes.vocab, rng.integers(bounds[0], bounds[1] + 1)).tolist()
+
+    prompts = [prompt for _ in range(sizes.groups) for prompt in [tokens(sizes.prompt)] * sizes.responses]
+    responses = [tokens(sizes.response) for _ in prompts]
+    block = TokenBlock.from_lists(prompts, responses, [[-9.0] * len(response) for response in responses])
+    groups = np.repeat(np.arange(sizes.groups), sizes.responses)
+    advantages = rng.normal(size=len(prompts)).astype(np.float32)
+    advantages[groups < round(zero_fraction * sizes.groups)] = 0.0
+    rows, counted = np.flatnonzero(advantages), np.arange(len(prompts))
+    return block, TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, counted)
+
+
+def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> Plan:
+    """The step as training plans it."""
+    return plan_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
+
+
+def gradients_of(actor, block: TokenBlock, share: Share, loss) -> dict[str, NDArray]:
+    """Whole gradients by Hugging Face name; no step."""
+    from functools import partial  # only needed here
+
+    from mrl.workers.actor import policy_loss
+
+    head = partial(actor._head, temperature=1.0)
+    actor.accumulate(actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, whole=True)
+    return {name: gradient.numpy().copy() for name, gradient in actor.gradients()}
+
+
+def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
+    """Over all tensors, the largest difference of two elements over the tensor's largest element."""
+    assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
+    return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
+
+
+def interleaved(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """CPU-seconds of each way, run in turn `repeats` times after once unmeasured; the order turns round every time."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in track(range(repeats + 1), "measuring", console=Console(stderr=True), transient=True):
+        for name in list(ways) if repeat % 2 else reversed(list(ways)):
+            gc.collect()
+            start = time.process_time()
+            ways[name]()
+            if repeat:
+                seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
+    """Median (smallest to largest) of the ratios of runs that stood next to each other."""
+    ratios = [a / b for a, b in zip(seconds, base, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -1,0 +1,210 @@
+"""CPU time of a training step beside a bare Megatron step on the same model and tokens, in one process.
+
+    python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile]
+
+Ours is `Actor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, PPO's
+loss, backward, optimizer step. Bare is what a user of Megatron-Core writes: the same GPTModel and modules, Megatron's
+DDP, distributed optimizer and schedule, and the same micro-batches, packed before the clock starts; its loss is Megatron's
+`vocab_parallel_cross_entropy` times a mask of weight x advantage, summed. Its gradient is PPO's in the first step.
+
+    bare                  logits of all tokens, as GPTModel makes them from `labels`
+    bare, responses only  logits of the response positions alone, through GPTModel's `output_processor`
+    ours, whole rows      share_prompts=False: packs exactly as bare's
+    ours                  the default: a group's prompt is computed once
+"""
+
+import argparse
+import cProfile
+import pstats
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import one_process
+import torch
+from one_process import Sizes, interleaved, ratio
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mrl.types import Share, TokenBlock
+
+SIZES = {
+    "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
+    "toy": Sizes(128, 4, 30, groups=64, responses=8, prompt=(4, 8), response=(4, 8)),
+}
+LR = 1e-9  # Adam moves a weight by this much: float32 hardly notices, so that all ways train the same weights
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A bare micro-batch: L tokens."""
+
+    tokens: Tensor  # [1, L]
+    labels: Tensor  # [1, L] the next token; any where the mask is 0
+    mask: Tensor  # [1, L] what the position's cross-entropy counts for
+    packed: object  # PackedSeqParams
+    predict: Tensor  # [R] positions that are not masked
+
+
+class Bare:
+    """Megatron-Core as its own pre-training script uses it."""
+
+    def __init__(self, folder: Path, responses_only: bool) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from models.build import build_model
+        from models.conversion.bridge import Bridge
+        from models.conversion.hf_io import HFWeights
+        from models.spec import HFConfig
+
+        hf = HFConfig.load(folder)
+        (model,) = build_model(hf, one_process.ALONE, torch.float32)
+        Bridge(hf, [model], one_process.ALONE, "vocabulary").load(HFWeights(folder))
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.model = DistributedDataParallel(model.config, settings, model)
+        adam = OptimizerConfig(
+            optimizer="adam", lr=LR, weight_decay=0.0, adam_beta2=0.95, clip_grad=1.0, use_distributed_optimizer=True
+        )
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        model.config.grad_scale_func = self.optimizer.scale_loss
+        model.config.finalize_model_grads_func = finalize_model_grads
+        self.responses_only = responses_only
+        self.model.train()
+
+    def step(self, micros: list[Prepared]) -> tuple[float, float]:
+        """(loss, gradient norm) of one optimizer step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(micros),
+            model=self.model,
+            num_microbatches=len(micros),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        return sum(loss["loss"].item() for loss in losses), norm
+
+    def _forward(self, iterator, model):
+        micro = next(iterator)
+        how = dict(labels=micro.labels)
+        if self.responses_only:
+            how = dict(output_processor=_responses_only, output_processor_context=micro)
+        # packed_seq_params.position_ids: our rotary embedding reads them there, and GPTModel hands them on
+        losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **how)
+        mask = micro.mask[0, micro.predict] if self.responses_only else micro.mask
+
+        def loss_func(losses: Tensor):
+            loss = (losses * mask).sum()
+            return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}  # the mask has the denominator
+
+        return losses, loss_func
+
+
+def _responses_only(*, hidden_states: Tensor, output_layer, output_weight, context: Prepared, **unused) -> Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits, _ = output_layer(hidden_states.index_select(0, context.predict), weight=output_weight)
+    return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predict])
+
+
+def prepare(actor, block: TokenBlock, share: Share, with_advantages: bool) -> list[Prepared]:
+    """Bare micro-batches of the same rows in the same packs."""
+    found = []
+    for micro in actor.micro_batches(block, share):
+        labels, mask = micro.tokens.roll(-1), torch.zeros(len(micro.tokens))
+        assert torch.equal(labels[micro.predict], micro.targets), "the rows of a pack are not whole"
+        mask[micro.predict] = (micro.weights * (micro.advantages if with_advantages else 1.0)).float()
+        found.append(Prepared(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predict))
+    return found
+
+
+def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, shares: dict[str, Share]) -> None:
+    """Same cross-entropy and same norm of its gradient everywhere; same norm of PPO's gradient."""
+    from mrl.algorithms.losses import CrossEntropy, PPOClip
+
+    for loss, with_advantages in ((CrossEntropy(), False), (PPOClip(), True)):
+        found = {}
+        for name, share in shares.items():
+            report = update(share, loss)
+            found[name] = (report.sums["loss"], report.maxima["optim/grad_norm"])
+        micros = prepare(actor, block, shares["ours, whole rows"], with_advantages)
+        found |= {name: bare.step(micros) for name, bare in bares.items()}
+        (expected_loss, expected_norm), *others = found.values()
+        for what in others:
+            assert abs(what[1] / expected_norm - 1) < 1e-4, f"gradient norms differ: {found}"
+            # PPO's value is -A at a ratio of 1, the bare one's A x cross-entropy: only their gradients agree
+            assert with_advantages or abs(what[0] - expected_loss) < 1e-4, f"losses differ: {found}"
+        Console().print(f"{type(loss).__name__}: {found}")
+
+
+def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """(CPU-seconds by way, computed tokens by way)."""
+    one_process.start()
+    from mrl.algorithms.losses import PPOClip
+    from mrl.workers.actor import Actor
+
+    folder = one_process.write_model(sizes)
+    actor = Actor(one_process.spec_of(folder))
+    bares = {"bare": Bare(folder, False), "bare, responses only": Bare(folder, True)}
+    block, batch = one_process.make_batch(sizes)
+    plans = {
+        "ours, whole rows": one_process.planned(batch, sizes.max_tokens, share_prompts=False),
+        "ours": one_process.planned(batch, sizes.max_tokens, share_prompts=True),
+    }
+    shares = {name: plan.shares[0] for name, plan in plans.items()}
+
+    def update(share: Share, loss):
+        return actor.update(block, [share], loss, [LR])[0]
+
+    check(update, bares, actor, block, shares)
+    micros = prepare(actor, block, shares["ours, whole rows"], with_advantages=True)
+    ways: dict[str, Callable] = {name: lambda bare=bare: bare.step(micros) for name, bare in bares.items()}
+    ways |= {name: lambda share=share: update(share, PPOClip()) for name, share in shares.items()}
+    if profile:
+        for name in ("bare", "ours, whole rows"):
+            profile_of(name, ways[name])
+    tokens = {name: plan.numbers["batch/computed_tokens"] for name, plan in plans.items()}
+    counts = {name: len(share.micro_batches) for name, share in shares.items()}
+    Console().print(f"micro-batches {counts}, response tokens {batch.response_lengths.sum()}")
+    return interleaved(ways, repeats), dict.fromkeys(bares, tokens["ours, whole rows"]) | tokens
+
+
+def profile_of(name: str, way: Callable) -> None:
+    """Where a step's time goes, by Python function and by operator."""
+    way()
+    python = cProfile.Profile()
+    python.runcall(way)
+    Console().rule(name)
+    pstats.Stats(python).sort_stats("tottime").print_stats(25)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operators:
+        way()
+    print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=48))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", choices=SIZES, default="model")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="say first where the time goes")
+    args = parser.parse_args()
+    seconds, tokens = measure(SIZES[args.sizes], args.repeats, args.profile)
+    table = Table("step", "tokens", "CPU-s", "of bare", "of bare, responses only", title=f"{SIZES[args.sizes]}")
+    for name, taken in seconds.items():
+        against = [ratio(taken, seconds[base]) for base in ("bare", "bare, responses only")]
+        table.add_row(name, f"{tokens[name]:.0f}", f"{sorted(taken)[len(taken) // 2]:.3f}", *against)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
