@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +32,7 @@ from parallel.capabilities import capabilities
 from parallel.device import has_cuda
 from parallel.dims import ParallelDims
 from parallel.modules import PackedRotaryEmbedding, spec_provider
+from parallel.routing import PackedRouter
 
 logger = logging.getLogger(__name__)
 Head = Literal["vocabulary", "value"]
@@ -104,13 +105,14 @@ def _layer_spec(
     config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, moe: bool
 ) -> ModuleSpec:
     if moe:
-        mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
+        experts = MoESubmodules(experts=provider.grouped_mlp_modules(config.moe_grouped_gemm), router=PackedRouter)
+        mlp = partial(MoELayer, submodules=experts)
         norm = provider.layer_norm(rms_norm=True)
     else:
         linears = MLPSubmodules(
             linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
         )
-        mlp, norm = ModuleSpec(module=MLP, submodules=linears), IdentityOp
+        mlp, norm = partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

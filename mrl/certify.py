@@ -41,7 +41,7 @@ class Certification:
         with self.start(dims.alone()) as group:
             drift = rng.normal(scale=0.1, size=len(block.rollout_logprobs))  # as if older weights had sampled
             now = group.look(step, plain, aggregation=self.aggregation, temperature=self.temperature)
-            old = np.concatenate([now[row] for row in rows]) + drift
+            old = np.concatenate([now[row] for row in range(len(now))]) + drift
             step = replace(step, block=replace(block, rollout_logprobs=old.astype(np.float32)))
             expected = self._trace(group, step, plain, "one_process")
         with self.start(dims) as group:

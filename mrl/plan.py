@@ -64,7 +64,7 @@ def plan_training(config: Config) -> Plan:
         raise ValueError("data.train must name at least one parquet or jsonl file of prompts (see docs/data.md).")
     parts = dict(
         advantage=plug_in(config.algorithm.advantage, "algorithm.advantage"),
-        loss=plug_in(config.algorithm.loss, "algorithm.loss", needs=("zero_without_advantage",)),
+        loss=plug_in(config.algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
         reward=plug_in(config.reward, "reward"),
     )
     check_server_args(config.sglang)

@@ -94,7 +94,8 @@ def _on_cpu(factory):
 def _stand_in_for_cuda() -> None:
     cuda, main = torch.cuda, _Stream()
     cuda.current_device = lambda: CPU
-    cuda.set_device = cuda.synchronize = lambda *a: None
+    cuda.set_device = lambda *a: None
+    cuda.synchronize = lambda *a: None  # not the same object: torch keeps a table of functions by identity
     cuda.Stream, cuda.Event, cuda.stream = _Stream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main
     cuda.get_rng_state = lambda *a: torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,22 @@ class ParallelDims:
             )
 
     @classmethod
-    def of_world(cls, world_size: int | None, dp: int | None, **axes) -> "ParallelDims":
+    def of_world(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
         """Dimensions with `dp` filled in from the number of processes; raises ValueError where it does not factor.
 
         Without either, there are as few replicas as the experts need ranks for.
         """
         if world_size is None or dp is not None:
-            dims = cls(dp=_fewest(axes) if dp is None else dp, **axes)
+            dims = cls(dp=_fewest(**axes) if dp is None else dp, **axes)
             if world_size not in (None, dims.world_size):
                 raise ValueError(
                     f"parallel.world_size={world_size}, but tp={dims.tp} x cp={dims.cp} x pp={dims.pp} x dp={dims.dp} is "
                     f"{dims.world_size} processes; leave out parallel.dp or parallel.world_size."
                 )
             return dims
-        cls(**axes | dict(ep=1, etp=None))  # refuses a size below 1 before it divides
-        one = prod(axes.get(name, 1) for name in ("tp", "cp", "pp"))
+        sizes: dict[str, Any] = {name: axes.get(name, 1) for name in ("tp", "cp", "pp")}
+        cls(**sizes)  # refuses a size below 1 before it divides
+        one = prod(sizes.values())
         if world_size < 1 or world_size % one:
             near = sorted({max(1, world_size // one) * one, (max(0, world_size // one) + 1) * one})
             raise ValueError(
@@ -124,11 +126,10 @@ class ParallelDims:
         return " ".join(sizes) or "one process"
 
 
-def _fewest(axes: dict) -> int:
+def _fewest(*, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **others: Any) -> int:
     """Replicas whose ranks hold one copy of the experts exactly, where no number of processes is asked for."""
-    tp, cp, ep = (max(1, axes.get(name, 1)) for name in ("tp", "cp", "ep"))
-    etp = axes.get("etp") or tp
-    return ep * etp // gcd(ep * etp, tp * cp)
+    need = ep * (tp if etp is None else etp)
+    return need // gcd(need, tp * cp) if min(need, tp, cp) > 0 else 1  # a size below 1 is refused elsewhere
 
 
 def _divisors(number: int) -> list[int]:

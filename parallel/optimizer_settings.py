@@ -21,8 +21,11 @@ class AdamW:
     lr_min: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < float("inf"):
             raise ValueError(f"optimizer.lr={self.lr}: a learning rate must be positive.")
+        for name in ("eps", "weight_decay", "clip_grad", "warmup_steps", "lr_decay_steps", "lr_min"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more.")
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"optimizer.betas={self.betas}: each must be in [0, 1).")
         if self.lr_schedule not in SCHEDULES:

@@ -52,7 +52,7 @@ class PackedSequences(PackedSeqParams):
     calls: tuple[AttentionCall, ...] = ()
     query_index: Tensor | None = None  # [L] the order in which the calls take queries; None: as they lie
     key_index: Tensor | None = None  # [K] rows of the cp ranks' gathered keys, call after call; None: as they lie
-    padding: Tensor | None = None  # [L] True where a token only pads; None: nowhere
+    padding: Tensor | None = None  # [L] True where a token only pads; None: on no rank
     num_tokens: int = 0  # S
     max_position: int = 0  # of position_ids
 
@@ -102,7 +102,7 @@ def pack(
         calls=tuple(calls),
         query_index=_index([queries[piece] for piece in order], local, device),
         key_index=_index([keys[piece] for piece in order], total, device),
-        padding=torch.from_numpy(pads).to(device) if pads.any() else None,
+        padding=torch.from_numpy(pads).to(device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
     )

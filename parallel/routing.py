@@ -1,17 +1,42 @@
-"""Router replay: tokens go to the experts that the engine sent them to when it sampled, forward, backward and recomputed.
+"""Routers of packs: balancing losses that do not depend on the layout, and replay of the engine's choices.
 
-The probabilities of the chosen experts, and so the gradients of the router, are the trainer's own; only the choice is the
-engine's (Rollout Routing Replay, Ma et al. 2025, section 4).
+Router replay (Rollout Routing Replay, Ma et al. 2025): tokens go to the experts that the engine sent them to when it sampled,
+forward, backward and recomputed. The probabilities of the chosen experts, and so the gradients of the router, are the
+trainer's own.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from parallel import groups
+
+
+class PackedRouter(TopKRouter):
+    """Megatron's router, its balancing loss weighed by the real tokens of the whole pack.
+
+    Megatron 0.19 multiplies its count of one rank's tokens by the number of ranks. Where tokens pad, that count is the sum of
+    all ranks' already (an all-reduce in place), or another number on each rank.
+    """
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for [L, 1, experts]; `padding_mask` [L, 1] is True where a token only pads."""
+        if self.is_aux_loss_enabled():
+            real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
+            total = torch.as_tensor(real, dtype=torch.float32, device=logits.device)
+            dist.all_reduce(total, group=self.tp_cp_group)
+            self._tokens_per_rank = total / self.tp_cp_group.size()
+        return super().routing(logits, padding_mask)
+
+    def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
+        """Attach the loss, weighed by the pack's tokens whatever Megatron counted."""
+        return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
 
 
 def _replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:

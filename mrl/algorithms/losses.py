@@ -16,13 +16,14 @@ class LossInputs:
     logprobs: Tensor  # [R] under the weights being trained, differentiable
     old_logprobs: Tensor  # [R] under the weights before this rollout's first update
     advantages: Tensor  # [R]
-    entropy: Tensor | None = None  # [R] nats, of the distribution that predicts each token, differentiable
+    entropy: Tensor  # [R] nats, of the distribution that predicts each token; differentiable where the loss uses it
 
 
 class Loss(Protocol):
     """Any callable of this form can be named in `algorithm.loss._target_`."""
 
     zero_without_advantage: ClassVar[bool]  # a response of advantage 0 has loss and gradient 0: it need not be trained
+    uses_entropy: ClassVar[bool]  # the loss is a function of the entropies too, which then carry gradients
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [R], and numbers [R] to report under their metric names, averaged like the loss."""
@@ -39,6 +40,7 @@ class PPOClip:
     clip_low: float = 0.2
     clip_high: float = 0.2
     zero_without_advantage: ClassVar[bool] = True
+    uses_entropy: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = (inputs.logprobs - inputs.old_logprobs).exp()
@@ -52,6 +54,7 @@ class CrossEntropy:
     """Negative log-likelihood of the response: supervised fine-tuning."""
 
     zero_without_advantage: ClassVar[bool] = False
+    uses_entropy: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         return -inputs.logprobs, {}

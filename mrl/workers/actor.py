@@ -32,7 +32,7 @@ class Actor(TrainedModel):
         Log-probabilities are those of logits / temperature. The old ones, before the first step, are computed beforehand
         except for the first mini-batch, whose own are those. Raises FloatingPointError when a gradient is not finite.
         """
-        head = partial(self.head, temperature=temperature)
+        head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         mini_batches = [self.micro_batches(block, share) for share in shares]
         for micros in mini_batches[1:]:
             for number, output in enumerate(self.forward(micros, head)):  # none except on the last pipeline stage
@@ -59,11 +59,12 @@ class Actor(TrainedModel):
         output_weight: Tensor | None,
         micro: MicroBatch,
         temperature: float,
+        entropy_gradient: bool = False,
     ) -> Tensor:
         """[2, R here] log-probabilities of the response tokens, and entropies where they are predicted."""
         chosen = whole_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
-        both = linear_logprobs(
+        logprobs, entropies = linear_logprobs(
             chosen,
             weight,
             micro.targets,
@@ -73,7 +74,7 @@ class Actor(TrainedModel):
             self.spec.logprob_chunk,
             needs_entropy=True,
         )
-        return torch.stack(both)
+        return torch.stack([logprobs, entropies if entropy_gradient else entropies.detach()])
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Report]:

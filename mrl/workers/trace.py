@@ -28,7 +28,8 @@ def trace(
         head, loss_of = model.head, partial(value_loss, loss=ValueLoss())
     else:
         assert loss is not None, "an actor is trained with a loss"
-        head, loss_of = partial(model.head, temperature=temperature), partial(policy_loss, loss=loss)
+        head = partial(model.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
+        loss_of = partial(policy_loss, loss=loss)
     outputs = look(model, block, share, temperature)
     micros = [micro.after(micro.rollout_logprobs) for micro in model.micro_batches(block, share)]
     reports = model.accumulate(micros, head, loss_of, share, whole=True)

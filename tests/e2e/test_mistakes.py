@@ -28,6 +28,20 @@ MISTAKES = {
         "row 3, column 'prompt': 70 tokens are more than the 57 that fit",
     ),
     "a layout that does not fit": (["parallel.tp=3"], "parallel.tp=3 does not divide num_attention_heads=4"),
+    "stages that do not divide the layers": (
+        ["parallel.pp=3"],
+        "parallel.pp=3 does not divide num_hidden_layers=4 of this model; use 1, 2, 4.",
+    ),
+    "experts of a model that has none": (
+        ["parallel.ep=2"],
+        "parallel.ep=2: this model has no experts to spread; use 1.",
+    ),
+    "a number of processes that does not factor": (
+        ["parallel.tp=2", "parallel.cp=2", "parallel.world_size=6"],
+        "parallel.world_size=6 does not factor: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
+    ),
+    "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
+    "a learning-rate schedule without an end": (["algorithm.lr_schedule=cosine"], "lr_decay_steps=0"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
     "rollouts that are not there": (["rollout.replay=/nowhere"], "step_000000.npz is missing"),
     "a warm start from elsewhere": (["sft.output={inputs}/model"], "was made from other settings"),

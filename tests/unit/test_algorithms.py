@@ -38,7 +38,7 @@ def test_grpo_does_not_care_about_the_order_of_rows():
 def test_ppo_clip_follows_equation_7(ratio, advantage):
     logprobs = torch.tensor([np.log(ratio)], dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(1, dtype=torch.float64)
-    loss, report = PPOClip(clip_low=0.2, clip_high=0.3)(LossInputs(logprobs, zero, torch.tensor([advantage])))
+    loss, report = PPOClip(clip_low=0.2, clip_high=0.3)(LossInputs(logprobs, zero, torch.tensor([advantage]), zero))
     clipped = min(max(ratio, 0.8), 1.3)
     assert loss.item() == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-6)
     assert report["loss/clip_fraction"].item() == float(clipped != ratio)
@@ -49,13 +49,13 @@ def test_ppo_clip_follows_equation_7(ratio, advantage):
 
 def test_on_policy_the_gradient_is_that_of_plain_policy_gradient():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, _ = PPOClip()(LossInputs(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0])))
+    loss, _ = PPOClip()(LossInputs(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.zeros(2)))
     loss.sum().backward()
     assert logprobs.grad.tolist() == [-2.0, 3.0]
 
 
 def test_cross_entropy_is_negative_log_likelihood():
-    loss, _ = CrossEntropy()(LossInputs(torch.tensor([-1.0, -0.5]), torch.zeros(2), torch.zeros(2)))
+    loss, _ = CrossEntropy()(LossInputs(torch.tensor([-1.0, -0.5]), torch.zeros(2), torch.zeros(2), torch.zeros(2)))
     assert loss.tolist() == [1.0, 0.5]
 
 
