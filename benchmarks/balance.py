@@ -2,7 +2,7 @@
 
     python benchmarks/balance.py [--seeds 10]
 
-A batch is 512 sequences of log-normal length, median 2048 tokens, clipped to 512..32768; micro-batches hold 32768 tokens.
+A batch is 512 sequences of log-normal length (median, sigma), clipped to 512..32768; micro-batches hold 32768 tokens.
 Cost is FLOPs of training a 7B-like model (Qwen2.5-7B: 7.07e9 parameters in matrix products, 28 layers, 28 heads of 128):
 6 x 7.07e9 per token, and 6 x 28 x 3584 x L^2 of causal attention. Every number is a ratio, the median over seeds.
 """
@@ -20,7 +20,12 @@ from rich.table import Table
 
 from mrl.data.batching import CostModel, Unit, make_units, partition, plan
 
-SEQUENCES, MEDIAN, SHORTEST, LONGEST, MAX_TOKENS = 512, 2048, 512, 32768, 32768
+SEQUENCES, SHORTEST, LONGEST, MAX_TOKENS = 512, 512, 32768, 32768
+LENGTHS = (
+    (2048, 0.6),
+    (4096, 0.9),
+    (2048, 1.3),
+)  # (median, sigma): mild; up to the clip; up to the clip and mostly short
 COST = CostModel(linear=6 * 7.07e9, quadratic=6 * 28 * 3584)
 GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; tokens of a prompt, uniform
 CP, TP = 2, 8
@@ -89,10 +94,10 @@ def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, fl
     return sum(shared) / sum(whole), max(shared) / max(whole), imbalance(shared)
 
 
-def measure(sigma: float, parts: int, seed: int) -> dict[str, float]:
+def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float]:
     """One batch, all ways of cutting it."""
     draw = np.random.default_rng(seed)
-    lengths = draw.lognormal(np.log(MEDIAN), sigma, SEQUENCES).clip(SHORTEST, LONGEST).astype(np.int64)
+    lengths = draw.lognormal(np.log(median), sigma, SEQUENCES).clip(SHORTEST, LONGEST).astype(np.int64)
     rows = np.arange(SEQUENCES)
     units = make_units(np.zeros_like(rows), lengths, rows, rows, COST, MAX_TOKENS, parts, False)
     costs = [unit.cost for unit in units]
@@ -128,12 +133,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     seeds = range(parser.parse_args().seeds)
-    cases = [(sigma, parts) for sigma in (0.6, 1.3) for parts in (8, 64)]
-    results = [[measure(sigma, parts, seed) for seed in seeds] for sigma, parts in cases]
-    table = Table("", *(f"sigma {sigma}, dp {parts}" for sigma, parts in cases), title="median (worst) over seeds")
+    cases = [(*lengths, parts) for lengths in LENGTHS for parts in (8, 64)]
+    results = [[measure(*case, seed) for seed in seeds] for case in cases]
+    table = Table(
+        "", *(f"{median}, {sigma}, dp {parts}" for median, sigma, parts in cases), title="median (worst) over seeds"
+    )
     for name in results[0][0]:
         table.add_row(name, *(summary([result[name] for result in of_case]) for of_case in results))
-    Console(width=120).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -193,4 +193,7 @@ def _build_stage(
         )
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
+    for name, param in model.named_parameters():
+        if ".experts." in name:  # as where they are spread: the optimizer's state then has one form under every layout
+            param.allreduce = False  # type: ignore[missing-attribute]
     return model

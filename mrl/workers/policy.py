@@ -73,14 +73,16 @@ class ActorPolicy:
 
 
 def _mean(reports: list[UpdateReport]) -> dict[str, float]:
-    """Numbers of all optimizer steps of a rollout: counts and seconds add up, the rest is averaged or the largest."""
-    tokens = sum(report.sums.pop("tokens") for report in reports)
-    gap, entropy = (sum(report.sums.pop(name) for report in reports) for name in ("gap", "entropy"))
-    largest_gap = max(report.maxima.pop("gap") for report in reports)
-    seconds = sum(report.maxima.pop("seconds") for report in reports)
-    losses = [report.sums.pop("loss") for report in reports]
-    computed = sum(report.maxima.pop("batch/computed_tokens") for report in reports)
-    rest = [report.sums | report.maxima for report in reports]
+    """Numbers of all optimizer steps of a rollout: counts and seconds add up, the rest is averaged or the largest.
+
+    A mini-batch all of whose rows were left out reports no tokens.
+    """
+    tokens, gap, entropy = (sum(r.sums.pop(name, 0.0) for r in reports) for name in ("tokens", "gap", "entropy"))
+    seconds, computed = (sum(r.maxima.pop(name) for r in reports) for name in ("seconds", "batch/computed_tokens"))
+    largest_gap = max(r.maxima.pop("gap", float("-inf")) for r in reports)
+    losses = [r.sums.pop("loss", 0.0) for r in reports]
+    rest = [r.sums | r.maxima for r in reports]
+    names = dict.fromkeys(name for numbers in rest for name in numbers)
     return {
         "loss/policy": float(np.mean(losses)),
         "policy/entropy_mean": entropy / tokens,
@@ -90,5 +92,5 @@ def _mean(reports: list[UpdateReport]) -> dict[str, float]:
         "batch/computed_tokens": computed,
         "batch/optimizer_steps": float(len(reports)),
         "spent/megatron_s": seconds,
-        **{name: float(np.mean([numbers[name] for numbers in rest if name in numbers])) for name in rest[0]},
+        **{name: float(np.mean([numbers[name] for numbers in rest if name in numbers])) for name in names},
     }

@@ -1,11 +1,14 @@
 """One process gives the numbers of transformers; checkpoints and exports do not depend on the layout."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.types import Share, TokenBlock, TrainBatch
-from mrl.workers.plan import Packing, plan_step
+from mrl.workers.plan import Packing, plan_step, split
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -28,7 +31,7 @@ def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) 
 def make_actor(path, dims: ParallelDims):
     from mrl.workers.actor import Actor
 
-    return Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98)), {}))
+    return Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98), eps=1e-6), {}))
 
 
 def logprobs(rank: int, path, dims: ParallelDims, block: TokenBlock):
@@ -95,14 +98,26 @@ def save_and_continue(rank: int, path, folder, dims: ParallelDims, block: TokenB
     return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
 
 
-@pytest.mark.parametrize("after", [ParallelDims(tp=2), ParallelDims(dp=2)], ids=str)
-def test_a_checkpoint_continues_under_another_layout(run_ranks, tiny_qwen3, tmp_path, after):
-    path, block, folder = tiny_qwen3(), ragged_block(40), tmp_path / "checkpoint"
-    before = ParallelDims()
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("dense", ParallelDims(), ParallelDims(tp=2)),
+        ("dense", ParallelDims(), ParallelDims(dp=2)),
+        ("dense", ParallelDims(tp=2, pp=2), ParallelDims(cp=2)),
+        ("tied", ParallelDims(dp=2), ParallelDims(pp=2, vpp=2)),
+        ("moe", ParallelDims(), ParallelDims(dp=2, ep=2)),
+        ("moe", ParallelDims(dp=2, ep=2), ParallelDims(tp=2, pp=2, ep=2, etp=1)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, after):
+    """A step, a checkpoint and another step under one layout; the checkpoint and the other step under the other."""
+    path, block, folder = tmp_path / "model", ragged_block(40), tmp_path / "checkpoint"
+    make(kind, path)
     expected = run_ranks(before, save_and_continue, path, folder, before, block, False)[0]
     weights = run_ranks(after, save_and_continue, path, folder, after, block, True)[0]
     for name, tensor in expected.items():
-        np.testing.assert_allclose(weights[name], tensor, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], tensor, atol=2e-5, err_msg=name)
 
 
 def train_on_nan(rank: int, path, block: TokenBlock):
@@ -123,13 +138,63 @@ def export(rank: int, path, folder, dims: ParallelDims):
     make_actor(path, dims).export_hf(folder, {})
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=2), ParallelDims(dp=2)], ids=str)
-def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tiny_qwen3, tmp_path, dims):
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [
+        *[
+            ("dense", ParallelDims(**d))
+            for d in ({}, dict(tp=2), dict(dp=2), dict(pp=2), dict(pp=2, vpp=2), dict(cp=2))
+        ],
+        *[("tied", ParallelDims(**d)) for d in (dict(pp=2), dict(tp=2, pp=2, dp=2))],
+        *[("moe", ParallelDims(**d)) for d in (dict(dp=2, ep=2), dict(tp=2, ep=2, etp=1), dict(pp=2, dp=2, ep=2))],
+        *[("moe", ParallelDims(**d)) for d in (dict(dp=4, ep=2, etp=2), dict(tp=2, pp=2, vpp=2, ep=2, etp=1))],
+        ("mixtral", ParallelDims(tp=2, dp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tmp_path, kind, dims):
     from safetensors.numpy import load_file
 
-    path = tiny_qwen3(vocab_size=41)
-    run_ranks(dims, export, path, tmp_path / "hf", dims)
-    found, expected = load_file(tmp_path / "hf/model.safetensors"), load_file(path / "model.safetensors")
+    make(kind, tmp_path / "model")
+    run_ranks(dims, export, tmp_path / "model", tmp_path / "hf", dims)
+    found, expected = load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "model/model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].tobytes() == tensor.tobytes(), name
+
+
+def two_mini_batches(rank: int, path, dims: ParallelDims, by_hand: bool):
+    """Weights after two optimizer steps on one rollout, the second one off policy."""
+    import torch
+
+    from mrl.workers.actor import policy_loss
+
+    block, groups, advantages = groups_of_responses()
+    rows = np.arange(len(groups))
+    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, 5 * advantages, rows, rows)
+    plans = [plan_step(part, dims, Packing(60), "token_mean") for part in split(batch, 2)]
+    first, second = (plan.shares[dims.coords(rank).dp] for plan in plans)
+    actor, loss, lrs = make_actor(path, dims), PPOClip(0.01, 0.01), [3e-3, 1e-3]
+    if by_hand:
+        old = torch.cat(actor.compute_logprobs(block, second))
+        actor.update(block, [first], loss, lrs[:1])
+        micros = actor.micro_batches(block, second)
+        olds = old.split([micro.num_responses for micro in micros])
+        micros = [micro.after(column) for micro, column in zip(micros, olds, strict=True)]
+        actor.accumulate(micros, partial(actor.head, temperature=1.0), partial(policy_loss, loss=loss), second)
+        actor.step(lrs[1])
+    else:
+        actor.update(block, [first, second], loss, lrs)
+    return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(tp=2, dp=2)], ids=str
+)
+def test_later_mini_batches_are_clipped_against_the_weights_before_the_first(run_ranks, tmp_path, dims):
+    make("dense", tmp_path)
+    one = ParallelDims()
+    expected = run_ranks(one, two_mini_batches, tmp_path, one, True)[0]
+    found = run_ranks(dims, two_mini_batches, tmp_path, dims, False)[0]
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
