@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.types import TokenBlock, TrainBatch
-from mrl.workers.plan import Plan
+from mrl.workers.shares import Plan
 
 LR = 1e-9
 TOLERANCE = 2e-5  # of gradients, as in the parity tests

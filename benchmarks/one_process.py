@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from mrl.types import Share, TokenBlock, TrainBatch
-from mrl.workers.plan import Packing, Plan, plan_step
+from mrl.workers.shares import Packing, Plan, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel import device
 from parallel.dims import ParallelDims

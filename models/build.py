@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from models.families import family_of
+from models.megatron_fields import UNEVEN
 from models.spec import Architecture, HFConfig
 from models.value_head import ValueHead
 from parallel import groups
@@ -161,7 +162,7 @@ def build_model(
         ValueError: the config has a flag the family does not implement, or the layout does not fit.
     """
     arch = family_of(hf).read(hf)
-    arch.check_layout(dims)
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     own_attention = share_prompts or not capabilities().transformer_engine
     stages = range(dims.vpp) if dims.vpp > 1 else [None]

@@ -93,13 +93,16 @@ class Architecture:
         """Whether the layer has experts in place of one MLP."""
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
-    def check_layout(self, dims: ParallelDims) -> None:
-        """Raise ValueError where the layout cannot cut this model; names the rule and the sizes that would work."""
+    def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
+        """Raise ValueError where the layout cannot cut this model; names the rule and the sizes that would work.
+
+        `uneven_stages`: the user says how many layers each pipeline stage has, and Megatron checks it.
+        """
         t = self.transformer
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
         _check_divides("tp", dims.tp, heads | dense)
-        if dims.pp * dims.vpp > 1:
+        if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
                 "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
             )

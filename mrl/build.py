@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.megatron_fields import OF_LAYOUT
 from mrl.algorithms.losses import Loss
 from mrl.certify import Certification
 from mrl.config import Config, SftConfig
@@ -20,7 +21,7 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.sft import SupervisedStage
 from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
-from mrl.workers.certificate import TOLERANCES, Difference
+from mrl.workers.certificate import Difference
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy
 from mrl.workers.spec import ModelSpec
@@ -36,13 +37,14 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[Difference]:
     with ray_cluster(config.cluster.address) as options:
         job = Certification(
             settings=config.certify,
-            vocab_size=plan.vocab_size,
+            arch=plan.arch,
             packing=plan.packing,
             loss=loss,
             aggregation=config.algorithm.aggregation,
             temperature=config.rollout.temperature,
             folder=str(Path(config.run.dir).resolve()),
-            within=TOLERANCES[config.model.dtype],
+            balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
+            routing=config.rollout.routing_replay,
             start=partial(_trainers, plan, options=options, critic=loss is None),
         )
         return job.run(plan.dims)
@@ -56,7 +58,9 @@ def _trainers(plan: ModelPlan, dims: ParallelDims, options: dict[str, Any], crit
     try:
         # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
         optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
-        spec = replace(actor_spec(plan), dims=dims, optimizer=optimizer)
+        spec = replace(actor_spec(plan), dims=dims, dtype=config.certify.dtype, optimizer=optimizer)
+        if dims.world_size == 1:
+            spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in OF_LAYOUT})
         group.start(spec, config.run.seed, config.cluster.start_timeout_s, critic)
         group.wait_ready(config.cluster.start_timeout_s)
         yield group

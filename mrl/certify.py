@@ -1,17 +1,19 @@
 """The layout-invariance certificate: one step under a layout is one step in one process, number by number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from models.spec import Architecture
 from mrl.algorithms.losses import Loss
 from mrl.config import CertifyConfig
-from mrl.types import TokenBlock, TrainBatch
-from mrl.workers.certificate import Difference, Tolerances, Trace, compare
+from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.workers.certificate import TOLERANCES, Difference, Trace, compare
 from mrl.workers.group import WorkerGroup
-from mrl.workers.plan import Packing
+from mrl.workers.shares import Packing, StepPlan, in_one_process, plan_step
 from parallel.dims import ParallelDims
 
 
@@ -20,44 +22,63 @@ class Certification:
     """One comparison, its parts wired by mrl.build."""
 
     settings: CertifyConfig
-    vocab_size: int
+    arch: Architecture
     packing: Packing
     loss: Loss | None  # None: a critic
     aggregation: str
     temperature: float
     folder: str  # tensors go here
-    within: Tolerances
+    balanced: bool  # a balancing loss is on, which depends on the packs
+    routing: bool  # experts are replayed
     start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
 
     def run(self, dims: ParallelDims) -> list[Difference]:
         """All differences, in the order in which a step makes the numbers."""
-        block, groups = random_groups(self.settings, self.vocab_size)
+        block, groups = random_groups(self.settings, self.arch.vocab_size)
+        if self.routing:
+            block = replace(block, routed_experts=random_experts(block, self.arch))
         rng = np.random.default_rng(1)
         rows = np.arange(len(groups))
         advantages = rng.normal(size=len(rows)).astype(np.float32)
-        step = TrainBatch(block, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
-        # One process computes everything the plain way: no shared prompts, one pack.
-        plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
+        step = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
+        plan = plan_step(step, dims, self.packing, self.aggregation)
+        alone = self._alone(step, plan)
         with self.start(dims.alone()) as group:
             drift = rng.normal(scale=0.1, size=len(block.rollout_logprobs))  # as if older weights had sampled
-            now = group.look(step, plain, aggregation=self.aggregation, temperature=self.temperature)
+            now = group.look(block, [alone], temperature=self.temperature)
             old = np.concatenate([now[row] for row in range(len(now))]) + drift
-            step = replace(step, block=replace(block, rollout_logprobs=old.astype(np.float32)))
-            expected = self._trace(group, step, plain, "one_process")
+            block = replace(block, rollout_logprobs=old.astype(np.float32))
+            expected = self._trace(group, block, [alone], "one_process")
         with self.start(dims) as group:
-            found = self._trace(group, step, self.packing, "layout")
-        return compare(expected, found, self.within)
+            found = self._trace(group, block, plan.shares, "layout")
+        return compare(expected, found, TOLERANCES[self.settings.dtype])
 
-    def _trace(self, group: WorkerGroup, step: TrainBatch, packing: Packing, name: str) -> Trace:
+    def _alone(self, step: TrainBatch, plan: StepPlan) -> Share:
+        """What one process computes: everything the plain way, in one pack, unless packs are part of the loss."""
+        if self.balanced:
+            return in_one_process(plan)
+        plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
+        return plan_step(step, ParallelDims(), plain, self.aggregation).shares[0]
+
+    def _trace(self, group: WorkerGroup, block: TokenBlock, shares: Sequence[Share], name: str) -> Trace:
         return group.trace(
-            step,
-            packing,
-            aggregation=self.aggregation,
+            block,
+            shares,
             loss=self.loss,
             lr=self.settings.lr,
             temperature=self.temperature,
             folder=f"{self.folder}/{name}",
         )
+
+
+def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
+    """[S, layers, topk] experts as an engine would send them, surely not the router's choice; alike for alike prompts."""
+    rng = np.random.default_rng(2)
+    topk, kinds = arch.transformer["moe_router_topk"], 997
+    scores = rng.random((kinds, arch.num_layers, arch.num_experts))
+    chosen = scores.argpartition(topk - 1, axis=-1)[..., :topk].astype(np.int16)
+    position = np.arange(len(block.tokens)) - np.repeat(block.cu_seqlens[:-1], block.lengths)
+    return chosen[(block.tokens * 31 + position) % kinds]
 
 
 def random_groups(settings: CertifyConfig, vocab_size: int) -> tuple[TokenBlock, np.ndarray]:

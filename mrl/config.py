@@ -132,6 +132,7 @@ class CertifyConfig:
     response_tokens: int = 40  # longest response; lengths are drawn
     critic: bool = False  # a critic with a value head in place of the actor
     lr: float = 1e-4  # of the one step
+    dtype: str = "float32"  # of both sides, whatever model.dtype is; bfloat16 hides mistakes in its round-off
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from models.conversion.hf_io import check_checkpoint
 from models.families import family_of
-from models.megatron_fields import DECIDED, transformer_fields
+from models.megatron_fields import DECIDED, UNEVEN, transformer_fields
 from models.spec import Architecture
 from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.losses import Loss
@@ -23,7 +23,7 @@ from mrl.plugin import plug_in
 from mrl.rewards.base import Reward
 from mrl.rollout import recording
 from mrl.rollout.server import check_server_args, default_server_args
-from mrl.workers.plan import Packing
+from mrl.workers.shares import Packing
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
 
@@ -36,9 +36,13 @@ class ModelPlan:
     dims: ParallelDims
     optimizer: AdamW
     model_path: str  # where weights come from: model.path, or the warm start made earlier
-    context: int  # longest sequence of the model, tokens
-    vocab_size: int  # of the model
+    arch: Architecture
     packing: Packing
+
+    @property
+    def context(self) -> int:
+        """Longest sequence of the model, tokens."""
+        return self.arch.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -110,17 +114,18 @@ def _check_prompts(config: Config, base: ModelPlan) -> int:
     """Check all prompt files, and recorded rollouts to be replayed; returns the number of training prompts."""
     limit = prompt_limit(config, base.context)
     data = PromptDataset.load(config.data.train, base.model_path, limit)
-    data.check_vocabulary(base.vocab_size)
+    data.check_vocabulary(base.arch.vocab_size)
     if config.data.test:
-        PromptDataset.load(config.data.test, base.model_path, limit).check_vocabulary(base.vocab_size)
+        PromptDataset.load(config.data.test, base.model_path, limit).check_vocabulary(base.arch.vocab_size)
     if config.rollout.replay:
-        recording.check(config.rollout.replay, config.trainer.max_steps)
+        routing = config.rollout.routing_replay
+        recording.check(config.rollout.replay, config.trainer.max_steps, routing=routing)
     return len(data)
 
 
 def _check_supervised(config: Config, base: ModelPlan) -> None:
     assert config.sft.train, "callers look first"
-    SftDataset.load(config.sft.train, base.model_path, base.context).check_vocabulary(base.vocab_size)
+    SftDataset.load(config.sft.train, base.model_path, base.context).check_vocabulary(base.arch.vocab_size)
 
 
 ORIGIN = "mrl_sft.json"  # in a warm start's folder: what it was made from
@@ -171,22 +176,35 @@ def _model_plan(config: Config, path: str) -> ModelPlan:
     dims = ParallelDims.of_world(**vars(config.parallel))
     hf = check_checkpoint(path)
     arch = family_of(hf).read(hf)
-    arch.check_layout(dims)
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
     _check_experts(config, arch, dims)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
-    return ModelPlan(config, dims, _optimizer(config), path, arch.max_position_embeddings, arch.vocab_size, packing)
+    return ModelPlan(config, dims, _optimizer(config), path, arch, packing)
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims) -> None:
     """Rules of models with experts; raises ValueError."""
     if config.rollout.routing_replay and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
+    check_balance(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
     if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
         raise ValueError(
             "megatron.moe_token_dispatcher_type=allgather: it exchanges packs of equal length only, so parallel.pp must be 1 "
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
             f"cp={dims.cp}. Use alltoall, the default."
+        )
+
+
+def check_balance(kinds: str | list[str], dims: ParallelDims) -> None:
+    """Balancing losses that mean something for packs; raises ValueError."""
+    key = f"megatron.moe_router_load_balancing_type={kinds}"
+    if "seq_aux_loss" in kinds:
+        raise ValueError(f"{key}: to the router a pack is one sequence, so this would be aux_loss; use that.")
+    if "global_aux_loss" in kinds and dims.dp > 1:
+        raise ValueError(
+            f"{key}: replicas would have to run equally many packs, and it follows the order of packs; with "
+            f"dp={dims.dp} use aux_loss."
         )
 
 
@@ -198,10 +216,16 @@ def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> 
             raise ValueError(
                 f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
             )
+        if name.startswith("tp_comm_overlap") and overrides[name]:
+            raise ValueError(
+                f"megatron.{name}={overrides[name]}: its buffers have one size, packs have any; leave it out."
+            )
         if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
             raise ValueError(
                 f"megatron.{name}={overrides[name]}: FP8 needs Transformer Engine, which is not installed."
             )
+        if name == "moe_grouped_gemm" and overrides[name] and find_spec("transformer_engine") is None:
+            raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean megatron.{near[0]}?" if near else ""

@@ -9,7 +9,7 @@ from mrl.data.prompts import PromptStream
 from mrl.tracking import Tracker
 from mrl.types import Handle, TrainBatch
 from mrl.workers.group import WorkerGroup
-from mrl.workers.plan import Packing
+from mrl.workers.shares import Packing
 
 
 @dataclass(frozen=True)

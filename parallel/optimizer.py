@@ -1,5 +1,8 @@
 """Megatron's gradient buffers and (distributed) optimizer around a model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -14,10 +17,11 @@ def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
-    wrapped = [
-        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
-    ]
+    with _in_common_buckets(chunks):
+        wrapped = [
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
     for chunk in wrapped:
         chunk.broadcast_params()
     # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
@@ -25,6 +29,23 @@ def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
         model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
     return wrapped
+
+
+@contextmanager
+def _in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
+    """Keep a tied embedding's two copies from having a bucket of their own while buffers are laid out.
+
+    Megatron 0.19 saves optimizer state by offsets that leave out a bucket's padding, and reads it by offsets that count it:
+    with more than one bucket the state comes back shifted.
+    """
+    tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
+    for param in tied:
+        param.shared_embedding = False
+    try:
+        yield
+    finally:
+        for param in tied:
+            param.shared_embedding = True
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: AdamW) -> MegatronOptimizer:

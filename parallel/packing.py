@@ -71,18 +71,19 @@ def pack(
     *,
     cp_rank: int = 0,
     cp_size: int = 1,
-    tp_multiple: int = 1,
+    multiple: int = 1,
     cu_seqlens: bool = False,
 ) -> PackedSequences:
     """Describe what rank `cp_rank` holds of a pack of these segments.
 
-    `tp_multiple`: L must divide by it (the tensor-parallel size under sequence parallelism); the last segment is lengthened.
+    `multiple`: L must divide by it (the tensor-parallel size under sequence parallelism, more for FP8 kernels); the last
+    segment is lengthened.
     `cu_seqlens`: describe it for Transformer Engine's attention, which knows no parents.
     Raises ValueError at an empty pack, an empty segment, or a parent that does not come first.
     """
     _check(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
-    layout = _Layout.of(segments, cp_size, tp_multiple)
+    layout = _Layout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = sorted(range(len(shapes)), key=lambda piece: shapes[piece])
@@ -141,11 +142,11 @@ class _Layout:
     cp_size: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], cp_size: int, tp_multiple: int) -> "_Layout":
+    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "_Layout":
         lengths = np.array([s.length for s in segments], np.int64)
         chunks = 2 * cp_size if cp_size > 1 else 1
         padded = -(-lengths // chunks) * chunks
-        padded[-1] += -padded.sum() % lcm(chunks, cp_size * tp_multiple)
+        padded[-1] += -padded.sum() % lcm(chunks, cp_size * multiple)
         ancestors: list[list[int]] = []
         for segment in segments:
             ancestors.append([] if segment.parent is None else [*ancestors[segment.parent], segment.parent])

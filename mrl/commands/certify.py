@@ -12,6 +12,7 @@ from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.plugin import plug_in
 from mrl.workers.certificate import Difference
+from mrl.workers.group import StartError
 
 
 def job(config: Config) -> None:
@@ -21,10 +22,13 @@ def job(config: Config) -> None:
         plan = planning.plan_certificate(config)
     except ValueError as error:
         hydra_app.refuse(error)
-    differences = build.certify(plan, loss)
+    try:
+        differences = build.certify(plan, loss)
+    except StartError as error:
+        hydra_app.refuse(error)
     path = Path(config.run.dir) / "certificate.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
-    show(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.model.dtype}")
+    show(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")
     wrong = [d for d in differences if not d.within]
     if wrong:
         first = wrong[0]

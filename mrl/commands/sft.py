@@ -7,6 +7,7 @@ from mrl import build
 from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
+from mrl.workers.group import StartError
 
 
 def job(config: Config) -> None:
@@ -17,7 +18,10 @@ def job(config: Config) -> None:
         hydra_app.refuse(error)
     output = config.sft.output or str(Path(config.run.dir) / "hf")
     with build.cluster(plan) as processes:
-        processes.group.wait_ready(config.cluster.start_timeout_s)
+        try:
+            processes.group.wait_ready(config.cluster.start_timeout_s)
+        except StartError as error:
+            hydra_app.refuse(error)
         loss = processes.warm_start(config.sft)
         processes.export(output)
         if config.trainer.save:

@@ -8,6 +8,7 @@ from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.trainer import Result
+from mrl.workers.group import StartError
 
 
 def job(config: Config) -> None:
@@ -16,10 +17,13 @@ def job(config: Config) -> None:
         plan = planning.plan_training(config)
     except ValueError as error:
         hydra_app.refuse(error)
-    with build.trainer(plan) as trainer:
-        result = trainer.fit()
-        if config.trainer.save:
-            trainer.actor.save(str(Path(config.run.dir).resolve()))
+    try:
+        with build.trainer(plan) as trainer:
+            result = trainer.fit()
+            if config.trainer.save:
+                trainer.actor.save(str(Path(config.run.dir).resolve()))
+    except StartError as error:
+        hydra_app.refuse(error)
     sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
 
 

@@ -31,8 +31,8 @@ def read(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str, NDArray]]
     return TokenBlock(**{n: columns.pop(n) for n in names}), columns
 
 
-def check(folder: str | Path, num_steps: int) -> None:
-    """Raise ValueError unless the first `num_steps` steps are there."""
+def check(folder: str | Path, num_steps: int, *, routing: bool = False) -> None:
+    """Raise ValueError unless the first `num_steps` steps are there, with `routing` if it is asked for."""
     for step in range(num_steps):
         if not _path(folder, step).is_file():
             count = len(list(Path(folder).glob("step_*.npz")))
@@ -40,3 +40,9 @@ def check(folder: str | Path, num_steps: int) -> None:
                 f"rollout.replay={folder}: {_path(folder, step).name} is missing ({count} recorded steps, trainer.max_steps="
                 f"{num_steps}); record with rollout.record=true, or lower trainer.max_steps."
             )
+        with np.load(_path(folder, step)) as file:
+            if routing and "routed_experts" not in file.files:
+                raise ValueError(
+                    f"rollout.routing_replay=true: {_path(folder, step)} has no routing; record with "
+                    "rollout.routing_replay=true, or turn it off."
+                )

@@ -42,13 +42,14 @@ class Trace:
     )  # row of the block -> [R of the row] log-probabilities or values
     gradients: Tensors = field(default_factory=dict)  # by Hugging Face name, on rank 0
     weights: Tensors = field(default_factory=dict)  # after the step, on rank 0
+    updates: Tensors = field(default_factory=dict)  # what the step added to them, on rank 0
+    after: dict[int, NDArray] = field(default_factory=dict)  # outputs under the updated weights, from every replica
 
     @classmethod
     def joined(cls, traces: Sequence["Trace"]) -> "Trace":
         """The step as all ranks together saw it."""
-        outputs = {row: column for trace in traces for row, column in trace.outputs.items()}
-        loss = sum(trace.loss for trace in traces)
-        return cls(loss, traces[0].grad_norm, outputs, traces[0].gradients, traces[0].weights)
+        outputs, after = ({k: v for t in traces for k, v in getattr(t, name).items()} for name in ("outputs", "after"))
+        return replace(traces[0], loss=sum(trace.loss for trace in traces), outputs=outputs, after=after)
 
     def stored(self, folder: str | Path) -> "Trace":
         """The same, with the tensors of rank 0 in files, which another process may read from."""
@@ -56,7 +57,7 @@ class Trace:
             return self
         Path(folder).mkdir(parents=True, exist_ok=True)
         files = {}
-        for name in ("gradients", "weights"):
+        for name in ("gradients", "weights", "updates"):
             path = Path(folder) / f"{name}.safetensors"
             save_file(dict(getattr(self, name)), path)
             files[name] = TensorFile(path)
@@ -64,6 +65,7 @@ class Trace:
 
 
 OUTPUTS = "log-probabilities or values"
+AFTER = "the same after the step"
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ class Tolerances:
     numbers: float  # relative, of loss and gradient norm
     gradients: float  # of the largest element of each tensor
     weights: float  # of the largest element of each tensor
+    updates: float  # of the largest element of each update: Adam divides gradients by themselves, round-off and all
 
 
 TOLERANCES = {
-    "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5),
+    "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2),
     # Round-off of 2**-8 goes through every layer, and now and then sends a token to another expert: about as far as
     # bfloat16 is from float32 in one process.
-    "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3),
+    "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf")),
 }
 
 
@@ -95,7 +98,7 @@ class Difference:
 
     @property
     def within(self) -> bool:
-        return (self.absolute if self.name == OUTPUTS else self.relative) <= self.tolerance
+        return (self.absolute if self.name in (OUTPUTS, AFTER) else self.relative) <= self.tolerance
 
 
 def compare(reference: Trace, other: Trace, within: Tolerances = TOLERANCES["float32"]) -> list[Difference]:
@@ -108,10 +111,12 @@ def compare(reference: Trace, other: Trace, within: Tolerances = TOLERANCES["flo
     for what, mine, theirs, tolerance in (
         ("gradient", reference.gradients, other.gradients, within.gradients),
         ("weight", reference.weights, other.weights, within.weights),
+        ("update", reference.updates, other.updates, within.updates),
     ):
         for name in dict.fromkeys([*mine, *theirs]):
             missing = np.empty(0)
             found.append(_difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance))
+    found.append(_difference(AFTER, _joined(reference.after), _joined(other.after), 5 * within.outputs))
     return found
 
 

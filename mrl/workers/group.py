@@ -6,11 +6,15 @@ from typing import Any
 
 import ray
 
-from mrl.types import TrainBatch, UpdateReport
+from mrl.types import Share, TokenBlock, TrainBatch, UpdateReport
 from mrl.workers.certificate import Trace
-from mrl.workers.plan import Packing, Plan, plan_step
+from mrl.workers.shares import Packing, StepPlan, plan_step
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
+
+
+class StartError(ValueError):
+    """The trainer processes cannot build the model that the config describes."""
 
 
 class WorkerGroup:
@@ -29,8 +33,16 @@ class WorkerGroup:
         self._ready = [w.setup.remote(spec, seed, address, timeout_s, critic) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has its model; raises the first rank's error, or GetTimeoutError."""
-        ray.get(self._ready, timeout=timeout_s)
+        """Wait until every rank has its model; raises the first rank's error, or GetTimeoutError.
+
+        Raises StartError where a rank refuses what it was told to build.
+        """
+        try:
+            ray.get(self._ready, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, (ValueError, RuntimeError)):
+                raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
+            raise
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; results by rank."""
@@ -56,26 +68,23 @@ class WorkerGroup:
         reports = ray.get(futures, timeout=self.timeout_s)
         return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
 
-    def trace(self, step: TrainBatch, packing: Packing, *, aggregation: str, **how: Any) -> Trace:
-        """One optimizer step, looked at from all sides; `how`: loss, lr, temperature and folder."""
-        return Trace.joined(self._on_shares("trace", step, packing, aggregation, how))
+    def trace(self, block: TokenBlock, shares: Sequence[Share], **how: Any) -> Trace:
+        """One optimizer step, looked at from all sides; a share for each replica; `how`: loss, lr, temperature, folder."""
+        return Trace.joined(self._on_shares("trace", block, shares, how))
 
-    def look(self, step: TrainBatch, packing: Packing, *, aggregation: str, temperature: float) -> dict[int, Any]:
+    def look(self, block: TokenBlock, shares: Sequence[Share], *, temperature: float) -> dict[int, Any]:
         """Row of the block -> [R of the row] log-probabilities or values under the current weights."""
-        parts = self._on_shares("look", step, packing, aggregation, dict(temperature=temperature))
+        parts = self._on_shares("look", block, shares, dict(temperature=temperature))
         return {row: column for part in parts for row, column in part.items()}
 
-    def _on_shares(
-        self, method: str, step: TrainBatch, packing: Packing, aggregation: str, how: dict[str, Any]
-    ) -> list[Any]:
-        plan = plan_step(step, self.dims, packing, aggregation)
+    def _on_shares(self, method: str, block: TokenBlock, shares: Sequence[Share], how: dict[str, Any]) -> list[Any]:
         futures = [
-            getattr(worker, method).remote(step.block, plan.shares[self.dims.coords(rank).dp], **how)
+            getattr(worker, method).remote(block, shares[self.dims.coords(rank).dp], **how)
             for rank, worker in enumerate(self.workers)
         ]
         return ray.get(futures, timeout=self.timeout_s)
 
-    def _add_up(self, reports: Sequence[UpdateReport], plan: Plan) -> UpdateReport:
+    def _add_up(self, reports: Sequence[UpdateReport], plan: StepPlan) -> UpdateReport:
         """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""
         heads = [report for rank, report in enumerate(reports) if self.dims.coords(rank).tp == 0]
         maxima = _combine([report.maxima for report in reports], max)

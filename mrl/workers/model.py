@@ -48,7 +48,7 @@ class TrainedModel:
             device=device(),
             cp_rank=groups.cp_group().rank(),
             cp_size=spec.dims.cp,
-            tp_multiple=spec.dims.tp if spec.dims.sequence_parallel else 1,
+            multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1) * (16 if spec.overrides.get("fp8") else 1),
             cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
         )
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.losses import Loss
 from mrl.types import Rollouts, SyncReport, TrainBatch, UpdateReport
 from mrl.workers.group import WorkerGroup
-from mrl.workers.plan import Packing, split
+from mrl.workers.shares import Packing, split
 from parallel.optimizer_settings import AdamW
 
 

@@ -33,11 +33,13 @@ def trace(
     outputs = look(model, block, share, temperature)
     micros = [micro.after(micro.rollout_logprobs) for micro in model.micro_batches(block, share)]
     reports = model.accumulate(micros, head, loss_of, share, whole=True)
-    gradients = _whole(model, model.gradients())
+    gradients, before = _whole(model, model.gradients()), _whole(model, model.export())
     grad_norm = model.step(lr)
+    weights = _whole(model, model.export())
+    updates = {name: weights[name] - before[name] for name in weights}
     is_head = groups.tp_group().rank() == 0 and groups.is_last_stage()
     total = summarise(reports, {}).sums.get("loss", 0.0) if is_head else 0.0
-    return Trace(total, grad_norm, outputs, gradients, _whole(model, model.export()))
+    return Trace(total, grad_norm, outputs, gradients, weights, updates, look(model, block, share, temperature))
 
 
 def look(model: Actor | Critic, block: TokenBlock, share: Share, temperature: float) -> dict[int, NDArray]:

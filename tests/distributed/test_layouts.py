@@ -8,7 +8,7 @@ from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.types import Share, TokenBlock, TrainBatch
-from mrl.workers.plan import Packing, plan_step, split
+from mrl.workers.shares import Packing, plan_step, split
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -105,7 +105,10 @@ def save_and_continue(rank: int, path, folder, dims: ParallelDims, block: TokenB
         ("dense", ParallelDims(), ParallelDims(dp=2)),
         ("dense", ParallelDims(tp=2, pp=2), ParallelDims(cp=2)),
         ("tied", ParallelDims(dp=2), ParallelDims(pp=2, vpp=2)),
+        ("tied", ParallelDims(pp=2), ParallelDims(tp=2)),
+        ("tied", ParallelDims(pp=2), ParallelDims(pp=2)),
         ("moe", ParallelDims(), ParallelDims(dp=2, ep=2)),
+        ("moe", ParallelDims(dp=2, ep=2), ParallelDims(pp=2)),
         ("moe", ParallelDims(dp=2, ep=2), ParallelDims(tp=2, pp=2, ep=2, etp=1)),
     ],
     ids=str,

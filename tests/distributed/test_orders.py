@@ -9,7 +9,7 @@ from models_for_layouts import groups_of_responses, make
 from mrl.algorithms.losses import PPOClip
 from mrl.data.batching import CostModel
 from mrl.types import TrainBatch
-from mrl.workers.plan import Packing, plan_step
+from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -35,8 +35,11 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         step = plan_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
         actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}))
         step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
-        outputs = {int(order[row]): column for row, column in step_seen.outputs.items()}
-        found.append(replace(step_seen, outputs=outputs))
+        outputs, after = (
+            {int(order[row]): column for row, column in columns.items()}
+            for columns in (step_seen.outputs, step_seen.after)
+        )
+        found.append(replace(step_seen, outputs=outputs, after=after))
     return found
 
 

@@ -69,7 +69,7 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
     found = []
     for seed in seeds:
         segments, tp_multiple, columns, cotangent = attention_case(seed)
-        packed = pack(segments, torch.device("cpu"), cp_rank=rank, cp_size=dims.cp, tp_multiple=tp_multiple)
+        packed = pack(segments, torch.device("cpu"), cp_rank=rank, cp_size=dims.cp, multiple=tp_multiple)
         real = torch.from_numpy(packed.source >= 0)
         mine = packed.source[packed.source >= 0]
         parts = []

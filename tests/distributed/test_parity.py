@@ -9,7 +9,7 @@ from models_for_layouts import groups_of_responses, make
 from mrl.algorithms.losses import PPOClip
 from mrl.data.batching import CostModel
 from mrl.types import TrainBatch
-from mrl.workers.plan import Packing, plan_step
+from mrl.workers.shares import Packing, in_one_process, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
@@ -55,8 +55,8 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     rows = np.arange(len(groups))
     batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
-    step = plan_step(batch, dims, packing, options.get("aggregation", "token_mean"))
-    share = step.shares[dims.coords(rank).dp]
+    step = plan_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
+    share = in_one_process(step) if "packs_of" in options else step.shares[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
         dims,
@@ -107,6 +107,7 @@ def check(expected, found, dtype: str = "float32") -> None:
 
     assert len(found.outputs) == len(expected.outputs) > 0
     assert len(found.gradients) == len(expected.gradients) > 0
+    assert len(found.updates) == len(found.weights) > 0 and len(found.after) == len(found.outputs)
     assert all(gradient.any() for gradient in expected.gradients.values()), "a gradient of zero proves nothing"
     wrong = [d for d in compare(expected, found, TOLERANCES[dtype]) if not d.within]
     assert not wrong, wrong[:5]
@@ -203,12 +204,10 @@ def test_replayed_routing(traced, dims, megatron):
     check(expected, traced("moe", dims, megatron=replay["megatron"] | megatron, routed=True))
 
 
-@pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 cp2"), ids=str)
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_balancing_losses(traced, dims, kind):
-    """They depend on the packs, so both sides have the same; not on how the packs are cut over processes."""
-    balance = dict(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
-    options = dict(megatron=balance, max_tokens=60)
-    expected = traced("moe", **options)
-    assert abs(expected.grad_norm - traced("moe").grad_norm) > 1e-4, "the balancing loss has no effect"
-    check(expected, traced("moe", dims, **options))
+@pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 cp2", "dp2", "dp2 ep2", "pp2 dp2"), ids=str)
+def test_balancing_losses(traced, dims):
+    """They depend on the packs, so one process has the same packs; not on how those are spread over processes."""
+    balance = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
+    expected = traced("moe", megatron=balance, packs_of=dims)
+    assert abs(expected.grad_norm - traced("moe", packs_of=dims).grad_norm) > 1e-4, "the balancing loss has no effect"
+    check(expected, traced("moe", dims, megatron=balance))

@@ -35,7 +35,7 @@ def test_a_mixture_of_experts_learns_with_replayed_routing(start_mrl, tmp_path):
     assert run.metrics()[0]["weight_sync/tensors"] > 100, "experts are sent one by one"
 
 
-def test_several_mini_batches_learn_off_policy(start_mrl, quickstart):
+def test_several_mini_batches_are_several_optimizer_steps(start_mrl, quickstart):
     run = start_mrl("train", *quickstart, "trainer.max_steps=2", "algorithm.mini_batches=3", "parallel.pp=2").finish()
     assert run.process.returncode == 0, run.output()
     first = run.metrics()[0]
@@ -64,3 +64,20 @@ def test_a_certificate_of_a_layout_that_changes_the_step(start_mrl, inputs):
     run = start_mrl("certify", "experiment=quickstart", "model=quickstart_moe", f"data.inputs.folder={folder}", *wrong)
     assert run.finish().process.returncode == 1, run.output()
     assert "NOT EQUAL" in run.output() and "first: log-probabilities or values" in run.output()
+
+
+def test_what_megatron_refuses_is_one_line_and_ends_everything(start_mrl, quickstart):
+    run = start_mrl("train", *quickstart, "megatron.recompute_granularity=full", "trainer.max_steps=1").finish()
+    assert run.process.returncode == 2, run.output()
+    assert "mrl: Megatron refuses this model or layout:" in run.output() and "Traceback" not in run.output()
+    assert run.leftovers() == []
+
+
+def test_balancing_losses_and_replayed_routing_are_certified(start_mrl, inputs):
+    folder = inputs.parent / "moe_inputs"
+    balance = ["megatron.moe_router_load_balancing_type=aux_loss", "megatron.moe_aux_loss_coeff=0.01"]
+    layout = ["parallel.ep=2", "rollout.routing_replay=true", "certify.prompts=4"]
+    run = start_mrl(
+        "certify", "experiment=quickstart", "model=quickstart_moe", f"data.inputs.folder={folder}", *layout, *balance
+    )
+    assert run.finish().process.returncode == 0, run.output()

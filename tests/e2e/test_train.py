@@ -71,7 +71,7 @@ def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickst
     ).finish()
     assert source.process.returncode == 0, source.output()
     expected = source.metrics()[0]
-    for layout in ("parallel.tp=2", "parallel.dp=2"):
+    for layout in ("parallel.dp=2",):
         replay = [layout, f"rollout.replay={source.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]
         run = start_mrl("train", *quickstart, *replay).finish()
         assert run.process.returncode == 0, run.output()

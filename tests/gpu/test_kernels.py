@@ -76,7 +76,7 @@ from mrl.workers.critic import Critic
 from mrl.algorithms.losses import PPOClip
 from mrl.types import TrainBatch
 from mrl.workers.certificate import TOLERANCES, compare
-from mrl.workers.plan import Packing, plan_step
+from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec
 from mrl.workers.trace import trace
 from parallel.dims import ParallelDims

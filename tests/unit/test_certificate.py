@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mrl.commands import certify as command
-from mrl.workers.certificate import OUTPUTS, TOLERANCES, TensorFile, Trace, compare
+from mrl.workers.certificate import AFTER, OUTPUTS, TOLERANCES, TensorFile, Trace, compare
 
 REFERENCE = Trace(
     loss=0.5,
@@ -14,6 +14,8 @@ REFERENCE = Trace(
     outputs={0: np.array([-1.0, -2.0]), 3: np.array([-0.5])},
     gradients={"a.0.w": np.array([[0.1, -0.4]]), "a.1.w": np.array([0.0, 0.2])},
     weights={"a.0.w": np.array([[1.0, 2.0]]), "a.1.w": np.array([3.0, 4.0])},
+    updates={"a.0.w": np.array([[1e-4, 1e-4]]), "a.1.w": np.array([1e-4, -1e-4])},
+    after={0: np.array([-1.1, -2.1]), 3: np.array([-0.6])},
 )
 
 
@@ -25,7 +27,7 @@ def first_wrong(other: Trace) -> str:
 def test_equal_steps_have_no_difference():
     found = compare(REFERENCE, REFERENCE)
     assert [d.name for d in found[:3]] == [OUTPUTS, "loss", "gradient norm"]
-    assert len(found) == 7 and all(d.within and d.absolute == d.relative == 0 for d in found)
+    assert len(found) == 10 and all(d.within and d.absolute == d.relative == 0 for d in found)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,8 @@ def test_equal_steps_have_no_difference():
         (dict(gradients={"a.0.w": np.array([[0.1, -0.4]])}), "gradient a.1.w"),
         (dict(gradients={**REFERENCE.gradients, "b.w": np.array([1.0])}), "gradient b.w"),
         (dict(weights={"a.0.w": np.array([[1.0, 2.0]]), "a.1.w": np.array([3.0])}), "weight a.1.w"),
+        (dict(updates={"a.0.w": np.zeros((1, 2)), "a.1.w": np.array([1e-4, -1e-4])}), "update a.0.w"),
+        (dict(after={0: np.array([-1.1, -2.1]), 3: np.array([-0.7])}), AFTER),
     ],
 )
 def test_the_first_difference_is_named(change, name):

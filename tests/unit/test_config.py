@@ -1,5 +1,6 @@
 """Config: unknown keys are errors with the nearest match; the key list grows on purpose."""
 
+import re
 import subprocess
 import sys
 
@@ -9,8 +10,9 @@ from omegaconf import OmegaConf
 from models.megatron_fields import DECIDED
 from mrl.commands import hydra_app
 from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
-from mrl.plan import check_megatron, make_inputs
+from mrl.plan import check_balance, check_megatron, make_inputs
 from mrl.plugin import construct, plug_in
+from parallel.dims import ParallelDims
 
 
 def composed(**overrides):
@@ -77,7 +79,32 @@ def test_checks_accept_the_defaults():
 
 def test_the_key_list_is_a_decision():
     """Growth of the config is deliberate: change this number together with the docs."""
-    assert len(known_keys()) == 91
+    assert len(known_keys()) == 92
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tp_comm_overlap": True}, "its buffers have one size, packs have any"),
+        ({"fp8": "hybrid"}, "FP8 needs Transformer Engine, which is not installed"),
+        ({"moe_grouped_gemm": True}, "grouped experts need Transformer Engine"),
+        ({"num_moe_experts": 4}, "is decided by the model"),
+        ({"deallocate_pipeline_outputs": True}, "is decided by the model"),
+        ({"recompute_granularty": "full"}, "did you mean megatron.recompute_granularity?"),
+    ],
+)
+def test_overrides_of_megatron_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_megatron(overrides, decided=DECIDED)
+
+
+def test_balancing_losses_that_mean_nothing_for_packs_are_refused():
+    with pytest.raises(ValueError, match="use that"):
+        check_balance("seq_aux_loss", ParallelDims())
+    with pytest.raises(ValueError, match="with dp=2 use aux_loss"):
+        check_balance(["aux_loss", "global_aux_loss"], ParallelDims(dp=2))
+    for kinds in ("none", "aux_loss", "sinkhorn"):
+        check_balance(kinds, ParallelDims(dp=2))
 
 
 def test_a_plug_in_is_built_and_its_arguments_are_checked():
@@ -150,7 +177,7 @@ def test_free_form_sections_need_no_plus_and_are_checked():
         ["sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
     )
     assert argv == ["++sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
-    check_megatron({"recompute_granularity": "full", "tp_comm_overlap": True})
+    check_megatron({"recompute_granularity": "full", "recompute_num_layers": 1})
     with pytest.raises(ValueError, match=r"megatron.params_dtype is decided by"):
         check_megatron({"params_dtype": "float32"}, decided=DECIDED)
     with pytest.raises(ValueError, match=r"megatron.num_layer .*did you mean megatron.num_layers"):

@@ -52,7 +52,7 @@ def test_each_response_token_is_predicted_once_from_the_one_before(made, shared,
     order = [token for row in rows for token in block.response(row).tolist()]
     kept, computed = [], []
     for rank in range(cp_size):
-        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, tp_multiple=tp_multiple)
+        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, rows, share, packer)
         assert len(micro.tokens) == len(micro.packed.source) and micro.num_responses == len(order)
         targets = micro.targets.tolist()
@@ -81,7 +81,7 @@ def test_an_empty_micro_batch_is_one_token_that_counts_for_nothing(made, cp_size
     block, groups = made
     share = Share((np.empty(0, np.int64),), np.ones(len(groups), np.float32), np.ones(len(groups)), groups)
     for rank in range(cp_size):
-        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, tp_multiple=tp_multiple)
+        packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, share.micro_batches[0], share, packer)
         assert micro.num_responses == 0 and len(micro.tokens) > 0
         assert not len(micro.predict) and not len(micro.targets) and not len(micro.weights) and not len(micro.kept)

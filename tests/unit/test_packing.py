@@ -36,7 +36,7 @@ cp_sizes, tp_multiples = st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4
 
 
 def all_ranks(segments: list[Segment], cp_size: int, tp_multiple: int) -> list[PackedSequences]:
-    return [pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple) for r in range(cp_size)]
+    return [pack(segments, CPU, cp_rank=r, cp_size=cp_size, multiple=tp_multiple) for r in range(cp_size)]
 
 
 def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[int]]]:
@@ -144,8 +144,7 @@ def test_calls_of_like_shape_are_one(segments):
 @given(trees(parents=False), cp_sizes, tp_multiples)
 def test_cu_seqlens_are_the_padded_segments_of_all_ranks(segments, cp_size, tp_multiple):
     packs = [
-        pack(segments, CPU, cp_rank=r, cp_size=cp_size, tp_multiple=tp_multiple, cu_seqlens=True)
-        for r in range(cp_size)
+        pack(segments, CPU, cp_rank=r, cp_size=cp_size, multiple=tp_multiple, cu_seqlens=True) for r in range(cp_size)
     ]
     for packed in packs:
         sums = packed.cu_seqlens_q.tolist()
@@ -188,7 +187,7 @@ def attend(query, key, value, packed: PackedSequences):
 @many
 @given(trees(), st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]), tp_multiples, st.integers(0, 99))
 def test_attention_is_that_of_a_dense_mask(segments, heads, tp_multiple, seed):
-    packed = pack(segments, CPU, tp_multiple=tp_multiple)
+    packed = pack(segments, CPU, multiple=tp_multiple)
     generator, width = torch.Generator().manual_seed(seed), 3
 
     def random(*shape: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 from mrl.algorithms.losses import PPOClip
 from mrl.data.batching import CostModel
 from mrl.types import Rollouts, UpdateReport
-from mrl.workers.plan import Packing, plan_step
 from mrl.workers.policy import ActorPolicy
+from mrl.workers.shares import Packing, plan_step
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.reduce import AGGREGATIONS
 from mrl.data.batching import CostModel
 from mrl.types import Share, TrainBatch
-from mrl.workers.plan import Packing, plan_step, split
+from mrl.workers.shares import Packing, plan_step, split
 from parallel.dims import ParallelDims
 
 many = settings(deadline=None, max_examples=60, derandomize=True)

@@ -21,7 +21,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One optimizer step: each replica's share, and what the plan saves and costs."""
 
     shares: list[Share]  # by data-parallel rank
@@ -45,7 +45,7 @@ def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
     ]
 
 
-def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str) -> Plan:
+def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str) -> StepPlan:
     """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's."""
     weights = np.zeros(len(batch.prompt_lengths))
     weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
@@ -70,7 +70,13 @@ def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregati
     )
     tokens = max(1, sum(unit.tokens for unit in units))
     shares = [Share(micros, batch.advantages, weights, groups if shared else None, tokens) for micros in replicas]
-    return Plan(shares, _numbers(batch, units, replicas))
+    return StepPlan(shares, _numbers(batch, units, replicas))
+
+
+def in_one_process(plan: StepPlan) -> Share:
+    """The same packs, all of them for one process."""
+    micros = tuple(rows for share in plan.shares for rows in share.micro_batches)
+    return replace(plan.shares[0], micro_batches=micros)
 
 
 def _numbers(batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]) -> dict[str, float]:
