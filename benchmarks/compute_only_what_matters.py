@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.types import TokenBlock, TrainBatch
-from mrl.workers.shares import Plan
+from mrl.workers.shares import StepPlan
 
 LR = 1e-9
 TOLERANCE = 2e-5  # of gradients, as in the parity tests
@@ -37,8 +37,8 @@ class Case:
 
     name: str
     block: TokenBlock
-    saving: Plan
-    everything: Plan
+    saving: StepPlan
+    everything: StepPlan
 
 
 def zero_advantage(sizes: Sizes, fraction: float) -> Case:
@@ -57,7 +57,7 @@ def shared_prompts(sizes: Sizes, name: str) -> Case:
     return Case(f"prompt:response {name}, 16 responses", block, *_plans(batch, batch, (True, False)))
 
 
-def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[Plan]:
+def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPlan]:
     for batch, share_prompts in zip((saving, everything), share, strict=True):
         yield one_process.planned(batch, MAX_TOKENS, share_prompts)
 
@@ -70,7 +70,7 @@ def measure(actor, case: Case, repeats: int) -> list[str]:
     difference = largest_difference(*found)
     assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
 
-    def update(plan: Plan) -> Callable:
+    def update(plan: StepPlan) -> Callable:
         return lambda: actor.update(case.block, [plan.shares[0]], PPOClip(), [LR])
 
     seconds = interleaved({"everything": update(case.everything), "saving": update(case.saving)}, repeats)

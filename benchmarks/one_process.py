@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from mrl.types import Share, TokenBlock, TrainBatch
-from mrl.workers.shares import Packing, Plan, plan_step
+from mrl.workers.shares import Packing, StepPlan, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel import device
 from parallel.dims import ParallelDims
@@ -104,7 +104,7 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
     return block, TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, counted)
 
 
-def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> Plan:
+def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPlan:
     """The step as training plans it."""
     return plan_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
 
@@ -115,7 +115,7 @@ def gradients_of(actor, block: TokenBlock, share: Share, loss) -> dict[str, NDAr
 
     from mrl.workers.actor import policy_loss
 
-    head = partial(actor._head, temperature=1.0)
+    head = partial(actor.head, temperature=1.0)
     actor.accumulate(actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, whole=True)
     return {name: gradient.numpy().copy() for name, gradient in actor.gradients()}
 

@@ -110,7 +110,7 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 def _routing(part: TokenBlock, at: Ints, source: Ints) -> NDArray[np.int64]:
     """[L, layers, topk] experts of this rank's tokens.
 
-    Tokens that the engine never computed, and those that only pad, are seen by nobody and go where it is evenly spread.
+    Tokens that the engine never computed, and those that only pad, are seen by nobody and go to one expert after another.
     """
     assert part.routed_experts is not None, "callers look first"
     chosen = part.routed_experts[at][source].astype(np.int64)
