@@ -51,8 +51,8 @@ class Run:
     def metrics(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
-    def leftovers(self, within_s: float = 30) -> list[psutil.Process]:
-        """Processes of the run that still live after `within_s` seconds."""
+    def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
+        """Processes of the run that still live after `within_s` seconds; Ray's agents may wait 60 for a dead head."""
         end = time.monotonic() + within_s
         while (alive := tagged(self.tag)) and time.monotonic() < end:
             time.sleep(0.2)
