@@ -19,11 +19,25 @@ DEPENDENCIES = [
     "hydra-core>=1.3.8,<1.4",
     "omegaconf>=2.3.1,<2.4",
     "httpx>=0.28,<1",
+    "aiohttp>=3.14,<4",  # thousands of requests at one time, as agents have them
     "orjson>=3.13,<4",
+    "xxhash>=4",  # checksums
+    "zstandard>=0.25",  # differences of weights on their way to engines
+    # What a run needs to go on.
+    "msgspec>=0.21",  # samples in the journal
+    "filelock>=4",  # one process at a time in a run's folder
+    "fsspec>=2026.2",  # copies of checkpoints, wherever a store is
     "psutil>=7",  # Megatron-Core imports it without declaring it
     # Data.
     "numpy>=2.3,<2.4",  # mistral-common, which sglang needs beside its CUDA kernels, stops there
     "pyarrow>=26",
+    "datasets>=5.2",  # folders that its save_to_disk wrote
+    "jinja2>=3.1",  # errors of chat templates
+    # Rewards and evaluation.
+    "math-verify[antlr4_9_3]>=0.9",  # the version of antlr4 that hydra-core needs
+    "pebble>=5.2",  # pools of processes whose tasks have deadlines
+    "tenacity>=9.2",  # retries with limits
+    "scipy>=1.18",  # confidence intervals
     # What a run shows.
     "matplotlib>=3.11,<4",
     "rich>=15",
@@ -40,6 +54,7 @@ EXTRAS = {
         "hypothesis>=6.140",
         "pytest>=9,<10",
         "pytest-timeout>=2.4",
+        "pytest-xdist>=3.8",
         "ruff>=0.15",
     ],
 }

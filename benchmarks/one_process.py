@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +101,8 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
     advantages = rng.normal(size=len(prompts)).astype(np.float32)
     advantages[groups < round(zero_fraction * sizes.groups)] = 0.0
     rows, counted = np.flatnonzero(advantages), np.arange(len(prompts))
-    return block, TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, counted)
+    block = block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
+    return block, replace(TrainBatch.of(block, groups), rows=rows, counted=counted)
 
 
 def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPlan:

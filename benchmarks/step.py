@@ -19,7 +19,8 @@ from rich.table import Table
 
 from mrl import build
 from mrl.commands import hydra_app
-from mrl.config import from_hydra
+from mrl.config_rules import from_hydra
+from mrl.leaving import Leaving
 from mrl.plan import plan_training
 
 SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
@@ -58,6 +59,8 @@ class StepMeter:
             self.steps.append(dict(metrics))
             self.cpu.append(tree_cpu_seconds())
 
+    def rewind(self, last_step: int, evaluated: bool) -> None: ...
+
     def close(self) -> None: ...
 
     def cpu_per_step(self) -> dict[str, float]:
@@ -77,7 +80,7 @@ def measure(overrides: list[str], steps: int, stop_reward: float | None = None) 
         goal = "null" if stop_reward is None else stop_reward
         fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", f"trainer.stop_reward={goal}", "trainer.save=false"]
         config = from_hydra(compose("config", [*hydra_app.with_default_experiment(overrides), *fixed]))
-        with build.trainer(plan_training(config)) as trainer:
+        with build.trainer(plan_training(config), Leaving()) as trainer:
             trainer.tracker.sinks.append(meter)
             trainer.fit()
     return meter

@@ -61,7 +61,7 @@ class Bare:
         from models.build import build_model
         from models.conversion.bridge import Bridge
         from models.conversion.hf_io import HFWeights
-        from models.spec import HFConfig
+        from models.hf_config import HFConfig
 
         hf = HFConfig.load(folder)
         (model,) = build_model(hf, one_process.ALONE, torch.float32)
@@ -124,7 +124,7 @@ def prepare(actor, block: TokenBlock, share: Share, with_advantages: bool) -> li
     for micro in actor.micro_batches(block, share):
         labels, mask = micro.tokens.roll(-1), torch.zeros(len(micro.tokens))
         assert torch.equal(labels[micro.predict], micro.targets), "the rows of a pack are not whole"
-        mask[micro.predict] = (micro.weights * (micro.advantages if with_advantages else 1.0)).float()
+        mask[micro.predict] = (micro.weights * (micro.columns["advantages"] if with_advantages else 1.0)).float()
         found.append(Prepared(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predict))
     return found
 

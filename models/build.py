@@ -1,6 +1,7 @@
 """A Megatron model from a Hugging Face config alone: this rank's stages of it."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -14,9 +15,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -24,15 +27,18 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from models.families import family_of
+from models.hf_config import HFConfig
 from models.megatron_fields import UNEVEN
-from models.spec import Architecture, HFConfig
+from models.spec import Architecture
 from models.value_head import ValueHead
 from parallel import groups
 from parallel.attention import PackedAttention
 from parallel.capabilities import capabilities
 from parallel.device import has_cuda
 from parallel.dims import ParallelDims
+from parallel.latent_attention import PackedLatentAttention
 from parallel.modules import PackedRotaryEmbedding, spec_provider
+from parallel.rope import Rope
 from parallel.routing import PackedRouter
 
 logger = logging.getLogger(__name__)
@@ -66,7 +72,9 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
     )
     if is_moe:  # no balancing loss unless asked for: it would pull a trained model's routing away from the rewards
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
-    return TransformerConfig(**(values | arch.transformer | overrides))
+        values |= dict(moe_router_bias_update_rate=0.0)  # a correction bias stays as it was loaded, for the same reason
+    kind = MLATransformerConfig if arch.is_latent else TransformerConfig
+    return kind(**(values | arch.transformer | overrides))
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -87,7 +95,35 @@ def _layout_fields(dims: ParallelDims) -> dict:
     )
 
 
-def _attention(config: TransformerConfig, provider: BackendSpecProvider, own_attention: bool) -> ModuleSpec:
+def _biased(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
+    """`linear` with a bias or without, where Megatron's config would decide for all matrices alike."""
+
+    def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
+        return linear(*args, bias=has_bias, **kwargs)
+
+    return build
+
+
+def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
+    linear, norm = provider.column_parallel_linear(), provider.layer_norm(rms_norm=True, for_qk=True)
+    return ModuleSpec(
+        module=PackedLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "rope": rope},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            q_layernorm=norm,
+            linear_q_up_proj=linear,
+            kv_layernorm=norm,
+            linear_kv_up_proj=linear,
+            core_attention=PackedAttention,
+            linear_proj=provider.row_parallel_linear(),
+        ),
+    )
+
+
+def _attention(
+    config: TransformerConfig, provider: BackendSpecProvider, own_attention: bool, parts: frozenset[str]
+) -> ModuleSpec:
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,
@@ -95,7 +131,7 @@ def _attention(config: TransformerConfig, provider: BackendSpecProvider, own_att
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_layer_norm_linear(),
             core_attention=PackedAttention if own_attention else provider.core_attention(),
-            linear_proj=provider.row_parallel_linear(),
+            linear_proj=_biased(provider.row_parallel_linear(), "proj_bias" in parts),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -103,20 +139,32 @@ def _attention(config: TransformerConfig, provider: BackendSpecProvider, own_att
 
 
 def _layer_spec(
-    config: TransformerConfig, attention: ModuleSpec, provider: BackendSpecProvider, moe: bool
+    config: TransformerConfig,
+    attention: ModuleSpec,
+    provider: BackendSpecProvider,
+    parts: frozenset[str],
+    moe: bool,
 ) -> ModuleSpec:
+    is_latent = attention.module is PackedLatentAttention  # its norm stands alone: several matrices read it
     if moe:
-        experts = MoESubmodules(experts=provider.grouped_mlp_modules(config.moe_grouped_gemm), router=PackedRouter)
+        linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+        experts = MoESubmodules(
+            experts=provider.grouped_mlp_modules(config.moe_grouped_gemm),
+            shared_experts=partial(SharedExpertMLP, submodules=linears),
+            router=PackedRouter,
+        )
         mlp = partial(MoELayer, submodules=experts)
         norm = provider.layer_norm(rms_norm=True)
     else:
         linears = MLPSubmodules(
-            linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()
+            linear_fc1=_biased(provider.column_parallel_layer_norm_linear(), "mlp_bias" in parts),
+            linear_fc2=_biased(provider.row_parallel_linear(), "mlp_bias" in parts),
         )
         mlp, norm = partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
+            input_layernorm=provider.layer_norm(rms_norm=True) if is_latent else IdentityOp,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
@@ -126,15 +174,20 @@ def _layer_spec(
     )
 
 
-def _block_spec(config: TransformerConfig, own_attention: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, own_attention: bool, arch: Architecture, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this rank's virtual stage."""
     provider = spec_provider()
-    attention = _attention(config, provider, own_attention)
+    if arch.is_latent:
+        attention = _latent_attention(provider, arch.rope)
+    else:
+        attention = _attention(config, provider, own_attention, arch.parts)
     is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, attention, provider, bool(is_moe[layer])) for layer in layers],
+        layer_specs=[_layer_spec(config, attention, provider, arch.parts, bool(is_moe[layer])) for layer in layers],
         layer_norm=provider.layer_norm(rms_norm=True),
     )
 
@@ -178,23 +231,31 @@ def _build_stage(
     is_last = groups.is_last_stage(vp_stage)
     model = GPTModel(
         config,
-        _block_spec(config, own_attention, vp_stage),
+        _block_spec(config, own_attention, arch, vp_stage),
         padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
         arch.max_position_embeddings,
         pre_process=groups.is_first_stage(vp_stage),
         post_process=is_last,
         share_embeddings_and_output_weights=arch.tied_embeddings and head == "vocabulary",
         position_embedding_type="rope",
-        rotary_base=int(arch.rotary_base),
         vp_stage=vp_stage,
     )
-    if own_attention:
-        model.rotary_pos_emb = PackedRotaryEmbedding(
-            config.kv_channels, 1.0, rotary_base=arch.rotary_base, use_cpu_initialization=not has_cuda()
-        )
+    if not arch.is_latent:  # latent attention has its own
+        _set_rope(model, arch.rope, own_attention)
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
     for name, param in model.named_parameters():
         if ".experts." in name:  # as where they are spread: the optimizer's state then has one form under every layout
             param.allreduce = False  # type: ignore[missing-attribute]
     return model
+
+
+def _set_rope(model: GPTModel, rope: Rope, own_attention: bool) -> None:
+    """The frequencies and the amplitude of `rope`, in place of those that Megatron computes from its config."""
+    if own_attention:
+        model.rotary_pos_emb = PackedRotaryEmbedding(rope)
+    else:
+        model.rotary_pos_emb.inv_freq = rope.inv_freq()
+    for module in model.modules():
+        if isinstance(module, SelfAttention):  # it has no other way in for a given amplitude, in 0.19
+            module._yarn_concentration_factor = rope.amplitude

@@ -1,9 +1,15 @@
-"""Names of Megatron's config fields, read from its source: importing Megatron would cost the driver seconds."""
+"""Megatron's config fields, read from its source (importing it would cost the driver seconds), and what a user may set."""
 
 import ast
+import difflib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from parallel.dims import ParallelDims
 
 DECIDED = frozenset(
     [
@@ -36,6 +42,11 @@ DECIDED = frozenset(
         "moe_ffn_hidden_size",
         "moe_router_topk",
         "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_enable_expert_bias",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
         "moe_shared_expert_intermediate_size",
         "mtp_num_layers",
         "multi_latent_attention",
@@ -75,3 +86,39 @@ def transformer_fields() -> frozenset[str]:
                 }
     assert "num_layers" in names, "Megatron's source has another layout than models/megatron_fields.py expects"
     return frozenset(names)
+
+
+def check_balance(kinds: str | list[str], dims: ParallelDims) -> None:
+    """Balancing losses that mean something for packs; raises ValueError."""
+    key = f"megatron.moe_router_load_balancing_type={kinds}"
+    if "seq_aux_loss" in kinds:
+        raise ValueError(f"{key}: to the router a pack is one sequence, so this would be aux_loss; use that.")
+    if "global_aux_loss" in kinds and dims.dp > 1:
+        raise ValueError(
+            f"{key}: replicas would have to run equally many packs, and it follows the order of packs; with "
+            f"dp={dims.dp} use aux_loss."
+        )
+
+
+def check_megatron(overrides: Mapping[str, Any], decided: AbstractSet[str] = frozenset()) -> None:
+    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one `decided` elsewhere."""
+    known = transformer_fields()
+    for name in overrides:
+        if name in decided:
+            raise ValueError(
+                f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
+            )
+        if name.startswith("tp_comm_overlap") and overrides[name]:
+            raise ValueError(
+                f"megatron.{name}={overrides[name]}: its buffers have one size, packs have any; leave it out."
+            )
+        if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
+            raise ValueError(
+                f"megatron.{name}={overrides[name]}: FP8 needs Transformer Engine, which is not installed."
+            )
+        if name == "moe_grouped_gemm" and overrides[name] and find_spec("transformer_engine") is None:
+            raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean megatron.{near[0]}?" if near else ""
+            raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")

@@ -1,72 +1,17 @@
-"""What a model family states about itself, and the Hugging Face config it is read from. Pure: no torch.distributed."""
+"""What a model family states about itself. Pure: no torch.distributed."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from models.conversion.mapping import Mapping
+from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
+from parallel.rope import Rope, YarnRope
 
-
-@dataclass(frozen=True)
-class HFConfig:
-    """A Hugging Face `config.json`; a field that is asked for must be there."""
-
-    path: Path
-    fields: dict[str, Any]
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "HFConfig":
-        """Read `folder/config.json`; raises ValueError when the folder is not a Hugging Face model."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            found = "is missing" if not Path(folder).is_dir() else "has no config.json"
-            raise ValueError(
-                f"model.path={folder}: the folder {found}; a Hugging Face model folder is expected "
-                "(config.json, *.safetensors, tokenizer files)."
-            )
-        return cls(path, json.loads(path.read_text()))
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.fields:
-            raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
-        return self.fields[name]
-
-    def either(self, *names: str) -> Any:
-        """The first of these fields that is there: some have two spellings."""
-        return next((self.fields[name] for name in names if name in self.fields), None) or self[names[0]]
-
-    def expect(self, **values: Any) -> None:
-        """Raise ValueError unless each field is absent or one of the allowed values (a tuple means: any of these)."""
-        for name, allowed in values.items():
-            options = allowed if isinstance(allowed, tuple) else (allowed,)
-            if name in self.fields and self.fields[name] not in options:
-                raise ValueError(
-                    f"{self.path}: {name}={self.fields[name]!r} is not supported; expected "
-                    f"{' or '.join(repr(o) for o in options)}."
-                )
-
-    @property
-    def architecture(self) -> str:
-        names = self["architectures"]
-        if not isinstance(names, list) or len(names) != 1:
-            raise ValueError(f"{self.path}: architectures={names!r}; expected a list of one name.")
-        return names[0]
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return bool(self.fields.get("tie_word_embeddings", False))
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        """RoPE parameters, wherever this version of transformers wrote them; `rope_type` and `rope_theta` at least."""
-        rope = dict(self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {})
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        if "rope_theta" not in rope:
-            rope["rope_theta"] = self["rope_theta"]
-        return rope
+_SHARED = "moe_shared_expert_intermediate_size"  # Megatron's name for the width of all shared experts together
 
 
 @dataclass(frozen=True)
@@ -75,10 +20,11 @@ class Architecture:
 
     vocab_size: int
     max_position_embeddings: int
-    rotary_base: float
+    rope: Rope
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # symbols of the shapes in the family's table
+    parts: frozenset[str] = frozenset()  # what the config may leave out and this model has, by `Mapping.part`
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +34,11 @@ class Architecture:
     def num_experts(self) -> int:
         """Experts of one layer; 0 in a dense model."""
         return self.transformer.get("num_moe_experts", 0)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.transformer.get("multi_latent_attention", False)
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
@@ -101,7 +52,8 @@ class Architecture:
         t = self.transformer
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
-        _check_divides("tp", dims.tp, heads | dense)
+        shared = {} if not t.get(_SHARED) else dict(shared_intermediate_size=t[_SHARED])
+        _check_divides("tp", dims.tp, heads | dense | shared)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
                 "pp x vpp" if dims.vpp > 1 else "pp", dims.pp * dims.vpp, dict(num_hidden_layers=self.num_layers)
@@ -121,15 +73,31 @@ class Architecture:
     def flops(self) -> tuple[float, float]:
         """Multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2. Balancing weighs by it."""
         t = self.transformer
-        width, d = t["hidden_size"], t["kv_channels"]
-        heads = t["num_attention_heads"] * d
-        attention = width * (2 * heads + 2 * t["num_query_groups"] * d)
+        width = t["hidden_size"]
+        attention, pair = _latent_attention_flops(t) if self.is_latent else _attention_flops(t)
         linear = 0.0
         for layer in range(self.num_layers):
-            active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] if self.is_moe(layer) else t["ffn_hidden_size"]
+            active = t["ffn_hidden_size"]
+            if self.is_moe(layer):
+                active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED) or 0)
             linear += attention + 3 * width * active
-        seen = 0.5  # of a sequence, by its average token; scores, then their product with the values
-        return linear + width * self.vocab_size, self.num_layers * 2 * heads * seen
+        seen = 0.5  # of a sequence, by its average token
+        return linear + width * self.vocab_size, self.num_layers * pair * seen
+
+
+def _attention_flops(t: dict[str, Any]) -> tuple[float, float]:
+    """Of one layer: (projections of a token, a query's score with a key and its share of the key's value)."""
+    d, heads = t["kv_channels"], t["num_attention_heads"]
+    return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
+
+
+def _latent_attention_flops(t: dict[str, Any]) -> tuple[float, float]:
+    """The same of latent attention, where keys and values have different sizes."""
+    width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
+    key = t["qk_head_dim"] + shared
+    queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
+    keys = width * (t["kv_lora_rank"] + shared) + t["kv_lora_rank"] * heads * (t["qk_head_dim"] + value)
+    return queries + keys + heads * value * width, heads * (key + value)
 
 
 def _check_divides(axis: str, size: int, cut: dict[str, int]) -> None:
@@ -144,15 +112,66 @@ class Family:
     """One Hugging Face architecture: how its config reads, and its weights as a table."""
 
     architecture: str  # as in config.json
-    read: Callable[[HFConfig], Architecture]
+    translate: Callable[[HFConfig], Architecture]  # `read` is what others call
     table: tuple[Mapping, ...]
     # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order; {expert}: of every expert in turn
     engine_fusions: dict[str, tuple[str, ...]]
+    defaults: dict[str, Any]  # what transformers takes for a field that the config leaves out
+    engine_reads: tuple[str, ...] = ()  # fields that SGLang needs in a config, of those that have defaults
+    extra_layers: bool = False  # checkpoints may hold layers behind the last, for multi-token prediction
+    engine_lacks: frozenset[str] = frozenset()  # parts of Architecture.parts that SGLang leaves out, silently
+
+    def read(self, config: HFConfig) -> Architecture:
+        """The architecture that `config` describes.
+
+        Raises:
+            ValueError: a field is missing, has a value that the family does not implement, or is not known to it.
+        """
+        reading = config.start_reading(self.defaults)
+        arch = self.translate(reading)
+        reading.check_all_asked()
+        return arch
+
+    def check_engine(self, config: HFConfig, arch: Architecture) -> None:
+        """Raise ValueError where SGLang 0.5.23 cannot read the config, or would sample from another function."""
+        if missing := [name for name in self.engine_reads if name not in config.fields]:
+            said = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
+            raise ValueError(f"{config.path}: SGLang needs fields that transformers leaves out; add {said}.")
+        if lacking := self.engine_lacks & arch.parts:
+            raise ValueError(
+                f"model.path: this {self.architecture} has {', '.join(sorted(lacking))}, which SGLang leaves out without a "
+                "word; train it with mrl sft, or from recorded rollouts (rollout.replay)."
+            )
+        rope = arch.rope
+        if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
+            raise ValueError(
+                f"model.path: attention_factor={rope.attention_factor} of the rotary embedding, which SGLang does not read: "
+                f"it computes {rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
+                "(rollout.replay)."
+            )
 
     def entries(self, arch: Architecture) -> list[Mapping]:
         """The table's rows for this model: one per Megatron parameter, layers and experts written out."""
+        return [entry for row in self._rows(arch) for entry in _written_out(row, arch)]
+
+    def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
+        """Those of `engine_fusions` whose parts this model has, all of them."""
+        names = [name for row in self._rows(arch) for name in row.hf]
+        return {
+            fused: parts
+            for fused, parts in self.engine_fusions.items()
+            if all(any(name.endswith(f".{part}") for name in names) for part in parts)
+        }
+
+    def is_extra(self, name: str, arch: Architecture) -> bool:
+        """Whether a Hugging Face tensor belongs to a layer behind the last: it is neither loaded nor exported."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return self.extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
+
+    def _rows(self, arch: Architecture) -> list[Mapping]:
+        """The table's rows that a model like this has."""
         rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
-        return [entry for row in rows for entry in _written_out(row, arch)]
+        return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, by Hugging Face name."""

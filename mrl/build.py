@@ -1,40 +1,44 @@
 """The composition root: a Plan -> processes and a wired Trainer. The only place that knows concrete classes."""
 
-import json
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.megatron_fields import OF_LAYOUT
-from mrl.algorithms.losses import Loss
+from mrl.algorithms.kl_control import KLControl
+from mrl.algorithms.losses import Loss, ValueLoss
+from mrl.capsules.folder import Capsule, Weights
+from mrl.capsules.recorder import Recorder
+from mrl.capsules.replay import Replay, Verdict
 from mrl.certify import Certification
-from mrl.config import Config, SftConfig
-from mrl.data.prompts import PromptStream
+from mrl.checkpoint import CheckpointStore
+from mrl.config import Config
+from mrl.leaving import Leaving
+from mrl.ledger import Ledger
 from mrl.placement import Phases, ray_cluster
-from mrl.plan import ORIGIN, ModelPlan, Plan, claim, origin, prompt_limit
-from mrl.rollout.generator import RolloutGenerator
-from mrl.rollout.spec import RolloutSpec
-from mrl.sft import SupervisedStage
-from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Startup, Tracker, WandbSink
+from mrl.plan import ModelPlan, Plan
+from mrl.processes import REFERENCE, Processes, model_spec, started
+from mrl.recovery import Recovery
+from mrl.resume import plain, sizes
+from mrl.run_dir import own_run_dir
+from mrl.saving import Cadence, Saver
+from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
 from mrl.trainer import Schedule, Trainer
+from mrl.weight_sync.driver import WeightSync
 from mrl.workers.certificate import Difference
-from mrl.workers.group import WorkerGroup
-from mrl.workers.policy import ActorPolicy
-from mrl.workers.spec import ModelSpec
+from mrl.workers.group import StartError, WorkerGroup
+from mrl.workers.policy import ActorPolicy, CriticPolicy, Teacher, Updates
 from parallel.dims import ParallelDims
-
-logger = logging.getLogger(__name__)
 
 
 def certify(plan: ModelPlan, loss: Loss | None) -> list[Difference]:
     """Every difference between one step under the plan's layout and in one process; without a loss, of a critic."""
     config = plan.config
-    claim(Path(config.run.dir).resolve())
-    with ray_cluster(config.cluster.address) as options:
+    run_dir = Path(config.run.dir).resolve()
+    with own_run_dir(run_dir, "certify", plain(config)), ray_cluster(config.cluster.address) as options:
         job = Certification(
             settings=config.certify,
             arch=plan.arch,
@@ -42,23 +46,44 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[Difference]:
             loss=loss,
             aggregation=config.algorithm.aggregation,
             temperature=config.rollout.temperature,
-            folder=str(Path(config.run.dir).resolve()),
+            folder=str(run_dir),
             balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
             routing=config.rollout.routing_replay,
-            start=partial(_trainers, plan, options=options, critic=loss is None),
+            start=partial(_trainers, plan, config.certify.dtype, options=options, critic=loss is None),
         )
         return job.run(plan.dims)
 
 
+def replay(plan: ModelPlan, capsule: Capsule, weights: Weights, loss: Loss, against: ParallelDims) -> Verdict:
+    """A kept step under the plan's layout and under another."""
+    config = plan.config
+    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
+    with ray_cluster(config.cluster.address) as options:
+        job = Replay(
+            capsule=capsule,
+            checkpoint=str(capsule.folder_of(weights)) if weights.checkpoint else None,
+            packing=plan.packing,
+            loss=loss,
+            dtype=config.model.dtype,
+            folder=str(Path(config.run.dir).resolve()),
+            balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
+            start=partial(_trainers, plan, config.model.dtype, options=options, critic=False),
+        )
+        return job.run(plan.dims, against)
+
+
 @contextmanager
-def _trainers(plan: ModelPlan, dims: ParallelDims, options: dict[str, Any], critic: bool) -> Iterator[WorkerGroup]:
+def _trainers(
+    plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
+) -> Iterator[WorkerGroup]:
     """Trainer processes of the plan's model under another layout, ended with the context."""
     config = plan.config
-    group = WorkerGroup(dims, str(Path(config.run.dir).resolve() / "logs"), config.trainer.timeout_s, options)
+    group = WorkerGroup(dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, options)
     try:
         # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
+        assert plan.optimizer is not None, "one step is taken"
         optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
-        spec = replace(actor_spec(plan), dims=dims, dtype=config.certify.dtype, optimizer=optimizer)
+        spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
             spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in OF_LAYOUT})
         group.start(spec, config.run.seed, config.cluster.start_timeout_s, critic)
@@ -68,168 +93,155 @@ def _trainers(plan: ModelPlan, dims: ParallelDims, options: dict[str, Any], crit
         group.close()
 
 
-class Cluster:
-    """The processes of a run: trainer ranks and, for RL, a rollout worker with its engines. Started side by side."""
+class _Parts(NamedTuple):
+    """What of a Trainer is made before it."""
 
-    def __init__(self, plan: ModelPlan, options: dict[str, Any], stack: ExitStack) -> None:
-        config, run_dir = plan.config, Path(plan.config.run.dir).resolve()
-        claim(run_dir)
-        self.plan = plan
-        self.group = WorkerGroup(plan.dims, str(run_dir / "logs"), config.trainer.timeout_s, options)
-        stack.callback(self.group.close)
-        self.generator: RolloutGenerator | None = None
-        if isinstance(plan, Plan):
-            spec = rollout_spec(plan, str(run_dir))
-            self.generator = RolloutGenerator(spec, dict(num_cpus=0), config.rollout.request_timeout_s + 60)
-            stack.callback(self.generator.close)
-        self.group.start(actor_spec(plan), config.run.seed, config.cluster.start_timeout_s)
-
-    def warm_start(self, sft: SftConfig) -> float:
-        """Run the supervised stage in the trainer processes; returns its last loss. Engines start meanwhile."""
-        config = self.plan.config
-        settings = dict(lr=sft.lr, betas=tuple(sft.betas), weight_decay=sft.weight_decay, clip_grad=sft.clip_grad)
-        self.group.call("reset_optimizer", **settings)
-        assert sft.train, "a supervised stage has a data set"
-        path = str(Path(sft.train).resolve())
-        data = self.group.call_first("load_sft", path, str(Path(self.plan.model_path).resolve()), self.plan.context)
-        stage = SupervisedStage(
-            group=self.group,
-            block=data["handle"],
-            lengths=data["lengths"],
-            response_lengths=data["response_lengths"],
-            steps=sft.steps,
-            batch_size=sft.batch_size,
-            lr=sft.lr,
-            warmup_steps=sft.warmup_steps,
-            packing=self.plan.packing,
-            seed=config.run.seed,
-        )
-        sinks = [JsonlSink(Path(config.run.dir) / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
-        with Tracker(sinks) as tracker:
-            loss = stage.run(tracker)
-        return loss
-
-    def export(self, output: str) -> None:
-        """Write the supervised weights, and what they were made from, as a Hugging Face folder."""
-        self.group.call("export_hf", str(Path(output).resolve()), {ORIGIN: json.dumps(origin(self.plan.config))})
-
-    def keep_warm_start(self, output: str) -> None:
-        """Export for later runs; a folder that a run beside this one has made meanwhile is as good."""
-        try:
-            if not Path(output).exists():
-                self.export(output)
-        except OSError as error:
-            if not Path(output).is_dir():
-                raise
-            logger.warning("the warm start was not kept: %s", error)
-
-
-def actor_spec(plan: ModelPlan) -> ModelSpec:
-    """What every trainer rank is built from."""
-    c = plan.config
-    path = str(Path(plan.model_path).resolve())
-    return ModelSpec(
-        path,
-        plan.dims,
-        c.model.dtype,
-        plan.optimizer,
-        c.megatron | (dict(moe_enable_routing_replay=True) if c.rollout.routing_replay else {}),
-        share_prompts=plan.packing.share_prompts,
-        logprob_chunk=c.trainer.logprob_chunk,
-    )
-
-
-def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
-    """What the rollout worker is built from."""
-    c = plan.config
-    return RolloutSpec(
-        model_path=str(Path(plan.model_path).resolve()),
-        run_dir=run_dir,
-        train=tuple(str(Path(p).resolve()) for p in c.data.train),
-        test=tuple(str(Path(p).resolve()) for p in c.data.test),
-        reward=plan.reward,
-        responses_per_prompt=c.rollout.responses_per_prompt,
-        max_response_tokens=c.rollout.max_response_tokens,
-        max_prompt_tokens=prompt_limit(c, plan.context),
-        temperature=c.rollout.temperature,
-        num_engines=0 if c.rollout.replay else c.rollout.num_engines,
-        engine_tp=c.rollout.engine_tp,
-        routed_experts=c.rollout.routing_replay,
-        seed=c.run.seed,
-        eval_rows=c.trainer.eval_rows,
-        request_timeout_s=c.rollout.request_timeout_s,
-        record=c.rollout.record,
-        replay=str(Path(c.rollout.replay).resolve()) if c.rollout.replay else None,
-        server_args=plan.server_args,
-    )
+    tracker: Tracker
+    ledger: Ledger
+    saver: Saver
+    recovery: Recovery
+    leaving: Leaving
 
 
 @contextmanager
-def cluster(plan: ModelPlan) -> Iterator[Cluster]:
-    """The run's processes, started side by side and always ended."""
-    with ExitStack() as stack:
-        options = stack.enter_context(ray_cluster(plan.config.cluster.address))
-        yield Cluster(plan, options, stack)
-
-
-@contextmanager
-def trainer(plan: Plan) -> Iterator[Trainer]:
-    """A Trainer whose processes are up, warm-started where the plan says so; everything ends with the context."""
+def trainer(plan: Plan, leaving: Leaving) -> Iterator[Trainer]:
+    """A Trainer whose processes are up, in the state that the run goes on from; everything ends with the context."""
     config = plan.config
-    startup = Startup()
-    with cluster(plan) as processes:
-        assert processes.generator is not None, "a trainer samples"
-        startup.ready("Ray is up")
-        processes.group.wait_ready(config.cluster.start_timeout_s)
-        startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
-        if plan.warm_start:
-            loss = processes.warm_start(plan.warm_start)
-            if plan.warm_start.output:
-                processes.keep_warm_start(plan.warm_start.output)
-            processes.group.call("reset_optimizer", **vars(plan.optimizer))
-            startup.ready(f"supervised warm start done (loss {loss:.3f})")
-        urls = processes.generator.wait_ready(config.rollout.start_timeout_s)
-        startup.ready(f"engines ready ({len(urls)})")
-        processes.group.call("connect_engines", urls, **vars(config.weight_sync))
-        with Tracker(_sinks(config)) as tracker:
-            yield _wire(plan, processes, tracker)
+    leaving.abandons = lambda: True  # nothing is lost yet
+    with started(plan, "train") as processes:
+        held_out = f"; held out: {plan.test.report}" if plan.test else ""
+        processes.startup.ready(f"prompts read ({plan.train.report}{held_out}), Ray is up")
+        saver = _saver(plan, processes)
+        newest, planned = saver.store.latest(), None if plan.resume.of_another_run else plan.resume.checkpoint
+        if newest and (planned is None or newest.step != planned.step):
+            raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
+        recovery = Recovery(processes, saver.store, plan.resume.checkpoint, config.faults.max_restarts, saver.resumed)
+        recovery.begin()
+        last_step = plan.resume.checkpoint.step if plan.resume.checkpoint else 0
+        with ExitStack() as stack:
+            tracker = stack.enter_context(Tracker(_sinks(config, last_step)))
+            ledger = Ledger(Path(config.run.dir) / "ledger.jsonl", last_step)
+            stack.callback(ledger.close)
+            wired = _wire(plan, processes, _Parts(tracker, ledger, saver, recovery, leaving))
+            recovery.initial = wired.state_dict()
+            if plan.resume.checkpoint:
+                if not plan.resume.of_another_run:
+                    saver.resumed(plan.resume.checkpoint)
+                wired.load_state_dict(dict(plan.resume.checkpoint.state))
+            leaving.abandons = partial(wired.abandons, config.faults.grace_s)
+            yield wired
 
 
-def _sinks(config: Config) -> list[Sink]:
+def _sinks(config: Config, last_step: int) -> list[Sink]:
+    """Where numbers go; files that are there keep what was logged up to `last_step`."""
     folder, run = Path(config.run.dir), config.run
-    sinks: list[Sink] = [
-        JsonlSink(folder / "metrics.jsonl", select=lambda name: not name.startswith("eval/")),
-        JsonlSink(folder / "eval.jsonl", select=lambda name: name.startswith("eval/")),
-        ConsoleSink(config.trainer.max_steps, title=run.name),
-        CurveSink(folder / "curve.png", title=run.name),
-    ]
+    metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
+    evaluations = JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step or -1)  # 0 is evaluated anew
+    curve = CurveSink(folder / "curve.png", title=run.name)
+    curve.read([folder / "metrics.jsonl", folder / "eval.jsonl"])
+    sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
     if config.tracking.wandb:
-        sinks.append(WandbSink(folder, project=config.tracking.project, name=run.name, config=asdict(config)))
+        sinks.append(WandbSink(folder, project=config.tracking.project, name=run.name, config=plain(config)))
     return sinks
 
 
-def _wire(plan: Plan, processes: Cluster, tracker: Tracker) -> Trainer:
-    config = plan.config
+def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
+    config, behaviours = plan.config, plan.behaviours
     assert processes.generator is not None, "a trainer samples"
+    assert plan.optimizer is not None, "an actor is trained"
+    algorithm, critic = config.algorithm, None
+    updates = Updates(
+        plan.optimizer,
+        plan.packing,
+        algorithm.aggregation,
+        config.rollout.max_response_tokens,
+        algorithm.mini_batches,
+        algorithm.epochs,
+    )
+    actor = ActorPolicy(
+        processes.group,
+        behaviours.objective,
+        replace(updates, recorder=_recorder(plan, parts.saver.store)),
+        config.rollout.temperature,
+        algorithm.skip_zero_advantage,
+    )
+    scorers: dict[str, Any] = dict(old_logprobs=actor.logprobs, ref_logprobs=actor.reference_logprobs)
+    if plan.critic:
+        assert plan.critic.optimizer is not None, "a critic is trained"
+        own = replace(
+            updates,
+            optimizer=plan.critic.optimizer,
+            packing=plan.critic.packing,
+            mini_batches=config.critic.mini_batches or updates.mini_batches,
+            epochs=config.critic.epochs or updates.epochs,
+        )
+        critic = CriticPolicy(processes.others["critic"], ValueLoss(config.critic.value_clip), own)
+        scorers["values"] = critic.values
+    if plan.teacher:
+        teacher = Teacher(processes.others["teacher"], plan.teacher.packing, config.rollout.temperature)
+        scorers["teacher_logprobs"] = teacher.logprobs
+    if algorithm.old_logprobs == "rollout":
+        del scorers["old_logprobs"]
+    weight_sync = WeightSync(
+        push_weights=partial(processes.group.call, "push_weights"),
+        connect=processes.connect_engines,
+        replace_engines=processes.replace_engines,
+        tries=config.weight_sync.tries,
+    )
+    processes.generator.restore = weight_sync.restore
     return Trainer(
-        prompts=PromptStream(
-            plan.num_prompts, config.rollout.prompts_per_step, seed=config.run.seed, shuffle=config.data.shuffle
-        ),
+        prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
         generator=processes.generator,
-        advantage=plan.advantage,
-        actor=ActorPolicy(
-            processes.group,
-            plan.loss,
-            plan.optimizer,
-            config.algorithm.aggregation,
-            plan.packing,
-            config.rollout.temperature,
-            config.algorithm.skip_zero_advantage,
-            config.algorithm.mini_batches,
-        ),
+        scorers={name: compute for name, compute in scorers.items() if name in behaviours.needs},
+        actor=actor,
+        critic=critic,
+        kl=KLControl(behaviours.penalties),
+        weight_sync=weight_sync,
         phase=Phases(),
-        tracker=tracker,
+        tracker=parts.tracker,
+        ledger=parts.ledger,
+        saver=parts.saver,
+        recover=parts.recovery,
+        leaving=parts.leaving,
         schedule=Schedule(
-            config.trainer.max_steps, config.trainer.stop_reward, config.trainer.stop_window, config.trainer.eval_every
+            config.trainer.max_steps,
+            config.trainer.stop_reward,
+            config.trainer.stop_window,
+            config.trainer.eval_every,
+            config.critic.warmup_steps if plan.critic else 0,
         ),
+    )
+
+
+def _saver(plan: Plan, processes: Processes) -> Saver:
+    c, run_dir = plan.config.checkpoint, processes.run_dir
+    assert processes.generator is not None, "a trainer samples"
+    return Saver(
+        store=CheckpointStore(run_dir / "checkpoints", c.keep_last, c.keep_best, c.copy_to),
+        models=processes.trained,
+        constant={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.behaviours.needs else {},
+        cadence=Cadence(c.every, c.export_every, c.asynchronous, c.timeout_s, plan.config.trainer.save, c.best_metric),
+        notes=dict(model=sizes(plan.arch), layout=vars(plan.dims), config=plain(plan.config)),
+        forget=processes.generator.forget,
+        export=processes.export_weights,
+        run_dir=run_dir,
+    )
+
+
+def _recorder(plan: Plan, store: CheckpointStore) -> Recorder:
+    config = plan.config
+    warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that nobody kept
+    start = Weights(str(Path(warm).resolve()), 0) if warm else None
+
+    def latest() -> Weights | None:
+        found = store.latest()
+        return Weights(str(found.path / "actor"), found.step, checkpoint=True, like=plan.model_path) if found else start
+
+    return Recorder(
+        folder=Path(config.run.dir).resolve() / "capsules",
+        settings=config.capsule,
+        layout=asdict(plan.dims),
+        config=plain(config),
+        latest=latest,
+        first_step=config.critic.warmup_steps if plan.critic else 0,
     )

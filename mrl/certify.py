@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.spec import Architecture
+from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.losses import Loss
 from mrl.config import CertifyConfig
-from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.types import Column, Share, TokenBlock, TrainBatch
 from mrl.workers.certificate import TOLERANCES, Difference, Trace, compare
 from mrl.workers.group import WorkerGroup
 from mrl.workers.shares import Packing, StepPlan, in_one_process, plan_step
@@ -38,27 +39,41 @@ class Certification:
         if self.routing:
             block = replace(block, routed_experts=random_experts(block, self.arch))
         rng = np.random.default_rng(1)
-        rows = np.arange(len(groups))
-        advantages = rng.normal(size=len(rows)).astype(np.float32)
-        step = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
-        plan = plan_step(step, dims, self.packing, self.aggregation)
+        drawn = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
+        block = block.with_columns(advantages=drawn, returns=drawn)
+        step = TrainBatch.of(block, groups)
+        plan = plan_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
         alone = self._alone(step, plan)
         with self.start(dims.alone()) as group:
-            drift = rng.normal(scale=0.1, size=len(block.rollout_logprobs))  # as if older weights had sampled
             now = group.look(block, [alone], temperature=self.temperature)
-            old = np.concatenate([now[row] for row in range(len(now))]) + drift
-            block = replace(block, rollout_logprobs=old.astype(np.float32))
+            block = self._off_policy(block, np.concatenate([now[row] for row in range(len(now))]), groups, rng)
             expected = self._trace(group, block, [alone], "one_process")
         with self.start(dims) as group:
             found = self._trace(group, block, plan.shares, "layout")
         return compare(expected, found, TOLERANCES[self.settings.dtype])
+
+    def _off_policy(
+        self, block: TokenBlock, now: Column, groups: NDArray[np.int64], rng: np.random.Generator
+    ) -> TokenBlock:
+        """The block as if older weights had sampled it, with the columns that the loss asks for, all near `now` [R]."""
+        loss, advantages = self.loss, block.columns["advantages"]
+
+        def near() -> Column:
+            return (now + rng.normal(scale=0.1, size=len(now))).astype(np.float32)
+
+        block = replace(block, rollout_logprobs=near())
+        columns = {name: near() for name in ("old_logprobs", *sorted(loss.needs if loss else ()))}
+        if loss:
+            inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, columns)
+            columns |= loss.extra_columns(inputs, advantages, rng)
+        return block.with_columns(**columns)
 
     def _alone(self, step: TrainBatch, plan: StepPlan) -> Share:
         """What one process computes: everything the plain way, in one pack, unless packs are part of the loss."""
         if self.balanced:
             return in_one_process(plan)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
-        return plan_step(step, ParallelDims(), plain, self.aggregation).shares[0]
+        return plan_step(step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens).shares[0]
 
     def _trace(self, group: WorkerGroup, block: TokenBlock, shares: Sequence[Share], name: str) -> Trace:
         return group.trace(
@@ -77,8 +92,7 @@ def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
     topk, kinds = arch.transformer["moe_router_topk"], 997
     scores = rng.random((kinds, arch.num_layers, arch.num_experts))
     chosen = scores.argpartition(topk - 1, axis=-1)[..., :topk].astype(np.int16)
-    position = np.arange(len(block.tokens)) - np.repeat(block.cu_seqlens[:-1], block.lengths)
-    return chosen[(block.tokens * 31 + position) % kinds]
+    return chosen[(block.tokens * 31 + block.positions) % kinds]
 
 
 def random_groups(settings: CertifyConfig, vocab_size: int) -> tuple[TokenBlock, np.ndarray]:

@@ -6,7 +6,12 @@ import sys
 COMMANDS = {
     "train": "train a model by reinforcement (the default experiment runs on any machine)",
     "sft": "supervised fine-tuning on prompt/response rows",
+    "generate": "sample responses to a data set, to parquet",
+    "evaluate": "pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout computes exactly what one process does",
+    "replay": "run a kept step again, and name the first layer that differs between layouts or is not finite",
+    "plan": "explain what a configuration would do, without starting anything",
+    "convert": "weights between Hugging Face folders and Megatron checkpoints, and whether that is exact",
     "data": "make or convert input files",
 }
 

@@ -1,17 +1,13 @@
 """Every key we own: its type, unit, default and effect. The yaml groups in conf/ mirror this file.
 
 A value of type `Node` names a class or function by Hydra's `_target_`; it is built, and its arguments checked, in
-mrl/build.py before any process starts. Unknown keys are errors.
+mrl/build.py before any process starts. Unknown keys are errors (mrl/config_rules.py).
 """
 
-import difflib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 Node = dict[str, Any]
 
@@ -27,13 +23,23 @@ class RunConfig:
 class ModelConfig:
     path: str = MISSING  # Hugging Face folder: config.json, *.safetensors, tokenizer
     dtype: str = "bfloat16"  # of weights and activations: bfloat16 or float32
+    family: str | None = None  # a family of your own: "package.module:NAME" or "/path/file.py:NAME" (docs/families.md)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     inputs: Node | None = None  # callable run once before anything is read: makes the files named below
-    train: list[str] = field(default_factory=list)  # parquet or jsonl files with the five columns
-    test: list[str] = field(default_factory=list)  # held-out files; empty: no evaluation
+    train: list[str] = field(default_factory=list)  # prompts: jsonl or parquet files, folders of datasets' save_to_disk
+    mixture: Node = field(default_factory=dict)  # in place of train: name -> {files, weight, columns, system}
+    dataset: Node | None = None  # in place of train: an object of your own that gives rows (docs/data.md)
+    test: list[str] = field(default_factory=list)  # held-out prompts, likewise; without any no evaluation
+    test_sets: Node = field(default_factory=dict)  # more of them, by name: name -> files, or as in mixture
+    columns: Node = field(default_factory=dict)  # prompt, ground_truth, data_source, extra_info -> your names of them
+    system: str | None = None  # system message of prompts that begin with none
+    chat_template: str | None = None  # Jinja file in place of the model's own chat template
+    template_args: Node = field(default_factory=dict)  # variables of the chat template, such as enable_thinking
+    bad_rows: str = "error"  # rows that cannot be used: error, or skip; all are listed in run.dir/bad_rows_*.jsonl
+    overlong: str = "error"  # prompts longer than allowed: error, or skip; listed there too
     shuffle: bool = True  # a new order every epoch, from run.seed
     max_prompt_tokens: int | None = None  # longest allowed prompt; default: the model's context less the response
 
@@ -44,8 +50,13 @@ class RolloutConfig:
     responses_per_prompt: int = 8  # G: responses to each prompt
     max_response_tokens: int = 512  # a longer response is cut
     temperature: float = 1.0  # of sampling, and of the log-probabilities in training
+    filter: Node | None = None  # rewards of a group -> whether it is trained; others are replaced by new prompts
+    max_sampling_rounds: int = 10  # of drawing prompts in place of those; then the step has fewer groups
+    agent: Node | None = None  # responses of several turns, in which the policy calls tools (docs/agents.md)
     num_engines: int = 1  # SGLang servers
     engine_tp: int = 1  # tensor-parallel size of each engine
+    engine_urls: list[str] = field(default_factory=list)  # SGLang servers that run already, in place of our own
+    deterministic: bool = False  # each response from a seed of its own (run.seed, step, place); slower (docs/faults.md)
     routing_replay: bool = (
         False  # train with the experts that the engine chose for each token (a mixture of experts only)
     )
@@ -56,12 +67,32 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class ScoringConfig:
+    """How the reward is run; its own settings are in `reward`."""
+
+    workers: int | None = None  # processes for rewards that could fail; default: one for each core, 8 at most
+    sample_timeout_s: float = 10.0  # for one response; a worker that takes longer is ended, and the response failed
+    memory_gb: float = 4.0  # of one worker; what needs more fails
+    timeout_s: float = 300.0  # for all responses of a step; those without a reward by then have failed
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: Node = MISSING  # rewards [B] -> advantages [B]
-    loss: Node = MISSING  # loss per response token
-    aggregation: str = "token_mean"  # how tokens are averaged: token_mean or sequence_mean
+    advantage: Node = MISSING  # rewards -> advantages of responses or tokens
+    loss: Node = MISSING  # policy loss per sampled token
+    aggregation: str = "token_mean"  # how tokens are averaged: token_mean, sequence_mean or fixed_length
+    correction: Node | None = None  # weights of tokens against the gap between trainer and engine, or older weights
+    kl_in_loss: Node | None = None  # KL to the weights that reinforcement started from, added to the loss
+    kl_in_reward: Node | None = None  # the same, taken from the rewards
+    entropy_coef: float = 0.0  # of the mean entropy, which is raised; 0: none
+    whiten: bool = False  # advantages to mean 0 and standard deviation 1 over all sampled tokens of the step
+    mask_truncated: bool = False  # leave responses that were cut at the token limit out of the loss
+    old_logprobs: str = (
+        "recompute"  # of the old policy, where they are needed: recompute, or take the engine's (rollout)
+    )
     skip_zero_advantage: bool = True  # leave out responses that cannot change the gradient (same loss, less work)
-    mini_batches: int = 1  # optimizer steps on each rollout, over whole groups
+    mini_batches: int = 1  # optimizer steps on each pass over a rollout, over whole groups
+    epochs: int = 1  # passes over each rollout
     lr: float = 1e-6  # learning rate after warm-up
     lr_schedule: str = (
         "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
@@ -73,6 +104,48 @@ class AlgorithmConfig:
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
     warmup_steps: int = 0  # optimizer steps of linear learning-rate warm-up
+
+
+@dataclass(frozen=True)
+class OwnParallelConfig:
+    """The layout of a second model; what is not set is as in the parallel section."""
+
+    tp: int | None = None
+    sp: bool | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    dp: int | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value function of algorithms that have one (algorithm=ppo)."""
+
+    path: str | None = None  # Hugging Face folder it starts from; default: the actor's
+    lr: float = 1e-5  # learning rate, constant
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    value_clip: float = (
+        0.2  # values move at most so far in one rollout's updates before their loss is flat; 0: no limit
+    )
+    warmup_steps: int = 0  # first steps, in which only the critic learns
+    mini_batches: int | None = None  # optimizer steps on each pass over a rollout; default: the actor's
+    epochs: int | None = None  # passes over each rollout; default: the actor's
+    parallel: OwnParallelConfig = field(default_factory=OwnParallelConfig)
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The model that algorithms of distillation learn from (algorithm=distill)."""
+
+    path: str | None = None  # Hugging Face folder; same tokens as the actor
+    parallel: OwnParallelConfig = field(default_factory=OwnParallelConfig)
 
 
 @dataclass(frozen=True)
@@ -116,10 +189,84 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run while it goes on: all that `resume` needs (docs/resume.md)."""
+
+    every: int = 50  # steps between checkpoints in run.dir/checkpoints; 0: at the end only
+    keep_last: int = 2  # checkpoints; older ones are removed
+    keep_best: int = 0  # besides, those with the highest `best_metric`
+    best_metric: str = "reward/mean"  # of the step the checkpoint was written after
+    asynchronous: bool = True  # training goes on while a checkpoint is written; at most one is
+    timeout_s: float = 1800.0  # for one checkpoint to be written
+    export_every: int = 0  # steps between Hugging Face folders in run.dir/exports; 0: none
+    copy_to: str | None = None  # any fsspec URL: each checkpoint that is whole is copied there too
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """What a run does when processes fail (docs/faults.md)."""
+
+    max_restarts: int = 5  # of trainer or rollout processes without a new checkpoint in between; then the run ends
+    engine_stall_s: float = 60.0  # an engine that makes no progress for so long is replaced
+    engine_tries: int = 3  # of one response, on other engines, before the run ends
+    grace_s: float = 60.0  # after SIGTERM or USR1: a step that may take longer is abandoned
+
+
+@dataclass(frozen=True)
+class CapsuleConfig:
+    """Steps that are kept whole, for `mrl replay` (docs/replay.md)."""
+
+    steps: list[int] = field(default_factory=list)  # these; a step with a NaN always is
+    spike: float = 10.0  # and one whose gradient norm is so many times the median of the last `window`; 0: none
+    window: int = 20  # steps
+    keep: int = 3  # capsules of spikes; later ones are not written
+
+
+@dataclass(frozen=True)
 class WeightSyncConfig:
-    bucket_bytes: int = 512 * 1024 * 1024  # weights travel to the engines in buckets of at most this size
-    verify: bool = True  # compare a checksum of every tensor on both sides after each sync
-    timeout_s: float = 600.0  # for one sync
+    transport: str = "auto"  # shared_memory, cuda_ipc, process_group or disk; auto: by where trainers and engines are
+    bucket_bytes: int = 64 * 1024 * 1024  # weights travel in buckets of at most this size; each sender has two
+    pause_mode: str = (
+        "retract"  # running requests: retract (recompute), abort (end) or in_place (keep their old KV cache)
+    )
+    delta: bool = False  # send what changed since the last version, compressed; each sender keeps a copy of its share
+    timeout_s: float = 300.0  # for each wait of a sync: an engine that does not answer for so long is replaced
+    tries: int = 3  # pushes of one version, with new engines in place of those that fail, before the run ends
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """`mrl generate`: responses to the prompts of data.test, by model.path."""
+
+    output: str | None = None  # folder of parquet files; default: generated/ in run.dir. Name it to go on after a stop
+    samples: int = 8  # responses to each prompt
+    temperature: float = 1.0  # of sampling; 0: the likeliest token each time, and then samples must be 1
+    top_p: float = 1.0  # sample from the likeliest tokens that have this probability together; 1: from all
+    top_k: int = -1  # sample from so many likeliest tokens; -1: from all
+    max_response_tokens: int | None = None  # a longer response is cut; default: rollout.max_response_tokens
+    deterministic: bool = (
+        True  # each response from a seed of its own, with SGLang's deterministic kernels; false: faster
+    )
+    rows: int | None = None  # the first rows of each file only
+    base: str | None = (
+        None  # where model.path is a Megatron checkpoint: Hugging Face folder with its config and tokenizer
+    )
+    logprobs: bool = False  # also keep the log-probability of every sampled token
+    score: bool = True  # also keep what `reward` gives
+    prompts_per_file: int = 64  # a file appears when all its prompts are answered: what a stop can cost
+    requests_in_flight: int = 256  # responses that an engine is asked for at one time
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """`mrl evaluate`: pass@k, maj@k and mean score of the responses of `mrl generate`."""
+
+    input: str | None = None  # folder of a finished `mrl generate`; default: generate first, by the section above
+    output: str | None = None  # folder of evaluation.json, evaluation.png and scores.parquet; default: run.dir
+    k: list[int] = field(default_factory=list)  # of pass@k and maj@k; default: 1, 2, 4, ... and all samples
+    threshold: float = 1.0  # a response passes when its score is this or more
+    confidence: float = 0.95  # of the intervals
+    rescore: bool = False  # score again by `reward`; default: only what has no score yet
 
 
 @dataclass(frozen=True)
@@ -133,6 +280,15 @@ class CertifyConfig:
     critic: bool = False  # a critic with a value head in place of the actor
     lr: float = 1e-4  # of the one step
     dtype: str = "float32"  # of both sides, whatever model.dtype is; bfloat16 hides mistakes in its round-off
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `mrl plan` assumes of the hardware."""
+
+    send_gb_per_s: float = 25.0  # of one trainer rank; a 200 Gbit/s network card
+    receive_gb_per_s: float = 25.0  # of one engine rank
+    message_us: float = 50.0  # what a message costs besides its bytes
 
 
 @dataclass(frozen=True)
@@ -154,133 +310,23 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: Node = MISSING  # responses -> rewards
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     sft: SftConfig = field(default_factory=SftConfig)  # the job of `mrl sft`; in `mrl train` a warm start
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    capsule: CapsuleConfig = field(default_factory=CapsuleConfig)
+    resume: str = "auto"  # auto: go on where run.dir has a run; never: refuse that; or a checkpoint of another run
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     certify: CertifyConfig = field(default_factory=CertifyConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sglang: Node = field(default_factory=dict)  # any ServerArgs field of SGLang, passed on
     megatron: Node = field(default_factory=dict)  # any TransformerConfig field of Megatron, passed on
-
-
-def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Dotted names of every key, sections included."""
-    keys: list[str] = []
-    for f in fields(schema):
-        keys.append(prefix + f.name)
-        inner = _section(f.type)
-        if inner:
-            keys += known_keys(inner, f"{prefix}{f.name}.")
-    return keys
-
-
-def _section(kind: Any) -> type | None:
-    options = getattr(kind, "__args__", (kind,))  # Optional[X] is a typing object at the edge of ours
-    return next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)
-
-
-def is_known(key: str) -> bool:
-    """Whether `key` names a section, a key, or something inside a free-form node (plug-ins, sglang, megatron)."""
-    keys = set(known_keys())
-    sections = {k.rpartition(".")[0] for k in keys}
-    parts = key.split(".")
-    parents = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return key in keys or any(p in keys and p not in sections for p in parents)
-
-
-def unknown_key_message(key: str) -> str:
-    """What to tell a user who set `key`, which nothing reads."""
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown key {key!r}{hint} (`mrl train --cfg job` lists every key)"
-
-
-def from_hydra(composed: DictConfig) -> Config:
-    """Check a composed config against the schema; raises ValueError that names the key and what was expected."""
-    plain = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(plain, dict), f"config is a {type(plain)}"
-    for key in _leaves(plain):
-        if not is_known(key):
-            raise ValueError(unknown_key_message(key))
-    try:
-        with _writable(OmegaConf.structured(Config)) as schema:
-            config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
-    except OmegaConfBaseException as error:
-        if error.full_key and "missing mandatory value" in str(error).lower():
-            raise ValueError(f"{error.full_key} must be set: {error.full_key}=VALUE") from None
-        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
-    assert isinstance(config, Config), f"config is a {type(config)}"
-    check(config)
-    return config
-
-
-@contextmanager
-def _writable(schema: DictConfig) -> Iterator[DictConfig]:
-    """`schema` with the read-only flags gone that OmegaConf takes over from frozen dataclasses."""
-    with ExitStack() as stack:
-        for node in [schema, *(schema._get_node(f.name) for f in fields(Config))]:
-            if isinstance(node, DictConfig):
-                stack.enter_context(read_write(node))
-        yield schema
-
-
-def _leaves(node: dict, prefix: str = "") -> list[str]:
-    found = []
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        nested = isinstance(value, dict) and value and key in {k.rpartition(".")[0] for k in known_keys()}
-        found += _leaves(value, key + ".") if nested else [key]
-    return found
-
-
-_POSITIVE = [
-    "rollout.prompts_per_step",
-    "rollout.responses_per_prompt",
-    "rollout.max_response_tokens",
-    "rollout.num_engines",
-    "rollout.engine_tp",
-    "rollout.temperature",
-    "rollout.start_timeout_s",
-    "rollout.request_timeout_s",
-    "sft.steps",
-    "sft.batch_size",
-    "sft.lr",
-    "trainer.stop_window",
-    "trainer.max_tokens_per_micro_batch",
-    "trainer.logprob_chunk",
-    "algorithm.mini_batches",
-    "trainer.timeout_s",
-    "certify.prompts",
-    "certify.responses_per_prompt",
-    "certify.prompt_tokens",
-    "certify.response_tokens",
-    "certify.lr",
-    "weight_sync.bucket_bytes",
-    "weight_sync.timeout_s",
-    "cluster.start_timeout_s",
-]
-_NOT_NEGATIVE = [
-    "trainer.max_steps",
-    "trainer.eval_every",
-    "algorithm.clip_grad",
-    "algorithm.warmup_steps",
-    "algorithm.lr_decay_steps",
-    "algorithm.lr_min",
-    "sft.warmup_steps",
-]
-
-
-def check(config: Config) -> None:
-    """Rules on single values; raises ValueError naming the key, its value and what fits."""
-    for key in (*_POSITIVE, *_NOT_NEGATIVE):
-        section, _, name = key.partition(".")
-        value = vars(vars(config)[section])[name]
-        if value < 0 or (value == 0 and key in _POSITIVE):
-            raise ValueError(f"{key}={value}: must be {'greater than 0' if key in _POSITIVE else '0 or more'}.")
-    if config.trainer.eval_rows is not None and config.trainer.eval_rows < 1:
-        raise ValueError(f"trainer.eval_rows={config.trainer.eval_rows}: must be 1 or more, or null for all rows.")
-    if config.model.dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"model.dtype={config.model.dtype!r}: expected bfloat16 or float32.")

@@ -2,13 +2,19 @@
 
 import logging
 import os
+import secrets
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants  # private: there is no public way to bind a local cluster to loopback
+
+from mrl.secrets import ENGINE_KEY, engine_key
 
 # One thread per process: ranks and engines share the cores, and GNU OpenMP's waiting threads would burn them.
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -21,33 +27,67 @@ def ray_cluster(address: str | None) -> Iterator[dict[str, Any]]:
     On a machine without GPUs a process asks for no resource: it is one rank, and ranks share the cores.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    engine_key()  # made here, for every process of the run
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
+    heeded = signal.getsignal(signal.SIGTERM)
     if address:
         checkout = str(Path(__file__).resolve().parent.parent)
         env = PROCESS_ENV | {"PYTHONPATH": checkout}
-        ray.init(address=address, runtime_env={"env_vars": env}, **quiet)
+        # The key goes as a function: Ray writes the variables of a runtime environment to its logs.
+        ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
     else:
         os.environ.update(PROCESS_ENV)  # inherited by every process of a local cluster
+        _close_to_others()
         os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here, not a guest on the machine
         ray.init(address="local", include_dashboard=False, object_store_memory=512 * 1024**2, **quiet)
+    if heeded is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, heeded)  # Ray's own handler, set meanwhile, would abort this process
     try:
         yield dict(num_gpus=1) if ray.cluster_resources().get("GPU", 0) else dict(num_cpus=0)
     finally:
         ray.shutdown()
 
 
+def _close_to_others() -> None:
+    """Have the local cluster, and what gloo opens in it, listen on loopback only, and Ray ask for a token.
+
+    Ray's switch was made for other systems' firewalls. It is read where Ray is imported: here, and in every child. Ray asks
+    for a token by itself, unless RAY_AUTH_MODE says otherwise; without one it would leave one in a file that others can read.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _key_setter() -> Callable[[], None]:
+    """Run first in each worker process of a cluster that was there before us."""
+    key = engine_key()
+
+    def take_engine_key() -> None:
+        os.environ[ENGINE_KEY] = key
+
+    return take_engine_key
+
+
 class Phases:
     """Names and times the phases of a step. Colocated engines and trainers share their device by phase."""
 
     def __init__(self) -> None:
+        self.current: str | None = None
+        self.interrupted: str | None = None  # the last phase, if it was cut short
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.current = self.interrupted = name
         try:
             yield
+            self.interrupted = None
         finally:
+            self.current = None
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:

@@ -1,31 +1,44 @@
 """A checked Config -> a Plan: every mistake a user can make is found here, before any process starts."""
 
-import difflib
 import json
-from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
+import logging
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from models.conversion.hf_io import check_checkpoint
 from models.families import family_of
-from models.megatron_fields import DECIDED, UNEVEN, transformer_fields
+from models.hf_config import HFConfig
+from models.megatron_fields import DECIDED, UNEVEN, check_balance, check_megatron
 from models.spec import Architecture
-from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.losses import Loss
-from mrl.algorithms.reduce import AGGREGATIONS
-from mrl.config import Config, Node, SftConfig
+from mrl.behaviours import Behaviours, make_behaviours
+from mrl.config import Config, SftConfig
 from mrl.data.batching import CostModel
-from mrl.data.prompts import PromptDataset
+from mrl.data.prompts import PromptDataset, Rules
 from mrl.data.sft import SftDataset
-from mrl.plugin import plug_in
+from mrl.data.sources import Source, test_sources, train_sources
+from mrl.data.tokenizer import Chat, load_tokenizer
+from mrl.plugin import construct, plug_in
+from mrl.resume import Resume, check_fits, decide
 from mrl.rewards.base import Reward
+from mrl.rewards.combine import Weighted
+from mrl.rewards.scorer import check_reward
 from mrl.rollout import recording
+from mrl.rollout.agent import ToolAgent
 from mrl.rollout.server import check_server_args, default_server_args
+from mrl.rollout.server_args import DETERMINISTIC
+from mrl.run_dir import check_unused
+from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.weight_sync.plan import TransferPlan, compile_plan, even_stages, owners
 from mrl.workers.shares import Packing
 from parallel.dims import ParallelDims
 from parallel.optimizer_settings import AdamW
+
+logger = logging.getLogger(__name__)
+
+
+PARTS = {"critic": "values", "reference": "ref_logprobs"}
+"""What a checkpoint has besides the actor, by the column that it is there for."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,9 @@ class ModelPlan:
 
     config: Config
     dims: ParallelDims
-    optimizer: AdamW
+    optimizer: AdamW | None  # None: it is not trained
     model_path: str  # where weights come from: model.path, or the warm start made earlier
+    hf: HFConfig  # of that folder
     arch: Architecture
     packing: Packing
 
@@ -49,28 +63,27 @@ class ModelPlan:
 class Plan(ModelPlan):
     """A config of reinforcement learning whose every part was built or checked, before any process starts."""
 
-    advantage: Advantage
-    loss: Loss
+    behaviours: Behaviours
     reward: Reward
+    agent: ToolAgent | None
     server_args: dict[str, Any]
     warm_start: SftConfig | None  # a supervised stage still to run
-    num_prompts: int
+    resume: Resume
+    train: PromptDataset
+    test: PromptDataset | None
+    critic: ModelPlan | None
+    teacher: ModelPlan | None
 
 
 def plan_training(config: Config) -> Plan:
     """Check everything a user can get wrong; raises ValueError, starts no process."""
-    _check_run_dir(config)
-    if config.algorithm.aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"algorithm.aggregation={config.algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}."
-        )
-    if not config.data.train:
-        raise ValueError("data.train must name at least one parquet or jsonl file of prompts (see docs/data.md).")
-    parts = dict(
-        advantage=plug_in(config.algorithm.advantage, "algorithm.advantage"),
-        loss=plug_in(config.algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
-        reward=plug_in(config.reward, "reward"),
-    )
+    resume = decide(config)
+    behaviours = make_behaviours(config)
+    reward = plug_in(config.reward, "reward")
+    check_reward(reward)
+    _check_parts(behaviours, reward)
+    if config.rollout.replay and "greedy_rewards" in behaviours.needs:
+        raise ValueError("rollout.replay: recorded rollouts have no greedy responses, which algorithm.advantage needs.")
     check_server_args(config.sglang)
     make_inputs(config)
     sft = config.sft
@@ -78,12 +91,85 @@ def plan_training(config: Config) -> Plan:
     if done:
         _check_origin(config, done)
     base = _model_plan(config, done or config.model.path)
-    num_prompts = _check_prompts(config, base)
+    train, test = _check_prompts(config, base)
     warm_start = sft if sft.train and not done else None
     if warm_start:
         _check_supervised(config, base)
-    args = _server_args(config, base.context)
-    return Plan(**vars(base), **parts, server_args=args, warm_start=warm_start, num_prompts=num_prompts)
+    if not config.rollout.replay:
+        engine_layout(config, base)
+    needed = {"actor"} | {part for part, column in PARTS.items() if column in behaviours.needs}
+    check_fits(resume, base.arch, needed)
+    _check_position(config, resume, train)
+    return Plan(
+        **vars(base),
+        behaviours=behaviours,
+        reward=reward,
+        agent=_agent(config, base),
+        server_args=_server_args(config, base.context),
+        warm_start=warm_start,
+        train=train,
+        test=test,
+        resume=resume,
+        critic=_critic(config, base) if "values" in behaviours.needs else None,
+        teacher=_teacher(config, base) if "teacher_logprobs" in behaviours.needs else None,
+    )
+
+
+def _check_position(config: Config, resume: Resume, train: PromptDataset) -> None:
+    """Raise ValueError where the checkpoint's position is one of other prompts."""
+    if resume.checkpoint:
+        stream = train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
+        try:
+            stream.load_state_dict(resume.checkpoint.state["prompts"])
+        except ValueError as error:
+            raise ValueError(f"{resume.checkpoint.path}: {error}") from None
+
+
+def _check_parts(behaviours: Behaviours, reward: Reward) -> None:
+    """Raise ValueError where the advantage weighs a part that a combined reward does not have."""
+    weights = getattr(behaviours.estimator.advantage, "weights", None)
+    if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
+        raise ValueError(
+            f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(reward.parts))}."
+        )
+
+
+def _critic(config: Config, base: ModelPlan) -> ModelPlan:
+    critic = config.critic
+    optimizer = AdamW(
+        lr=critic.lr,
+        betas=tuple(critic.betas),
+        eps=critic.eps,
+        weight_decay=critic.weight_decay,
+        clip_grad=critic.clip_grad,
+    )
+    if config.sft.train and not (config.sft.output or critic.path):
+        raise ValueError(
+            "a critic starts where the actor does: name sft.output, where the warm start is kept, or critic.path."
+        )
+    plan = _model_plan(config, critic.path or base.model_path, "critic", optimizer)
+    _check_reads(config, plan, base, f"critic.path={critic.path}")
+    return plan
+
+
+def _check_reads(config: Config, plan: ModelPlan, base: ModelPlan, key: str) -> None:
+    """Raise ValueError unless a second model can read whatever the actor reads and writes."""
+    longest = prompt_limit(config, base.context) + config.rollout.max_response_tokens
+    for what, found, wanted in (
+        ("vocabulary", plan.arch.vocab_size, base.arch.vocab_size),
+        ("context", plan.context, longest),
+    ):
+        if found < wanted:
+            raise ValueError(f"{key}: its {what} is {found} tokens, the actor's needs {wanted}.")
+
+
+def _teacher(config: Config, base: ModelPlan) -> ModelPlan:
+    if not config.teacher.path:
+        raise ValueError("teacher.path must name a Hugging Face folder: algorithm.advantage learns from a teacher.")
+    plan = _model_plan(config, config.teacher.path, "teacher", None)
+    _check_reads(config, plan, base, f"teacher.path={config.teacher.path}")
+    return plan
 
 
 def plan_supervised(config: Config) -> ModelPlan:
@@ -92,7 +178,7 @@ def plan_supervised(config: Config) -> ModelPlan:
         raise ValueError("sft.train must name a file of prompt/response rows (see docs/sft.md).")
     if config.sft.output and Path(config.sft.output).exists():
         raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
-    _check_run_dir(config)
+    check_unused(Path(config.run.dir))
     make_inputs(config)
     base = _model_plan(config, config.model.path)
     _check_supervised(config, base)
@@ -105,27 +191,108 @@ def plan_certificate(config: Config) -> ModelPlan:
         raise ValueError(
             f"certify.response_tokens={config.certify.response_tokens}: lengths are drawn from 1 to it; use 2."
         )
-    _check_run_dir(config)
+    check_unused(Path(config.run.dir))
     make_inputs(config)
     return _model_plan(config, config.model.path)
 
 
-def _check_prompts(config: Config, base: ModelPlan) -> int:
-    """Check all prompt files, and recorded rollouts to be replayed; returns the number of training prompts."""
-    limit = prompt_limit(config, base.context)
-    data = PromptDataset.load(config.data.train, base.model_path, limit)
-    data.check_vocabulary(base.arch.vocab_size)
-    if config.data.test:
-        PromptDataset.load(config.data.test, base.model_path, limit).check_vocabulary(base.arch.vocab_size)
+def plan_replay(config: Config, model: str, dims: ParallelDims, against: ParallelDims) -> ModelPlan:
+    """Check what `mrl replay` needs: whether both layouts can hold `model`; raises ValueError, starts no process."""
+    base = _model_plan(config, model)
+    for layout in (dims, against):
+        base.arch.check_layout(layout, uneven_stages=bool(UNEVEN & config.megatron.keys()))
+    return replace(base, dims=dims)
+
+
+def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
+    """The transfer plan of the weight sync that this config would run; raises ValueError, starts no process.
+
+    Pipeline stages are taken to have equally many layers.
+    """
+    make_inputs(config)
+    base = _model_plan(config, config.model.path)
+    layout, dims = engine_layout(config, base), base.dims
+    if UNEVEN & config.megatron.keys():
+        raise ValueError("mrl plan sync takes pipeline stages of equal size; leave out megatron's fields for others.")
+    owned = owners(layout.rows, layout.sizes, dims, even_stages(base.arch.num_layers, dims))
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    dtype = (config.model.dtype, itemsize)
+    found = compile_plan(owned, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes)
+    return base, found
+
+
+def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:
+    """How the config's engines hold the model; raises ValueError where SGLang could not, or takes no live weights."""
+    if config.rollout.engine_urls and config.weight_sync.transport != "disk":
+        raise ValueError(
+            f"rollout.engine_urls={config.rollout.engine_urls}: engines that this run does not start take weights from disk, not "
+            f"by weight_sync.transport={config.weight_sync.transport}; set it to disk."
+        )
+    sglang, attention = config.sglang, config.sglang.get("enable_dp_attention", False)
+    for name in ("pp_size",) if attention else ("pp_size", "dp_size"):
+        if sglang.get(name, 1) != 1:
+            raise ValueError(
+                f"sglang.{name}={sglang[name]}: weights cannot be brought to such engines; use more of them "
+                "(rollout.num_engines), or data-parallel attention (sglang.enable_dp_attention)."
+            )
+    if sglang.get("enable_dp_lm_head"):
+        raise ValueError("sglang.enable_dp_lm_head=true: where such an engine has its output layer is not known here.")
+    topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    if topology.ep > 1 and (not base.arch.num_experts or base.arch.num_experts % topology.ep):
+        raise ValueError(
+            f"sglang.ep_size={topology.ep} does not divide the {base.arch.num_experts} experts of this model."
+        )
+    family = family_of(base.hf)
+    family.check_engine(base.hf, base.arch)
+    layout = EngineLayout.of(family, base.arch, topology)
+    layout.rank(0)  # refuses what cannot be cut
+    return layout
+
+
+def _agent(config: Config, base: ModelPlan) -> ToolAgent | None:
+    """The agent, once it is known that the model's chat template and vocabulary can carry its tool calls."""
+    if not config.rollout.agent:
+        return None
+    agent = construct(config.rollout.agent, "rollout.agent")
+    if not isinstance(agent, ToolAgent):
+        raise ValueError(
+            f"rollout.agent._target_={config.rollout.agent['_target_']}: expected mrl.rollout.agent.ToolAgent or a subclass."
+        )
+    agent.prepare(load_tokenizer(base.model_path, chat(config)), config.data.template_args)
+    return agent
+
+
+def _check_prompts(config: Config, base: ModelPlan) -> tuple[PromptDataset, PromptDataset | None]:
+    """Read all prompts, and check recorded rollouts to be replayed; the training set and the held-out one."""
+    train = _load_prompts(config, base, train_sources(config.data), "train")
+    held_out = test_sources(config.data)
+    test = _load_prompts(config, base, held_out, "test") if held_out else None
     if config.rollout.replay:
         routing = config.rollout.routing_replay
         recording.check(config.rollout.replay, config.trainer.max_steps, routing=routing)
-    return len(data)
+    return train, test
+
+
+def _load_prompts(config: Config, base: ModelPlan, sources: list[Source], name: str) -> PromptDataset:
+    rules = Rules(prompt_limit(config, base.context), base.arch.vocab_size, chat(config))
+    data = PromptDataset.load(sources, base.model_path, rules)
+    rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"
+    data.settle(rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
+    logger.info("%s prompts: %s", name, data.report)
+    return data
+
+
+def chat(config: Config) -> Chat:
+    """How messages become text, for prompts and for supervised rows."""
+    template = config.data.chat_template
+    return Chat(str(Path(template).resolve()) if template else None, config.data.template_args)
 
 
 def _check_supervised(config: Config, base: ModelPlan) -> None:
     assert config.sft.train, "callers look first"
-    SftDataset.load(config.sft.train, base.model_path, base.context).check_vocabulary(base.arch.vocab_size)
+    SftDataset.load(config.sft.train, base.model_path, base.context, chat(config)).check_vocabulary(
+        base.arch.vocab_size
+    )
 
 
 ORIGIN = "mrl_sft.json"  # in a warm start's folder: what it was made from
@@ -133,9 +300,11 @@ ORIGIN = "mrl_sft.json"  # in a warm start's folder: what it was made from
 
 def origin(config: Config) -> dict[str, Any]:
     """What decides the weights of a warm start."""
-    return dict(
+    decided = dict(
         model=config.model.path, seed=config.run.seed if config.data.inputs is None else None, sft=asdict(config.sft)
     )
+    own_chat = {name: value for name, value in asdict(chat(config)).items() if value}
+    return decided | (dict(chat=own_chat) if own_chat else {})
 
 
 def _check_origin(config: Config, folder: str) -> None:
@@ -150,42 +319,30 @@ def _check_origin(config: Config, folder: str) -> None:
         )
 
 
-CLAIM = "started"  # in a run's folder: a run has begun to write there
-
-
-def claim(run_dir: Path) -> None:
-    """Take a run's folder for this run alone; raises FileExistsError where another run was faster."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / CLAIM).open("x").close()
-
-
-def _check_run_dir(config: Config) -> None:
-    """Raise ValueError where the run's folder holds the results of another run."""
-    for name in (CLAIM, "metrics.jsonl", "sft.jsonl", "checkpoint", "hf"):
-        if (Path(config.run.dir) / name).exists():
-            raise ValueError(f"run.dir={config.run.dir}: holds {name} of another run; name another folder.")
-
-
 def make_inputs(config: Config) -> None:
     """Run `data.inputs`, which makes the files that the rest of the config names where they are missing."""
     if config.data.inputs:
         plug_in(config.data.inputs, "data.inputs")()
 
 
-def _model_plan(config: Config, path: str) -> ModelPlan:
-    dims = ParallelDims.of_world(**vars(config.parallel))
-    hf = check_checkpoint(path)
+def _model_plan(config: Config, path: str, own: str = "", optimizer: AdamW | None = None) -> ModelPlan:
+    """`own`: the section of a second model, whose layout differs from the actor's in what is set there."""
+    layout = vars(config.parallel)
+    if own:
+        layout = layout | {name: value for name, value in vars(vars(config)[own].parallel).items() if value is not None}
+    dims = ParallelDims.of_world(**layout)
+    hf = check_checkpoint(path, config.model.family)
     arch = family_of(hf).read(hf)
     arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
-    _check_experts(config, arch, dims)
+    _check_experts(config, arch, dims, replays=not own and config.rollout.routing_replay)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
-    return ModelPlan(config, dims, _optimizer(config), path, arch, packing)
+    return ModelPlan(config, dims, optimizer if own else _optimizer(config), path, hf, arch, packing)
 
 
-def _check_experts(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, replays: bool) -> None:
     """Rules of models with experts; raises ValueError."""
-    if config.rollout.routing_replay and not arch.num_experts:
+    if replays and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
     check_balance(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
     if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
@@ -194,42 +351,6 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims) -> No
             f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
             f"cp={dims.cp}. Use alltoall, the default."
         )
-
-
-def check_balance(kinds: str | list[str], dims: ParallelDims) -> None:
-    """Balancing losses that mean something for packs; raises ValueError."""
-    key = f"megatron.moe_router_load_balancing_type={kinds}"
-    if "seq_aux_loss" in kinds:
-        raise ValueError(f"{key}: to the router a pack is one sequence, so this would be aux_loss; use that.")
-    if "global_aux_loss" in kinds and dims.dp > 1:
-        raise ValueError(
-            f"{key}: replicas would have to run equally many packs, and it follows the order of packs; with "
-            f"dp={dims.dp} use aux_loss."
-        )
-
-
-def check_megatron(overrides: Node, decided: AbstractSet[str] = frozenset()) -> None:
-    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one `decided` elsewhere."""
-    known = transformer_fields()
-    for name in overrides:
-        if name in decided:
-            raise ValueError(
-                f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
-            )
-        if name.startswith("tp_comm_overlap") and overrides[name]:
-            raise ValueError(
-                f"megatron.{name}={overrides[name]}: its buffers have one size, packs have any; leave it out."
-            )
-        if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
-            raise ValueError(
-                f"megatron.{name}={overrides[name]}: FP8 needs Transformer Engine, which is not installed."
-            )
-        if name == "moe_grouped_gemm" and overrides[name] and find_spec("transformer_engine") is None:
-            raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean megatron.{near[0]}?" if near else ""
-            raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")
 
 
 def _optimizer(config: Config) -> AdamW:
@@ -248,4 +369,21 @@ def prompt_limit(config: Config, context: int) -> int:
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
-    return default_server_args(dtype=config.model.dtype, context_length=context) | config.sglang
+    ours = default_server_args(dtype=config.model.dtype, context_length=context)
+    loaders = [*ours["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
+    if config.rollout.deterministic:
+        if config.sglang.get(DETERMINISTIC) is False:
+            raise ValueError(
+                f"sglang.{DETERMINISTIC}=false is what rollout.deterministic=true rules out; leave it out."
+            )
+        ours[DETERMINISTIC] = True
+    if config.rollout.agent:
+        ours["disable_radix_cache"] = False  # each turn's request repeats all before it
+    if config.weight_sync.pause_mode == "in_place":  # it keeps the KV cache, which new requests would share by prefix
+        if config.sglang.get("disable_radix_cache") is False:
+            raise ValueError(
+                "sglang.disable_radix_cache=false with weight_sync.pause_mode=in_place: new requests would continue prefixes "
+                "computed by older weights; leave one of them out."
+            )
+        ours["disable_radix_cache"] = True
+    return ours | config.sglang | dict(custom_weight_loader=loaders)

@@ -2,16 +2,19 @@
 
 import difflib
 import inspect
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 
 from mrl.config import Node
 
 
 def construct(node: Node, key: str) -> Any:
-    """Build the object that a `_target_` node names; raises ValueError naming key, class and nearest argument."""
+    """Build the object that a `_target_` node names, and before it those that its arguments name in the same way.
+
+    Raises: ValueError naming key, class and nearest argument, at whatever depth the mistake is.
+    """
     target = node.get("_target_")
     if not target:
         raise ValueError(f"{key}: _target_ is missing; expected the dotted name of a class, got {node}.")
@@ -21,12 +24,24 @@ def construct(node: Node, key: str) -> Any:
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(found, arguments, key)
+    arguments = {name: _inner(value, f"{key}.{name}") for name, value in arguments.items()}
     if not isinstance(found, type):  # a function is called with the data, not now
-        return partial(found, **arguments) if arguments else found
+        return update_wrapper(partial(found, **arguments), found) if arguments else found
     try:
-        return instantiate(node)
+        return found(**arguments)
     except Exception as error:
         raise ValueError(f"{key}: {target} refused its arguments: {error}") from error
+
+
+def _inner(value: Any, key: str) -> Any:
+    """An argument with every node in it built."""
+    if isinstance(value, dict) and "_target_" in value:
+        return construct(value, key)
+    if isinstance(value, dict):
+        return {name: _inner(inner, f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_inner(inner, f"{key}.{place}") for place, inner in enumerate(value)]
+    return value
 
 
 def _check_arguments(found: Any, arguments: Node, key: str) -> None:

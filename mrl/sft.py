@@ -20,6 +20,7 @@ class SupervisedStage:
     block: Handle  # TokenBlock of the data set
     lengths: np.ndarray  # [rows] tokens
     response_lengths: np.ndarray  # [rows] tokens
+    sampled_lengths: np.ndarray  # [rows] tokens in the loss: responses without their tool results
     steps: int
     batch_size: int  # rows per step
     lr: float  # peak; decays linearly to a tenth
@@ -30,14 +31,13 @@ class SupervisedStage:
     def run(self, tracker: Tracker) -> float:
         """Train; returns the last step's loss, in nats per response token."""
         stream = PromptStream(len(self.lengths), self.batch_size, seed=self.seed, shuffle=True)
-        advantages = np.zeros(len(self.lengths), np.float32)
+        prompt_lengths = self.lengths - self.response_lengths
         loss = float("nan")
         for step in range(self.steps):
             rows = next(stream)
             lr = self._lr(step)
-            batch = TrainBatch(
-                self.block, self.lengths - self.response_lengths, self.response_lengths, None, advantages, rows, rows
-            )
+            lengths = (prompt_lengths, self.response_lengths, self.sampled_lengths)
+            batch = TrainBatch(self.block, *lengths, None, rows, rows)
             (report,) = self.group.update(
                 [batch], self.packing, aggregation="token_mean", lrs=[lr], loss=CrossEntropy(), temperature=1.0
             )

@@ -3,6 +3,7 @@
 Nothing here may slow or stop a run: wandb and matplotlib are imported in threads of their own, after the start.
 """
 
+import contextlib
 import logging
 import netrc
 import os
@@ -10,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -20,6 +22,8 @@ import orjson
 import psutil
 
 from mrl import metrics as declared
+from mrl.lines import StepLines
+from mrl.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ class Sink(Protocol):
     """One place that numbers go to."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """The run goes back: what was logged after `last_step` will be logged again, and its eval/* unless `evaluated`."""
+        ...
 
     def close(self) -> None: ...
 
@@ -52,6 +60,11 @@ class Tracker:
         for sink in self.sinks:
             sink.log(step, metrics)
 
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """Have every sink forget what will be logged again, as far as it can."""
+        for sink in self.sinks:
+            sink.rewind(last_step, evaluated)
+
     def close(self) -> None:
         """Close every sink, in order; one that fails does not keep the others from closing."""
         for sink in self.sinks:
@@ -68,28 +81,30 @@ class Tracker:
 
 
 class JsonlSink:
-    """One JSON object per call, `{"step": 1, "reward/mean": 0.5, ...}`, on disk before `log` returns; NaN becomes null.
+    """One JSON object per call, see StepLines; a file that is there goes on after `last_step`.
 
-    `select` says which names are written; a call without any of them leaves no line.
+    `evaluations`: of eval/* only; else of all but those. A call without any leaves no line.
     """
 
-    def __init__(self, path: Path, select: Callable[[str], bool] = lambda name: True) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file, self._select = path.open("ab", buffering=0), select
+    def __init__(self, path: Path, *, evaluations: bool = False, last_step: int = 0) -> None:
+        self._lines, self._evaluations = StepLines(path, last_step), evaluations
 
     def log(self, step: int, metrics: Metrics) -> None:
-        chosen = {name: value for name, value in metrics.items() if self._select(name)}
+        chosen = {name: value for name, value in metrics.items() if name.startswith("eval/") == self._evaluations}
         if chosen:
-            options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-            self._file.write(orjson.dumps({"step": step, **chosen}, option=options))
+            self._lines.write(step, chosen)
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        self._lines.rewind(last_step - 1 if self._evaluations and not evaluated else last_step)
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class WandbSink:
     """Weights & Biases, in a thread: online where a login is at hand, else offline in `folder`; it never asks for one.
 
+    The run's id is kept in `folder`: what is resumed there goes on as the same run, and steps taken again change nothing.
     Whatever goes wrong in wandb is one warning and the run goes on; closing waits `deadline_s` at most.
     """
 
@@ -103,7 +118,8 @@ class WandbSink:
         deadline_s: float = 30.0,
     ) -> None:
         self.deadline_s = deadline_s
-        self._run: dict[str, Any] = {"project": project, "name": name, "config": dict(config or {}), "dir": folder}
+        self._run: dict[str, Any] = {"project": project, "name": name, "config": redacted(config or {}), "dir": folder}
+        self._run |= {"id": _run_id(folder / "wandb_run_id"), "resume": "allow"}
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | None] = queue.SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -111,6 +127,9 @@ class WandbSink:
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._queue.put((step, dict(metrics)))
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """wandb takes no step twice."""
 
     def close(self) -> None:
         self._queue.put(None)
@@ -124,7 +143,8 @@ class WandbSink:
             run = self._start()
             while (item := self._queue.get()) is not None:
                 step, metrics = item
-                run.log(metrics, step=step)
+                if step >= run.step:  # wandb would warn of every other one
+                    run.log(metrics, step=step)
             run.finish()
         except Exception as error:
             logger.warning("wandb failed and is off for this run: %s: %s", type(error).__name__, error)
@@ -135,6 +155,13 @@ class WandbSink:
 
         settings = wandb.Settings(console="off", silent=True, init_timeout=self.deadline_s)
         return wandb.init(**self._run, mode=cast(Any, wandb_mode()), settings=settings)
+
+
+def _run_id(path: Path) -> str:
+    """The id that is kept in `path`, or a new one."""
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(uuid.uuid4().hex[:12])
+    return path.read_text()
 
 
 def wandb_mode() -> str:
@@ -184,6 +211,9 @@ class ConsoleSink:
             self._display.update(step, self._latest)
         elif len(evaluation) < len(metrics) and (self._due() or step == self.total):
             self._line(f"step {step:>4}/{self.total}  {_headline(metrics)}  {_phases(metrics)}".rstrip())
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """A person sees the steps again."""
 
     def close(self) -> None:
         if self._display:
@@ -296,14 +326,31 @@ class CurveSink:
         self._drawing: Future[None] | None = None
         self._failed = False
 
+    def read(self, paths: Sequence[Path]) -> None:
+        """Take up what JsonlSinks of an earlier part of the run wrote."""
+        for path in paths:
+            for line in path.read_bytes().splitlines():
+                numbers = orjson.loads(line)
+                step = numbers.pop("step")
+                self._note(step, {name: value for name, value in numbers.items() if value is not None})
+
     def log(self, step: int, metrics: Metrics) -> None:
+        self._note(step, metrics)
+        due = self.metric in metrics and len(self._values) % self.every == 0
+        if due and (self._drawing is None or self._drawing.done()):
+            self._drawing = self._pool.submit(self._draw_safely, *self._snapshot())
+
+    def _note(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             if name.startswith("eval/"):
                 self._accuracies.setdefault(name, {})[step] = value
         if self.metric in metrics:
             self._values[step] = metrics[self.metric]
-            if len(self._values) % self.every == 0 and (self._drawing is None or self._drawing.done()):
-                self._drawing = self._pool.submit(self._draw_safely, *self._snapshot())
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        for points in (self._values, *self._accuracies.values()):
+            for step in [step for step in points if step > last_step]:
+                del points[step]
 
     def close(self) -> None:
         if self._values:

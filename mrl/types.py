@@ -1,21 +1,23 @@
 """The data of one step, in two planes, and THE legend of shapes.
 
     N  prompts of a step                 G  responses per prompt            B = N * G  responses
-    S  tokens of a ragged batch: prompts and responses, laid end to end     R  response tokens among them
+    S  tokens of a ragged batch: prompts and responses, laid end to end     R  tokens among them that the policy sampled
     V  vocabulary
 
-The data plane (`TokenBlock`) lives where tokens are made and trained. The driver sees the control plane (`Rollouts`):
-lengths, rewards, group numbers, versions, and a handle to the block that it never opens.
+A response is all that follows its prompt; of several turns it holds tool results too, which nobody sampled and nobody
+trains. The data plane (`TokenBlock` and columns [R]) lives where tokens are made and trained. The driver sees the control
+plane (`Rollouts`, `Estimates`): lengths, rewards, group numbers, versions, and handles that it never opens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Handle = Any  # reference to an object in Ray's object store; opened by workers only
+Column = NDArray[np.float32]  # [R] a number for each sampled token
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class TokenBlock:
     rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each response token as the engine sampled it
     # [S, layers, topk] experts that the engine sent each token to; -1 where it did not say, as for a sequence's last token
     routed_experts: NDArray[np.int16] | None = None
+    sampled: NDArray[np.bool_] | None = None  # [S] the R tokens that the policy chose; None: all behind the prompts
+    columns: Mapping[str, Column] = field(default_factory=dict)  # [R] by name: advantages, old_logprobs, values, ...
 
     @classmethod
     def from_lists(
@@ -36,22 +40,26 @@ class TokenBlock:
         responses: Sequence[Sequence[int]],
         logprobs: Sequence[Sequence[float]] | None = None,
         routed_experts: Sequence[NDArray[np.int16]] | None = None,
+        sampled: Sequence[Sequence[bool]] | None = None,
     ) -> "TokenBlock":
         """Lay out B prompts and responses; without `logprobs` the column is NaN (nothing was sampled).
 
-        `routed_experts`: of each sequence's first tokens, [tokens or fewer, layers, topk].
+        `routed_experts`: of each sequence's first tokens, [tokens or fewer, layers, topk]. `sampled`: of each response,
+        which of its tokens the policy chose; `logprobs` are of those.
         """
         prompt_lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
         response_lengths = np.fromiter(map(len, responses), np.int64, len(responses))
         cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + response_lengths)])
         flat = [token for pair in zip(prompts, responses, strict=True) for part in pair for token in part]
+        chosen = None if sampled is None else _where_sampled(prompts, responses, sampled)
+        num_sampled = response_lengths.sum() if chosen is None else chosen.sum()
         if logprobs is None:
-            column = np.full(response_lengths.sum(), np.nan, np.float32)
+            column = np.full(num_sampled, np.nan, np.float32)
         else:
             column = np.fromiter((x for row in logprobs for x in row), np.float32)
-        assert len(column) == response_lengths.sum(), f"{len(column)} logprobs for {response_lengths.sum()} tokens"
+        assert len(column) == num_sampled, f"{len(column)} logprobs for {num_sampled} sampled tokens"
         routing = None if routed_experts is None else _lay_out(routed_experts, cu_seqlens)
-        return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column, routing)
+        return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column, routing, chosen)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -60,11 +68,37 @@ class TokenBlock:
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
-        """[B] response tokens of each sequence."""
+        """[B] tokens of each response, sampled or not."""
         return self.lengths - self.prompt_lengths
 
+    @property
+    def sampled_lengths(self) -> NDArray[np.int64]:
+        """[B] tokens of each response that the policy sampled; their sum is R."""
+        if self.sampled is None:
+            return self.response_lengths
+        return np.add.reduceat(self.sampled, self.cu_seqlens[:-1], dtype=np.int64)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[S] place of each token in its own sequence."""
+        return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+
+    @property
+    def sampled_index(self) -> NDArray[np.int64]:
+        """[R] which of the S tokens the policy sampled."""
+        if self.sampled is not None:
+            return np.flatnonzero(self.sampled)
+        return np.flatnonzero(self.positions >= np.repeat(self.prompt_lengths, self.lengths))
+
+    def with_columns(self, **columns: Column) -> "TokenBlock":
+        """The same tokens with these columns [R] besides those there are."""
+        num_sampled = int(self.sampled_lengths.sum())
+        for name, column in columns.items():
+            assert column.shape == (num_sampled,), f"{name} has shape {column.shape} for {num_sampled} sampled tokens"
+        return replace(self, columns={**self.columns, **columns})
+
     def response(self, row: int) -> NDArray[np.int32]:
-        """Response tokens of one sequence."""
+        """All tokens behind the prompt of one sequence."""
         start, end = self.cu_seqlens[row], self.cu_seqlens[row + 1]
         return self.tokens[start + self.prompt_lengths[row] : end]
 
@@ -75,16 +109,32 @@ class TokenBlock:
 
     def select(self, rows: NDArray[np.int64]) -> "TokenBlock":
         """The block of these rows, in this order."""
-        cu_responses = np.concatenate([[0], np.cumsum(self.response_lengths)])
+        cu_sampled = np.concatenate([[0], np.cumsum(self.sampled_lengths)])
         spans = [slice(self.cu_seqlens[r], self.cu_seqlens[r + 1]) for r in rows]
-        logprobs = [self.rollout_logprobs[cu_responses[r] : cu_responses[r + 1]] for r in rows]
+        chosen = [slice(cu_sampled[r], cu_sampled[r + 1]) for r in rows]
+
+        def picked(values: NDArray, where: Sequence[slice]) -> NDArray:
+            return np.concatenate([values[span] for span in where]) if where else values[:0]
+
         return TokenBlock(
-            np.concatenate([self.tokens[span] for span in spans]),
+            picked(self.tokens, spans),
             np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             self.prompt_lengths[rows],
-            np.concatenate(logprobs),
-            None if self.routed_experts is None else np.concatenate([self.routed_experts[span] for span in spans]),
+            picked(self.rollout_logprobs, chosen),
+            None if self.routed_experts is None else picked(self.routed_experts, spans),
+            None if self.sampled is None else picked(self.sampled, spans),
+            {name: picked(column, chosen) for name, column in self.columns.items()},
         )
+
+
+def _where_sampled(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]]
+) -> NDArray[np.bool_]:
+    """[S] whether a token was sampled; prompts never are."""
+    for response, chosen in zip(responses, sampled, strict=True):
+        assert len(chosen) == len(response), f"{len(chosen)} marks for a response of {len(response)} tokens"
+    pairs = zip(prompts, sampled, strict=True)
+    return np.fromiter((x for prompt, chosen in pairs for x in [*[False] * len(prompt), *chosen]), np.bool_)
 
 
 def _lay_out(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int16]:
@@ -97,33 +147,68 @@ def _lay_out(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) 
     return column
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What the driver knows of B sampled responses."""
+    """What the driver knows of B sampled and scored responses."""
 
     block: Handle  # of the TokenBlock
     prompt_lengths: NDArray[np.int64]  # [B] tokens
-    response_lengths: NDArray[np.int64]  # [B] tokens
+    response_lengths: NDArray[np.int64]  # [B] tokens, tool results included
+    sampled_lengths: NDArray[np.int64]  # [B] tokens that the policy sampled; their sum is R
+    rows: NDArray[np.int64]  # [B] of the data set
     groups: NDArray[np.int64]  # [B] which prompt of the step each response answers
+    digests: NDArray[np.uint64]  # [B] hash of prompt and response
     truncated: NDArray[np.bool_]  # [B] cut at the token limit, no end-of-sequence
     weight_versions: NDArray[np.int64]  # [B] version of the weights that sampled the response
-    engine_seconds: float = 0.0  # of the phase, spent waiting for the engines
+    rewards: NDArray[np.float64]  # [B]
+    numbers: Mapping[str, float] = field(default_factory=dict)  # metrics of how they were sampled and scored
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[B] tokens of each sequence."""
-        return self.prompt_lengths + self.response_lengths
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the batch as sampled."""
+    def metrics(self, version: int) -> dict[str, float]:
+        """Numbers of the batch as sampled and scored, for a trainer whose weights are `version`."""
+        ages = version - self.weight_versions
         return {
+            "reward/mean": float(self.rewards.mean()),
             "rollout/samples": float(len(self.groups)),
-            "rollout/tokens": float(self.response_lengths.sum()),
+            "rollout/tokens": float(self.sampled_lengths.sum()),
             "rollout/response_length_mean_tokens": float(self.response_lengths.mean()),
             "rollout/truncated_fraction": float(self.truncated.mean()),
             "rollout/weight_version": float(self.weight_versions.min()),
-            "spent/engine_s": self.engine_seconds,
+            "rollout/age_mean_versions": float(ages.mean()),
+            "rollout/age_max_versions": float(ages.max()),
+            **self.numbers,
         }
+
+
+@dataclass(frozen=True)
+class Part:
+    """A column for some rows of a block, as one trainer rank computed it."""
+
+    rows: NDArray[np.int64]  # [n] rows of the block
+    values: Column  # their sampled tokens, row after row
+
+    def by_row(self, lengths: NDArray[np.int64]) -> dict[int, Column]:
+        """Row -> its numbers; `lengths` [B] are the sampled tokens of all rows of the block."""
+        pieces = np.split(self.values, np.cumsum(lengths[self.rows]))
+        return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
+
+
+def assemble(parts: Iterable[Part], lengths: NDArray[np.int64]) -> Column:
+    """[R] the whole column; `lengths` [B] are the sampled tokens of all rows of the block."""
+    rows: dict[int, Column] = {}
+    for part in parts:
+        rows |= part.by_row(lengths)
+    assert len(rows) == len(lengths), f"a column of {len(rows)} rows for a block of {len(lengths)}"
+    return np.concatenate([np.empty(0, np.float32), *(rows[row] for row in range(len(lengths)))])
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What the driver knows of the advantages of B responses."""
+
+    columns: Handle  # name -> [R]: advantages, and whatever the losses need besides
+    without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is zero
+    rejected: NDArray[np.bool_]  # [B] left out of the loss and of its denominators
+    numbers: Mapping[str, float]  # metrics
 
 
 @dataclass(frozen=True)
@@ -133,10 +218,17 @@ class TrainBatch:
     block: Handle
     prompt_lengths: NDArray[np.int64]  # [B] tokens, by row of the block
     response_lengths: NDArray[np.int64]  # [B] tokens
+    sampled_lengths: NDArray[np.int64]  # [B] tokens in the loss
     groups: NDArray[np.int64] | None  # [B] which rows have the same prompt; None: nothing is known of that
-    advantages: NDArray[np.float32]  # [B]
     rows: NDArray[np.int64]  # trained
     counted: NDArray[np.int64]  # in the loss's denominators: the trained rows, and those whose loss is known to be zero
+    columns: Handle = None  # name -> [R] of the block
+
+    @classmethod
+    def of(cls, block: TokenBlock, groups: NDArray[np.int64] | None) -> "TrainBatch":
+        """All rows of a block that is at hand."""
+        rows = np.arange(len(block.lengths))
+        return cls(block, block.prompt_lengths, block.response_lengths, block.sampled_lengths, groups, rows, rows)
 
 
 @dataclass(frozen=True)
@@ -144,7 +236,6 @@ class Share:
     """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
 
     micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; an empty one keeps step with other ranks
-    advantages: NDArray[np.float32]  # [B] by row of the block
     weights: NDArray[np.float64]  # [B] what one token of the row counts for in the loss
     groups: NDArray[np.int64] | None = None  # [B] rows of one group share one computed prompt; None: none is shared
     step_tokens: int = 1  # that all replicas together compute in the step
@@ -152,13 +243,16 @@ class Share:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync as its sender saw it; all zero where there is no engine."""
+    """One weight sync as one sender saw it; all zero where there is no engine."""
 
-    bytes: int = 0  # sent to each engine
-    tensors: int = 0  # by Hugging Face name
+    bytes: int = 0  # that left, over all who got them
+    raw_bytes: int = 0  # the same without compression
+    tensors: int = 0  # Hugging Face tensors that this rank sent parts of
     buckets: int = 0  # messages
     seconds: float = 0.0  # all of it
-    engine_seconds: float = 0.0  # of these, waiting for engines to answer
+    engine_seconds: float = 0.0  # of these, waiting for engines
+    failed: dict[str, str] = field(default_factory=dict)  # engine -> why it is out of service
+    again: bool = False  # nothing is served yet; the same version must be pushed again
 
 
 @dataclass(frozen=True)

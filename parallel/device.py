@@ -185,16 +185,20 @@ def install() -> None:
 
 
 def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the trainer's process group; raises torch's error after `timeout_s` when a peer does not come."""
+    """Join the trainer's process group, which meets at rank 0's `address`; nothing listens on another one.
+
+    Raises torch's error after `timeout_s` when a peer does not come.
+    """
     from datetime import timedelta  # only needed here
 
-    dist.init_process_group(
-        backend(),
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    from parallel.store import host_store
+
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = host_store(address, port, timeout, world_size)
+    else:
+        store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def set_threads() -> None:

@@ -82,8 +82,8 @@ class ParallelDims:
         if world_size < 1 or world_size % one:
             near = sorted({max(1, world_size // one) * one, (max(0, world_size // one) + 1) * one})
             raise ValueError(
-                f"parallel.world_size={world_size} does not factor: one replica is tp={axes.get('tp', 1)} x "
-                f"cp={axes.get('cp', 1)} x pp={axes.get('pp', 1)} = {one} processes; use {' or '.join(map(str, near))}."
+                f"parallel.world_size={world_size} does not factor: one replica is tp={sizes['tp']} x "
+                f"cp={sizes['cp']} x pp={sizes['pp']} = {one} processes; use {' or '.join(map(str, near))}."
             )
         return cls(dp=world_size // one, **axes)
 
@@ -113,6 +113,17 @@ class ParallelDims:
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return RankCoords(tp, cp, dp, pp)
+
+    def expert_coords(self, rank: int) -> tuple[int, int]:
+        """(place in its expert-tensor-parallel group, in its expert-parallel group) of global `rank`."""
+        rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
+        return etp, rest % self.ep
+
+    def title(self, rank: int) -> str:
+        """Global `rank` and where it stands, for people: "rank 3 (tp 1, dp 0)"."""
+        coords = self.coords(rank)
+        axes = [f"{name} {getattr(coords, name)}" for name in ("tp", "cp", "dp", "pp") if getattr(self, name) > 1]
+        return f"rank {rank} ({', '.join(axes)})" if axes else f"rank {rank}"
 
     def alone(self) -> "ParallelDims":
         """One process: what every layout must be equal to."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel.attention import PackedAttention
 from parallel.capabilities import capabilities
 from parallel.packing import PackedSequences
+from parallel.rope import Rope
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -42,6 +43,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 class PackedRotaryEmbedding(RotaryEmbedding):
     """RoPE angles looked up per token of the pack, so that Megatron applies them in one operation, not per sequence."""
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__(rope.dim, 1.0, use_cpu_initialization=True)  # Megatron moves them when it first uses them
+        self.inv_freq = rope.inv_freq()
 
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, config, packed=None, **unused

@@ -5,7 +5,7 @@ forward, backward and recomputed. The probabilities of the chosen experts, and s
 trainer's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,17 @@ class PackedRouter(TopKRouter):
 
     Megatron 0.19 multiplies its count of one rank's tokens by the number of ranks. Where tokens pad, that count is the sum of
     all ranks' already (an all-reduce in place), or another number on each rank.
+
+    Its correction bias, where a model has one, is float32 whatever the model's dtype.
     """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
+        """Move and cast as any module, the bias back to what it was before it was rounded."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts for [L, 1, experts]; `padding_mask` [L, 1] is True where a token only pads."""
@@ -37,6 +47,10 @@ class PackedRouter(TopKRouter):
     def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
         """Attach the loss, weighed by the pack's tokens whatever Megatron counted."""
         return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the tokens of each expert; Megatron 0.19 needs the mask as a column and passes it flat."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
 
 
 def _replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:

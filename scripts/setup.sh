@@ -26,7 +26,8 @@ find_uv() {
     if [ ! -x .uv/bin/uv ]; then
         say "no uv on PATH: installing one into .uv"
         python=$(find_python || works python3 3) || return 1
-        "$python" -m venv .uv && echo '*' >.uv/.gitignore && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv >&2 || return 1
+        "$python" -m venv .uv && echo '*' >.uv/.gitignore &&
+            .uv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt >&2 || return 1
     fi
     echo .uv/bin/uv
 }
@@ -50,7 +51,7 @@ if ! works .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(head -1
 fi
 say "installing $lock into .venv with $("$python" --version)"
 # A package that is built here compiles against the locked torch. Byte code is made now, once: a dozen processes per run import
-# these packages, some where Python may not write it.
-"$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --build-constraints "$lock" -r "$lock"
-"$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
+# these packages, some where Python may not write it. Nothing is installed whose bytes are not those that the lock names.
+"$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --require-hashes --build-constraints "$lock" -r "$lock"
+"$uv" pip install --quiet --python .venv/bin/python --no-deps --build-constraints "$lock" -e .
 wanted >"$stamp"

@@ -4,21 +4,24 @@ import os
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0")
 
+import gc
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 
+from mrl.rollout.ports import PortLease
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# Tests run beside each other: how long an example takes says nothing.
+hypothesis.settings.register_profile(
+    "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared cores")
 
 
 def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -> None:
@@ -46,13 +49,18 @@ def run_ranks():
     from parallel import device
 
     device.install()
-    import mrl.workers.actor  # noqa: F401  Megatron, once, before the forks
+    # Once, before the forks: also what Megatron imports when a model is built.
+    import megatron.core.models.mimo.optimizer  # noqa: F401
+
+    import mrl.workers.trace  # noqa: F401
+
+    gc.freeze()  # a collection in a rank would copy every page that it shares with this process
 
     def run(dims, fn: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
         context = multiprocessing.get_context("fork")
-        results, port = context.Queue(), free_port()
+        results, lease = context.Queue(), PortLease()
         ranks = [
-            context.Process(target=_rank_main, args=(rank, dims, port, results, fn, args))
+            context.Process(target=_rank_main, args=(rank, dims, lease.port, results, fn, args))
             for rank in range(dims.world_size)
         ]
         for process in ranks:
@@ -67,6 +75,7 @@ def run_ranks():
         except queue.Empty:
             raise AssertionError(f"ranks {sorted(set(range(dims.world_size)) - set(got))} did not answer") from None
         finally:
+            lease.close()
             for process in ranks:
                 process.join(timeout=10 if len(got) == dims.world_size else 0)
                 if process.is_alive():
@@ -80,35 +89,14 @@ def run_ranks():
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory):
     """A tiny random Qwen3 in Hugging Face form; `tiny_qwen3(vocab_size=..., tied=...)` -> folder."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tiny_families import make_family
 
     made = {}
 
     def make(vocab_size: int = 40, tied: bool = False):
         if (vocab_size, tied) not in made:
-            torch.manual_seed(1)
-            config = Qwen3Config(
-                vocab_size=vocab_size,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                max_position_embeddings=64,
-                tie_word_embeddings=tied,
-                initializer_range=0.2,
-                rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-            )
-            model = Qwen3ForCausalLM(config)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "norm" in name:
-                        parameter.add_(torch.randn_like(parameter) * 0.2)
             folder = tmp_path_factory.mktemp(f"qwen3_{vocab_size}_{tied}")
-            model.save_pretrained(folder)
-            made[vocab_size, tied] = folder
+            made[vocab_size, tied] = make_family("qwen3", folder, vocab_size=vocab_size, tie_word_embeddings=tied)
         return made[vocab_size, tied]
 
     return make

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from math import lcm
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.build import Head
+from models.conversion.box import Box
 from models.conversion.hf_io import HFWeights
 from models.conversion.mapping import Mapping, VocabMapping
 from models.families import family_of
-from models.spec import HFConfig
+from models.hf_config import HFConfig
 from parallel import groups
 from parallel.dims import ParallelDims
 
@@ -35,7 +37,8 @@ class Bridge:
         """`chunks` are unwrapped virtual stages; raises AssertionError when table and model name different parameters."""
         family = family_of(config)
         arch = family.read(config)
-        self.dims, self.sizes, self.fusions = dims, arch.sizes | {"one": 1}, family.engine_fusions
+        self.family, self.arch = family, arch
+        self.dims, self.sizes = dims, arch.sizes | {"one": 1}
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.entries(arch)
@@ -44,10 +47,11 @@ class Bridge:
         is_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT in self.params
         self.copies = [_TIED_COPY] if is_copy else []
         self.by_name = {row.megatron: row for row in [*self.copies, *self.rows]}
-        self.stage_of = self._find_stages()
+        self._stage_of = self._find_stages()
+        self.row_of_hf = {name: row for row in self.rows for name in row.hf}
 
     def _find_stages(self) -> dict[str, int]:
-        """Which pipeline stage holds each parameter; checks that table and model agree."""
+        """Which pipeline stage holds each layer, and each parameter outside them; checks that table and model agree."""
         unknown = self.params.keys() - self.by_name.keys()
         stages: list[set[str]] = [set()] * self.dims.pp
         dist.all_gather_object(stages, set(self.params), group=groups.pp_group())
@@ -55,7 +59,7 @@ class Bridge:
         here = groups.ep_group().rank()
         wanted = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == here}
         assert not unknown | (wanted - named), f"table and model differ in {sorted(unknown | (wanted - named))[:5]}"
-        return {name: stage for stage, names in reversed(list(enumerate(stages))) for name in names}
+        return {_layer(name): stage for stage, names in reversed(list(enumerate(stages))) for name in names}
 
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
@@ -71,6 +75,32 @@ class Bridge:
             shard = row.to_megatron([weights[name] for name in row.hf], self.sizes, group.rank(), group.size())
             assert shard.shape == param.shape, f"{row.megatron}: {tuple(shard.shape)} into {tuple(param.shape)}"
             param.copy_(shard)
+            for name in row.hf:
+                weights.release(name)
+
+    def stage(self, name: str) -> int:
+        """Pipeline stage that holds Megatron's parameter `name`, also where its expert is on other ranks."""
+        return self._stage_of[_layer(name)]
+
+    def reader(self) -> Callable[[str, Box], Tensor]:
+        """To read parts of Hugging Face tensors that this rank holds, from its weights as they are now.
+
+        What it returns may share memory with the parameters; a reader is for one pass, as it keeps what it took apart last.
+        """
+        last: tuple[str, list[Tensor]] = ("", [])
+
+        @torch.no_grad()
+        def read(name: str, box: Box) -> Tensor:
+            nonlocal last
+            row = self.row_of_hf[name]
+            if last[0] != row.megatron:  # its tensors are asked for one after another
+                last = (row.megatron, row.split(self.params[row.megatron].detach(), self.sizes))
+            group = _cut_over(row)
+            boxes = row.cut(self.sizes, group.size())[name]
+            mine = boxes[group.rank() if len(boxes) > 1 else 0]
+            return last[1][row.hf.index(name)][box.within(mine).slices]
+
+        return read
 
     def takes_part(self, rank: int) -> bool:
         """Whether `rank` must iterate `export` along with rank 0: it holds a shard or an expert that no one before it has."""
@@ -80,16 +110,19 @@ class Bridge:
 
     @torch.no_grad()
     def export(
-        self, tensor_of: Callable[[Tensor], Tensor] = Tensor.detach, dtype: torch.dtype | None = None
+        self, tensor_of: Callable[[Tensor], Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor); every rank that `takes_part` must iterate along.
 
         `tensor_of` may name another tensor in each parameter's place, such as its gradient, of type `dtype` (default: the
-        parameters'). The tensors may share memory with the live parameters: use or copy them before the next update.
+        parameters'); buffers, which have none, are then left out. The tensors may share memory with the live parameters:
+        use or copy them before the next update.
         """
-        for row in self.rows:
+        rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
+        tensor_of = tensor_of or Tensor.detach
+        for row in rows:
             if row.expert is None:
-                shard = self._on_every_stage(row, tensor_of, dtype)
+                shard = self._on_every_stage(row, tensor_of, torch.float32 if row.is_buffer else dtype)
                 yield from row.to_hf(_gather(shard, _cut_over(row), row.axis is not None), self.sizes).items()
             elif row.expert < self.local_experts:  # one exchange for the experts of equal place on all ranks
                 yield from self._experts(row, tensor_of, dtype)
@@ -121,8 +154,13 @@ class Bridge:
             shard = torch.empty(shape, dtype=dtype or some.dtype, device=some.device)
         else:
             shard = tensor_of(param).contiguous()
-        dist.broadcast(shard, group=groups.pp_group(), group_src=self.stage_of[row.megatron])
+        dist.broadcast(shard, group=groups.pp_group(), group_src=self.stage(row.megatron))
         return shard
+
+
+def _layer(name: str) -> str:
+    """The layer of a parameter, or its own name outside the layers."""
+    return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
 def _cut_over(row: Mapping) -> ProcessGroup:
@@ -139,10 +177,14 @@ def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
 
 
 def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """(name in the whole model, parameter): layers and experts counted over all ranks, experts under one spelling."""
+    """(name in the whole model, tensor): layers and experts counted over all ranks, experts under one spelling.
+
+    Parameters, and the buffers that checkpoints hold: the routers' correction biases.
+    """
     first = groups.ep_group().rank() * local_experts
     numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(chunk.decoder.layers)}
-    for name, param in chunk.named_parameters():
+    biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+    for name, param in chain(chunk.named_parameters(), biases):
         if name.startswith("decoder.layers."):
             _, _, place, rest = name.split(".", 3)
             name = f"decoder.layers.{numbers[place]}.{rest}"

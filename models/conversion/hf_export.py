@@ -1,48 +1,171 @@
-"""Hugging Face folders written from live weights: whole or not at all."""
+"""Hugging Face folders, written one tensor at a time: whole or not at all."""
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-_COMPANIONS = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer*", "vocab*", "merges.txt")
-_COMPANIONS += ("special_tokens_map.json", "added_tokens.json")
+from models.conversion.hf_io import INDEX, TORCH_NAMES, dtype_name, torch_dtype
+from models.conversion.mapping import Mapping
+from models.conversion.partial_folder import PartialFolder
+from models.conversion.safetensors_header import ITEM_BYTES, Entry, layout
+from models.families import family_of
+from models.hf_config import HFConfig
+
+MAX_SHARD_BYTES = 2_000_000_000
+TensorKind = tuple[str, tuple[int, ...]]  # safetensors' type, shape
+_COMPANIONS = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
+_COMPANIONS += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
+
+
+class HFFolderWriter:
+    """The safetensors of a Hugging Face folder. Tensors may come in any order, and none is kept: places are known before.
+
+    Each tensor goes to its place in its file, and a file gets its name when its last tensor is there.
+    """
+
+    def __init__(
+        self, partial: PartialFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        """`tensors` of the whole folder, in order; a tensor of more than `max_shard_bytes` has a file of its own."""
+        self.partial, self.tensors = partial, tensors
+        self._file_of: dict[str, str] = {}
+        self._layouts: dict[str, tuple[bytes, dict[str, Entry]]] = {}
+        shards = list(_shards(tensors, max_shard_bytes))
+        for number, names in enumerate(shards, 1):
+            file = "model.safetensors"
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._layouts[file] = layout({name: tensors[name] for name in names})
+            self._file_of |= dict.fromkeys(names, file)
+        self._missing = {file: set(entries) for file, (_, entries) in self._layouts.items()}
+        for file in partial.finished:
+            self._missing[file].clear()
+        self._open: dict[str, BinaryIO] = {}
+
+    def needs(self, name: str) -> bool:
+        """Whether the tensor is still to be written."""
+        return name in self._missing[self._file_of[name]]
+
+    def num_bytes(self, missing_only: bool = False) -> int:
+        """Bytes of all tensors, or of those still to be written."""
+        return sum(
+            entry.nbytes
+            for file, (_, entries) in self._layouts.items()
+            for name, entry in entries.items()
+            if not missing_only or name in self._missing[file]
+        )
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Put the tensor in its place, as the type it was announced with; returns its bytes."""
+        file = self._file_of[name]
+        head, entries = self._layouts[file]
+        dtype, shape = self.tensors[name]
+        assert self.needs(name) and tuple(tensor.shape) == shape, f"{name} {list(tensor.shape)}: expected {list(shape)}"
+        if file not in self._open:
+            self._open[file] = self.partial.unfinished(file).open("wb")
+            self._open[file].write(head)
+        out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
+        self._open[file].seek(entries[name].start)
+        self._open[file].write(out.reshape(-1).view(torch.uint8).numpy().data)
+        self._missing[file].remove(name)
+        if not self._missing[file]:
+            self._open.pop(file).close()
+            self.partial.finish(file)
+        return entries[name].nbytes
+
+    def complete(self, source: Path, notes: dict[str, str]) -> None:
+        """Add the index, `source`'s config and tokenizer, and `notes` (name -> text); the folder gets its name."""
+        missing = sorted(name for names in self._missing.values() for name in names)
+        assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
+        folder = self.partial.folder
+        if len(self._layouts) > 1:
+            index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": self._file_of}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        for pattern in _COMPANIONS:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("torch_dtype", None)  # the former name
+        config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name, text in notes.items():
+            (folder / name).write_text(text + "\n")
+        self.partial.complete()
 
 
 def write_export(
-    tensors: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, notes: dict[str, str]
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    target: str | Path,
+    notes: dict[str, str],
+    family: str | None = None,
 ) -> None:
     """Write a Hugging Face folder at `target`: `tensors`, config and tokenizer files of `source`, `notes` (name -> text).
 
-    The folder appears under its name only when it is complete; one that is there already is an error, never replaced.
+    `tensors` are all that a model like `source` has, in any order; one at a time is in memory. The folder appears under
+    its name only when it is complete; one that is there already is an error, never replaced. `family`: where the model's
+    family is, if not in models/families.
     """
-    target = Path(target)
+    source, target = Path(source), Path(target)
     if target.exists():
         raise FileExistsError(f"{target} exists already; exports never replace a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        _write(tensors, source, partial)
-        for name, text in notes.items():
-            (partial / name).write_text(text + "\n")
-        partial.chmod(0o755)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    with PartialFolder(target, folder, {}) as partial:
+        try:
+            _export(partial, HFConfig.load(source, family), tensors, notes)
+        except BaseException:
+            partial.discard()
+            raise
 
 
-def _write(tensors: Iterable[tuple[str, Tensor]], source: str | Path, partial: Path) -> None:
-    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    for pattern in _COMPANIONS:
-        for path in Path(source).glob(pattern):
-            shutil.copy(path, partial / path.name)
-    config = json.loads((partial / "config.json").read_text())
-    dtype = {str(t.dtype).removeprefix("torch.") for t in weights.values()}
-    config["dtype"] = dtype.pop() if len(dtype) == 1 else str(torch.float32).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+def _export(
+    partial: PartialFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, str]
+) -> None:
+    remaining = iter(tensors)
+    first = next(remaining)
+    arch = family_of(config).read(config)
+    rows = family_of(config).entries(arch)
+    writer = HFFolderWriter(partial, kinds_of(rows, arch.sizes, dict.fromkeys(rows, dtype_name(first[1].dtype))))
+    partial.require_space(writer.num_bytes())
+    for name, tensor in chain([first], remaining):
+        writer.write(name, tensor)
+    writer.complete(config.path.parent, notes)
+
+
+def kinds_of(rows: Sequence[Mapping], sizes: dict[str, int], dtypes: dict[Mapping, str]) -> dict[str, TensorKind]:
+    """Name, type and shape of every tensor of these rows; buffers are float32 whatever the row's type."""
+    return {
+        name: ("F32" if row.is_buffer else dtypes[row], shape)
+        for row in rows
+        for name, shape in row.hf_shapes(sizes).items()
+    }
+
+
+def main_dtype(tensors: dict[str, TensorKind]) -> str:
+    """The type that most numbers have."""
+    numbers: dict[str, int] = {}
+    for dtype, shape in tensors.values():
+        numbers[dtype] = numbers.get(dtype, 0) + math.prod(shape)
+    return max(numbers, key=lambda dtype: numbers[dtype])
+
+
+def _shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
+    """The names cut into runs of at most `max_bytes`, or of one tensor."""
+    names, size = [], 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        if names and size + nbytes > max_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += nbytes
+    yield names

@@ -2,67 +2,198 @@
 
 from __future__ import annotations
 
+import json
+import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
+from models.conversion.safetensors_header import ITEM_BYTES, Entry, read_header
 from models.families import family_of
-from models.spec import HFConfig
+from models.hf_config import HFConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SINGLE = "model.safetensors"
+# Linux' MAP_NORESERVE: a private mapping of a file larger than the free memory is no overcommitment
+_NO_RESERVE = 0x4000
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder by name, read lazily."""
+    """The tensors of a Hugging Face folder by name, mapped from its files: a page is read when it is looked at."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open `folder`; raises ValueError when it holds no safetensors."""
+        """Read the headers of `folder`'s files.
+
+        Raises:
+            ValueError: there are no safetensors, a file is damaged or missing, or files and index disagree.
+        """
         self.folder = Path(folder)
+        self._entries: dict[str, Entry] = {}
         self._file_of: dict[str, Path] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, "numpy") as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
-        if not self._file_of:
-            raise ValueError(f"model.path={folder}: no *.safetensors found; a Hugging Face model folder is expected.")
+        self._maps: dict[Path, mmap.mmap] = {}
+        index = _read_index(self.folder)
+        for path in _weight_files(self.folder, index):
+            for name, entry in read_header(path).items():
+                if name in self._file_of:
+                    raise ValueError(f"{path}: {name} is also in {self._file_of[name].name}; remove one of the files.")
+                self._entries[name], self._file_of[name] = entry, path
+        if index is not None:
+            self._check_index(index)
+
+    def _check_index(self, index: dict[str, str]) -> None:
+        for name, file in index.items():
+            if name not in self._file_of or self._file_of[name].name != file:
+                found = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file has it"
+                raise ValueError(f"{self.folder / INDEX}: {name} should be in {file}, but {found}. Fetch both again.")
+        extra = sorted(self._file_of.keys() - index.keys())
+        if extra:
+            raise ValueError(
+                f"{self.folder / INDEX}: {len(extra)} tensors of the files are not in the index, the first is "
+                f"{extra[0]} in {self._file_of[extra[0]].name}. Fetch both again."
+            )
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the tensors are in."""
+        return sorted(set(self._file_of.values()))
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._file_of[name]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's shape, from the file headers."""
-        found = {}
-        for path in sorted(set(self._file_of.values())):
-            with safe_open(path, "numpy") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return found
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """Every tensor's type as safetensors spells it (F32, BF16, ...), from the file headers."""
+        return {name: entry.dtype for name, entry in self._entries.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+        """The tensor, sharing memory with the file's pages; changes to it stay in this process."""
+        import torch  # the driver only looks at headers
+
+        entry = self._entries[name]
+        dtype = torch_dtype(entry.dtype)
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        raw = torch.frombuffer(
+            self._map(self._file_of[name]), dtype=torch.uint8, count=entry.nbytes, offset=entry.start
+        )
+        if entry.start % ITEM_BYTES[entry.dtype]:  # the format allows it, torch does not
+            raw = raw.clone()
+        return raw.view(dtype).view(entry.shape)
+
+    def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A copy of the part of the tensor that begins at `starts` and has shape `sizes`; only its pages are read."""
+        shape = self._entries[name].shape
+        fits = len(starts) == len(sizes) == len(shape) and all(
+            start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
+        )
+        assert fits, f"{name} has shape {shape}: no part of {tuple(sizes)} begins at {tuple(starts)}"
+        part = self[name]
+        for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part.clone()
+
+    def release(self, name: str) -> None:
+        """Give back the memory of the tensor's pages, which are read again when they are looked at again."""
+        entry, page = self._entries[name], mmap.ALLOCATIONGRANULARITY
+        first = entry.start // page * page
+        if entry.nbytes:
+            self._map(self._file_of[name]).madvise(mmap.MADV_DONTNEED, first, entry.start + entry.nbytes - first)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                flags, prot = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                self._maps[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
+        return self._maps[path]
 
 
-def check_checkpoint(folder: str | Path) -> HFConfig:
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's type for safetensors' spelling."""
+    import torch  # the driver only looks at headers
+
+    return getattr(torch, TORCH_NAMES[name])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' spelling of a type that weights may have."""
+    return next(name for name, torchs in TORCH_NAMES.items() if torchs == str(dtype).removeprefix("torch."))
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Which file each tensor should be in, where the folder has an index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no index can be read from it ({error!r}). Fetch it again.") from None
+
+
+def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
+    """The files of the index; without one `model.safetensors`, or all there are."""
+    if index is not None:
+        for name, file in index.items():
+            if not (folder / file).is_file():
+                missing = sum(other == file for other in index.values())
+                raise ValueError(
+                    f"{folder / file} is missing; {INDEX} says that it holds {missing} tensors, the first is {name}. "
+                    "Fetch it again."
+                )
+        return [folder / file for file in sorted(set(index.values()))]
+    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model.path={folder}: no *.safetensors found; a Hugging Face model folder is expected.")
+    return files
+
+
+def check_checkpoint(folder: str | Path, family: str | None = None) -> HFConfig:
     """Compare config and tensors of a Hugging Face folder without loading weights; returns the config.
 
+    `family`: where the model's family is, if not in models/families (see models.families.load_family).
+
     Raises:
-        ValueError: a tensor is missing, not known to the family, or of another shape than the config says.
+        ValueError: a file is damaged or missing, or a tensor is missing, not known to the family, of a type that weights
+            do not have, or of another shape than the config says.
     """
-    config = HFConfig.load(folder)
+    config = HFConfig.load(folder, family)
+    check_tensors(config, HFWeights(folder))
+    return config
+
+
+def check_tensors(config: HFConfig, weights: HFWeights) -> None:
+    """Raise ValueError unless `weights` are those of a model with this config."""
     family = family_of(config)
     arch = family.read(config)
-    expected, found = family.hf_shapes(arch), HFWeights(folder).shapes()
+    expected, found, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
+    found = {name: shape for name, shape in found.items() if not family.is_extra(name, arch)}
     if arch.tied_embeddings:
         found.pop("lm_head.weight", None)  # some writers store the tied tensor twice
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - found.keys()]
-    problems += [f"{name} {list(found[name])} is not in the table" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} is {list(found[name])}, config.json says {list(expected[name])}"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
+    for name, shape in found.items():
+        where = f"{name} in {weights.file_of(name).name}"
+        if name not in expected:
+            problems.append(f"{where} {list(shape)} is not in the table")
+        elif shape != expected[name]:
+            problems.append(f"{where} is {list(shape)}, config.json says {list(expected[name])}")
+        elif dtypes[name] not in ITEM_BYTES:
+            problems.append(f"{where} is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}")
     if problems:
         shown = "; ".join(sorted(problems)[:5])
-        raise ValueError(f"{folder}: config.json and weights disagree in {len(problems)} tensors: {shown}.")
-    return config
+        raise ValueError(
+            f"{weights.folder}: config.json and weights disagree in {len(problems)} tensors: {shown}. "
+            "Use the config that belongs to the weights, or fetch the folder again."
+        )

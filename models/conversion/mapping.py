@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from models.conversion.box import Box
+
 if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and needs no torch for it
     from torch import Tensor
 
@@ -30,6 +32,8 @@ class Mapping:
     shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
     axis: int | None = None  # the dim of the Hugging Face tensors that (expert) tensor parallelism cuts
     where: Literal["always", "untied", "dense", "moe"] = "always"  # which models or layers have the row
+    is_buffer: bool = False  # float32 in a model of any dtype, and no optimizer changes it
+    part: str | None = None  # only models that have this part have the row, see Architecture.parts
     expert: int | None = None  # which expert's, once written out; expert tensor parallelism cuts it then
 
     def at(self, layer: int, expert: int | None = None) -> Mapping:
@@ -42,6 +46,18 @@ class Mapping:
 
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
+
+    def cut(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
+        """What each tensor-parallel rank holds of every Hugging Face tensor; one box where all hold it whole."""
+        boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
+        if self.axis is None or tp_size == 1:
+            return {name: [box] for name, box in boxes.items()}
+        return {name: [self._share(box, rank, tp_size) for rank in range(tp_size)] for name, box in boxes.items()}
+
+    def _share(self, box: Box, rank: int, tp_size: int) -> Box:
+        assert self.axis is not None, "callers look first"
+        rows = -(-box.sizes[self.axis] // tp_size)  # where they do not divide, the last ranks' are padding
+        return box.narrow(self.axis, rank * rows, (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
         """One rank's Hugging Face shards -> that rank's Megatron tensor."""

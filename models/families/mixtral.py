@@ -1,15 +1,16 @@
 """Mixtral: experts in every layer, softmax over the chosen ones, no query/key norms."""
 
-from models.families.decoder import ATTENTION, EMBEDDINGS, ENGINE_FUSIONS, moe_fusions, moe_mlp, read_decoder
-from models.spec import Architecture, Family, HFConfig
+from models.families.decoder import ATTENTION, DEFAULTS, EMBEDDINGS, ENGINE_FUSIONS, moe_fusions, moe_mlp, read_decoder
+from models.hf_config import HFConfig
+from models.spec import Architecture, Family
 
 
-def read(config: HFConfig) -> Architecture:
+def translate(config: HFConfig) -> Architecture:
     """Translate a Mixtral config; raises ValueError at a flag whose meaning this family does not implement."""
     config.expect(sliding_window=None, router_jitter_noise=0.0)
     return read_decoder(
         config,
-        num_moe_experts=config["num_local_experts"],
+        num_moe_experts=config.either("num_experts", "num_local_experts"),
         moe_ffn_hidden_size=config["intermediate_size"],
         moe_layer_freq=[1] * config["num_hidden_layers"],
         moe_router_topk=config["num_experts_per_tok"],
@@ -19,7 +20,16 @@ def read(config: HFConfig) -> Architecture:
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
-    read=read,
+    translate=translate,
     table=(*EMBEDDINGS, *ATTENTION, *moe_mlp("block_sparse_moe", "w1", "w3", "w2")),
     engine_fusions=ENGINE_FUSIONS | moe_fusions("w1", "w3", "w2"),
+    defaults=DEFAULTS
+    | dict(
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        head_dim=None,
+        num_key_value_heads=8,
+        sliding_window=None,
+        router_jitter_noise=0.0,
+    ),
 )

@@ -2,23 +2,31 @@
 
 from models.families.decoder import (
     ATTENTION,
+    DEFAULTS,
     DENSE_MLP,
     EMBEDDINGS,
     ENGINE_FUSIONS,
+    FULL_ATTENTION_DEFAULTS,
+    PROJ_BIAS,
     QK_NORMS,
+    QKV_BIAS,
+    attention_parts,
+    check_full_attention,
     moe_fusions,
     moe_mlp,
     read_decoder,
 )
-from models.spec import Architecture, Family, HFConfig
+from models.hf_config import HFConfig
+from models.spec import Architecture, Family
 
 
-def read(config: HFConfig) -> Architecture:
+def translate(config: HFConfig) -> Architecture:
     """Translate a Qwen3-MoE config; raises ValueError at a flag whose meaning this family does not implement."""
-    config.expect(attention_bias=False, use_sliding_window=False)
-    dense, step = config.fields.get("mlp_only_layers") or [], config["decoder_sparse_step"]
+    check_full_attention(config)
+    dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     return read_decoder(
         config,
+        parts=attention_parts(config),
         qk_layernorm=True,
         num_moe_experts=config.either("num_experts", "num_local_experts"),
         moe_ffn_hidden_size=config["moe_intermediate_size"],
@@ -30,7 +38,21 @@ def read(config: HFConfig) -> Architecture:
 
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
-    read=read,
-    table=(*EMBEDDINGS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
+    translate=translate,
+    table=(
+        *EMBEDDINGS,
+        *(*ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS),
+        *(*DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
+    ),
     engine_fusions=ENGINE_FUSIONS | moe_fusions("gate_proj", "up_proj", "down_proj"),
+    defaults=DEFAULTS
+    | FULL_ATTENTION_DEFAULTS
+    | dict(
+        attention_bias=False,
+        head_dim=None,
+        num_key_value_heads=4,
+        mlp_only_layers=None,
+        decoder_sparse_step=1,
+        norm_topk_prob=False,
+    ),
 )

@@ -8,24 +8,20 @@ from pathlib import Path
 
 from mrl import build
 from mrl import plan as planning
+from mrl.behaviours import make_objective
 from mrl.commands import hydra_app
 from mrl.config import Config
-from mrl.plugin import plug_in
 from mrl.workers.certificate import Difference
-from mrl.workers.group import StartError
 
 
 def job(config: Config) -> None:
     """One certificate: a table for people, certificate.json for programs, status 1 where a number is out of tolerance."""
     try:
-        loss = None if config.certify.critic else plug_in(config.algorithm.loss, "algorithm.loss")
+        loss = None if config.certify.critic else make_objective(config)
         plan = planning.plan_certificate(config)
     except ValueError as error:
         hydra_app.refuse(error)
-    try:
-        differences = build.certify(plan, loss)
-    except StartError as error:
-        hydra_app.refuse(error)
+    differences = build.certify(plan, loss)
     path = Path(config.run.dir) / "certificate.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
     show(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")

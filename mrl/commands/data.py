@@ -4,21 +4,22 @@ import argparse
 import sys
 from pathlib import Path
 
+from mrl.data.prepare import RECIPES, prepare
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `mrl data`."""
     top = argparse.ArgumentParser(prog="mrl data", description="Make or convert input files.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    gsm8k = kinds.add_parser(
-        "gsm8k", help="GSM8K-style jsonl (question, answer ending in '#### N') -> five-column parquet"
+    made = kinds.add_parser("prepare", help="a known data set's rows -> five-column parquet, answers extracted")
+    made.add_argument(
+        "recipe", choices=sorted(RECIPES), help="; ".join(f"{n}: {r.meaning}" for n, r in RECIPES.items())
     )
-    gsm8k.add_argument("source", type=Path, help="jsonl or parquet file with the columns question and answer")
-    gsm8k.add_argument("target", type=Path, help="parquet file to write")
-    gsm8k.add_argument(
-        "--instruction", help="text after each question (default: think step by step, answer after ####)"
-    )
-    gsm8k.add_argument("--split", default="train", help="name kept in extra_info (default: %(default)s)")
+    made.add_argument("source", type=Path, help="jsonl or parquet file, or folder of datasets' save_to_disk")
+    made.add_argument("target", type=Path, help="parquet file to write")
+    made.add_argument("--instruction", help="text after each problem (default: the recipe's, '' for none)")
+    made.add_argument("--split", default="train", help="name kept in extra_info (default: %(default)s)")
 
     tiny = kinds.add_parser("tiny-model", help="a tiny random Qwen3 with a byte-level tokenizer, for trying a pipeline")
     tiny.add_argument("folder", type=Path, help="Hugging Face folder to write")
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl data`."""
     args = parser().parse_args(argv)
     try:
-        message = {"gsm8k": _gsm8k, "tiny-model": _tiny_model, "arithmetic": _arithmetic}[args.kind](args)
+        message = {"prepare": _prepare, "tiny-model": _tiny_model, "arithmetic": _arithmetic}[args.kind](args)
     except ValueError as error:
         sys.stderr.write(f"mrl: {error}\n")
         return 2
@@ -43,11 +44,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _gsm8k(args: argparse.Namespace) -> str:
-    from mrl.data import gsm8k  # each kind pays for its own imports
-
-    instruction = gsm8k.INSTRUCTION if args.instruction is None else args.instruction
-    count = gsm8k.convert(args.source, args.target, instruction, args.split)
+def _prepare(args: argparse.Namespace) -> str:
+    count = prepare(args.recipe, args.source, args.target, args.instruction, args.split)
     return f"{count} rows in {args.target}"
 
 

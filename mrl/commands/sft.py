@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-from mrl import build
 from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
-from mrl.workers.group import StartError
+from mrl.processes import started
 
 
 def job(config: Config) -> None:
@@ -17,11 +16,8 @@ def job(config: Config) -> None:
     except ValueError as error:
         hydra_app.refuse(error)
     output = config.sft.output or str(Path(config.run.dir) / "hf")
-    with build.cluster(plan) as processes:
-        try:
-            processes.group.wait_ready(config.cluster.start_timeout_s)
-        except StartError as error:
-            hydra_app.refuse(error)
+    with started(plan, "sft") as processes:
+        processes.group.wait_ready(config.cluster.start_timeout_s)
         loss = processes.warm_start(config.sft)
         processes.export(output)
         if config.trainer.save:

@@ -1,12 +1,11 @@
 """The quickstart's input, made locally: doubling four-digit numbers, one token per character."""
 
 import random
-import shutil
-import tempfile
 from pathlib import Path
 
 from mrl.data.tiny_model import make_tiny_model
 from mrl.data.tokenizer import character_tokenizer
+from mrl.data.whole import whole
 
 NUMBERS = range(1000, 5000)
 NUM_TEST = 512
@@ -19,12 +18,9 @@ def make_inputs(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None
     `model`: which tiny model, one of mrl.data.tiny_model.KINDS; each kind wants a folder of its own.
     The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
     """
-    folder = Path(folder)
-    if folder.is_dir():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with whole(folder) as partial:
+        if partial is None:
+            return
         numbers = list(NUMBERS)
         random.Random(seed).shuffle(numbers)
         write_prompts(partial / "test.parquet", "test", numbers[:NUM_TEST])
@@ -33,14 +29,6 @@ def make_inputs(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None
         make_tiny_model(
             partial / "model", character_tokenizer(), context=CONTEXT, initializer_range=0.06, seed=seed, kind=model
         )
-        partial.chmod(0o755)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # somebody else's is as good
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def question(number: int) -> list[dict[str, str]]:

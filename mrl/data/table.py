@@ -1,73 +1,211 @@
-"""Rows of parquet and jsonl files, and errors that name file, row, column and reason."""
+"""Rows of jsonl and parquet files and of saved data sets, with their numbers; rows that cannot be read are kept apart."""
 
 import difflib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mrl.data.report import BadRow, RowError, quoted
+
 Row = dict[str, Any]
 
+EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-def read_rows(path: str | Path, columns: tuple[str, ...]) -> list[Row]:
-    """All rows of a .parquet or .jsonl file.
+DEPTH = 100  # of nested JSON: rows are walked and pickled by recursion
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one file holds. Rows count from 0 as they stand in the file; in jsonl, blank lines count but are no rows."""
+
+    file: str
+    rows: list[Row]
+    numbers: Sequence[int]  # of each row
+    bad: list[BadRow] = field(default_factory=list)  # could not be read
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.bad)
+
+
+def read_table(path: str | Path) -> Table:
+    """All rows of a file.
 
     Raises:
-        ValueError: the file is missing, of another kind, not readable, empty, or lacks one of `columns`.
+        ValueError: the file is missing, of another kind, not readable at all, or has no rows.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; expected a .parquet or .jsonl file.")
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: files of kind {path.suffix!r} are not read; expected .parquet or .jsonl.")
-    rows = readers[path.suffix](path)
-    if not rows:
+    if path.is_dir():
+        table = _read_saved(path)
+    elif not path.is_file():
+        raise ValueError(f"{path}: no such file; expected {EXPECTED}.")
+    elif path.suffix not in READERS:
+        raise ValueError(f"{path}: files of kind {path.suffix!r} are not read; expected {EXPECTED}.")
+    else:
+        table = READERS[path.suffix](path)
+    if not len(table):
         raise ValueError(f"{path}: the file has no rows.")
-    for number, row in enumerate(rows):
-        for column in columns:
-            if column not in row:
-                raise ValueError(_missing(path, number, column, list(row)))
-    return rows
+    return table
 
 
-def _missing(path: Path, number: int, column: str, found: list[str]) -> str:
-    near = difflib.get_close_matches(column, found, n=1)
-    hint = f"; did you name it {near[0]!r}?" if near else ""
-    return f"{path}, row {number}: column {column!r} is missing; found {', '.join(found)}{hint}"
+def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
+    """`convert(number, row)` of every row of a file, where no row may be left out.
+
+    Raises:
+        ValueError: the file cannot be read, or rows of it cannot, or `convert` refused some with a RowError; counts them
+            and names the first.
+    """
+    table = read_table(path)
+    made, bad = convert_rows(table, convert)
+    if bad:
+        raise ValueError(quoted(sorted(bad, key=lambda b: b.row), len(table)))
+    return made
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def convert_rows[T](table: Table, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
+    """What `convert(number, row)` makes of each row, and all rows that are bad: refused by it, or never readable."""
+    made, bad = [], list(table.bad)
+    for number, row in zip(table.numbers, table.rows, strict=True):
+        try:
+            made.append(convert(number, row))
+        except RowError as error:
+            bad.append(BadRow(table.file, number, error.column, error.reason))
+    return made, bad
+
+
+def column(row: Row, name: str) -> Any:
+    """The value of a column; `a.b` is column `a.b`, or else field b of column a.
+
+    Raises:
+        RowError: there is none, with the nearest name that exists.
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for depth, part in enumerate(parts := name.split(".")):
+        if not isinstance(value, dict):
+            raise RowError(".".join(parts[:depth]), f"expected an object with {part!r}, got {value!r:.80}.")
+        if part not in value:
+            raise RowError(".".join(parts[: depth + 1]), _missing(part, tuple(value)))
+        value = value[part]
+    return value
+
+
+def text(row: Row, name: str) -> str:
+    """The value of a column that holds text; raises RowError."""
+    value = column(row, name)
+    if not isinstance(value, str):
+        raise RowError(name, f"expected text, got {value!r:.80}.")
+    return value
+
+
+@lru_cache(1024)  # the same for every row of most files
+def _missing(name: str, found: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, found, n=1)
+    hint = f"; did you name it {near[0]!r}?" if near else "."
+    return f"is missing; found {', '.join(found) or 'nothing'}{hint}"
+
+
+def _read_jsonl(path: Path) -> Table:
+    rows, numbers, bad = [], [], []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                rows.append(_parse(line))
+                numbers.append(number)
+            except ValueError as error:
+                bad.append(BadRow(str(path), number, "", str(error)))
+    return Table(str(path), rows, numbers, bad)
+
+
+def _parse(line: bytes) -> Row:
+    """The object on a line; raises ValueError."""
+    import orjson
+
+    try:
+        orjson.loads(line)  # strict: UTF-8, surrogates, no NaN or infinity
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"not a JSON object ({error}): {line[:80]!r}") from error
+    row = json.loads(line, object_pairs_hook=_unique)  # large integers stay exact
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}.")
+    if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
+        raise ValueError(f"objects and lists are nested {_depth(row)} deep, more than {DEPTH}.")
+    return row
+
+
+def _depth(value: Any) -> int:
+    """How deep objects and lists are nested in `value`."""
+    level, depth = [value], 0
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        depth += 1
+    return depth
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} is there more than once.")
+    return found
+
+
+def _read_parquet(path: Path) -> Table:
     import pyarrow.lib
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return _read_arrow(str(path), pyarrow.parquet.read_table(path))
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}).") from error
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    import orjson
+def _read_saved(path: Path) -> Table:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.parent.name for p in path.glob("*/state.json"))
+        raise ValueError(
+            f"{path}: holds the splits {', '.join(splits)}; name one of them: {path / (splits or ['x'])[0]}."
+        )
+    if not (path / "state.json").is_file():
+        raise ValueError(f"{path}: a folder without state.json; expected {EXPECTED}.")
+    import datasets  # a second, only for such folders
+    import pyarrow.lib
 
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        if not line.strip():
-            continue
+    try:
+        found = datasets.load_from_disk(str(path))
+        assert isinstance(found, datasets.Dataset), f"{path} is a {type(found).__name__}"
+        return _read_arrow(str(path), found.data.table)
+    except (pyarrow.lib.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable saved data set ({error}).") from error
+
+
+def _read_arrow(file: str, table: Any) -> Table:
+    try:
+        rows = table.to_pylist()
+        return Table(file, rows, range(len(rows)))
+    except UnicodeDecodeError:
+        return _read_one_by_one(file, table)
+
+
+def _read_one_by_one(file: str, table: Any) -> Table:
+    """The rows of a table of which some hold bytes that are no text."""
+    rows, numbers, bad = [], [], []
+    for number in range(table.num_rows):
+        values: Iterable[tuple[str, Any]] = zip(table.column_names, table.slice(number, 1).columns, strict=True)
+        row, name = {}, ""
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"{path}, row {number}: not a JSON object ({error}): {line[:80]!r}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, row {number}: expected a JSON object, got {type(row).__name__}.")
-        rows.append(row)
-    return rows
+            for name, value in values:
+                row[name] = value[0].as_py()
+            rows.append(row)
+            numbers.append(number)
+        except UnicodeDecodeError as error:
+            bad.append(BadRow(file, number, name, f"not UTF-8 ({error})."))
+    return Table(file, rows, numbers, bad)
 
 
-def check_messages(path: str | Path, number: int, value: Any) -> None:
-    """Raise ValueError unless `value` is a list of {role, content} messages with text in both."""
-    where = f"{path}, row {number}, column 'prompt'"
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: expected a list of {{role, content}} messages, got {value!r:.80}.")
-    for message in value:
-        texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{where}: expected a message with role and content, got {message!r:.80}.")
+READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl}

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
+from mrl.secrets import authorization
 from mrl.weight_sync.control import EngineControl, EngineError
 
-__all__ = ["Completion", "EngineClient", "EngineError", "SamplingParams"]
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["Completion", "EngineClient", "EngineError", "EngineFault", "EngineGone", "SamplingParams"]
+
+BUSY = (408, 425, 429)  # HTTP answers, besides 5xx, for which the request is not to blame
+
+
+class EngineFault(EngineError):
+    """The engine is to blame, not the request: another engine may answer it, or this one a little later."""
+
+
+class EngineGone(EngineError):
+    """Nobody listens where the engine was; nothing was sent."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class SamplingParams:
     top_k: int = -1  # tokens; -1: all
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end of sequence
     ignore_eos: bool = False  # go on to max_new_tokens
+    seed: int | None = None  # 63 bits; heeded by servers with enable_deterministic_inference, which take 42 for None
 
     def body(self) -> dict[str, Any]:
         """As SGLang's sampling_params."""
@@ -40,6 +58,8 @@ class SamplingParams:
             body["stop_token_ids"] = list(self.stop_token_ids)
         if self.ignore_eos:
             body["ignore_eos"] = True
+        if self.seed is not None:
+            body["sampling_seed"] = self.seed
         return body
 
 
@@ -54,6 +74,7 @@ class Completion:
     # [P+R-1, layers, topk] experts that each token of prompt and response went to, the last excepted: nothing was computed
     # for it. None where it was not asked for.
     routed_experts: NDArray[np.int16] | None = None
+    cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
 
 
 class EngineClient(EngineControl):
@@ -62,7 +83,7 @@ class EngineClient(EngineControl):
     def generate(
         self,
         input_ids: Sequence[Sequence[int]],
-        sampling: SamplingParams,
+        sampling: SamplingParams | Sequence[SamplingParams],
         *,
         logprobs: bool = True,
         routed_experts: bool = False,
@@ -70,22 +91,74 @@ class EngineClient(EngineControl):
         """One response to each prompt, in order, all in one request. Repeat a prompt for several responses to it:
         SGLang's own `n` sends the prompts through one by one first.
 
+        `sampling`: of all prompts, or one for each.
         `routed_experts` needs a mixture of experts on a server with `enable_return_routed_experts`; raises EngineError
         where it does not report them.
         """
         if not input_ids:
             return []
-        body = dict(input_ids=input_ids, sampling_params=sampling.body(), return_logprob=logprobs)
-        if routed_experts:
-            body["return_routed_experts"] = True
+        body = _body(input_ids, sampling, logprobs, routed_experts)
         answers = self._parse("/generate", self._post("/generate", body))
-        done = [_completion(answer) for answer in answers]
+        return [
+            self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
+        ]
+
+    async def ask(
+        self,
+        http: aiohttp.ClientSession,
+        input_ids: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        routed_experts: bool = False,
+    ) -> list[Completion]:
+        """As `generate`, for many requests at one time; waits as long as it takes.
+
+        Raises EngineGone or EngineFault where the engine is to blame, EngineError where the request is.
+        """
+        import aiohttp  # half a second, for who asks many things at one time only
+
+        body = orjson.dumps(_body(input_ids, sampling, True, routed_experts))
+        headers = {"content-type": "application/json"} | authorization()
+        try:
+            async with http.post(f"{self.url}/generate", data=body, headers=headers) as answer:
+                status, content = answer.status, await answer.read()
+        except aiohttp.ClientConnectorError as error:
+            raise EngineGone(f"takes no connections: {error}") from error
+        except (OSError, aiohttp.ClientError) as error:
+            raise EngineFault(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
+        if status in BUSY or status >= 500:
+            raise EngineFault(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
+        answers = self._read("/generate", status, content)
+        done = [self._completion(a, prompt, routed_experts) for a, prompt in zip(answers, input_ids, strict=True)]
+        if given_up := [one.finish_reason for one in done if one.finish_reason == "abort" or not one.token_ids]:
+            raise EngineFault(f"{self.url}/generate gave {len(given_up)} of {len(done)} responses up ({given_up[0]}).")
+        return done
+
+    async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
+        """What changes whenever the scheduler has computed something; None where the server does not answer.
+
+        Of a server that does not tell (another version of SGLang) it changes with every look.
+        """
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with http.get(
+                f"{self.url}/v1/loads", params={"include": "core"}, headers=authorization(), timeout=limit
+            ) as answer:
+                if answer.status != httpx.codes.OK:
+                    return time.monotonic()
+                return tuple(load["timestamp"] for load in orjson.loads(await answer.read())["loads"])
+        except (TimeoutError, OSError, aiohttp.ClientError):
+            return None
+        except (KeyError, TypeError, ValueError):
+            return time.monotonic()
+
+    def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
+        done = _completion(answer)
         if not routed_experts:
             return done
-        return [
-            replace(completion, routed_experts=self._routing(answer, len(prompt) + len(completion.token_ids) - 1))
-            for prompt, answer, completion in zip(input_ids, answers, done, strict=True)
-        ]
+        return replace(done, routed_experts=self._routing(answer, len(prompt) + len(done.token_ids) - 1))
 
     def _routing(self, answer: Mapping[str, Any], num_tokens: int) -> NDArray[np.int16] | None:
         """SGLang 0.5.23 sends int32 [tokens, layers, topk] as base64."""
@@ -114,6 +187,18 @@ class EngineClient(EngineControl):
         return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
+def _body(
+    input_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    logprobs: bool,
+    routed_experts: bool,
+) -> dict[str, Any]:
+    """As SGLang's /generate takes it."""
+    params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
+    body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
+    return body | {"return_routed_experts": True} if routed_experts else body
+
+
 def _completion(answer: Mapping[str, Any]) -> Completion:
     info = answer["meta_info"]
     spans = info.get("weight_versions")  # [{version, start, end}], oldest first
@@ -122,4 +207,5 @@ def _completion(answer: Mapping[str, Any]) -> Completion:
         [entry[0] for entry in info.get("output_token_logprobs") or ()],
         info["finish_reason"]["type"],
         spans[0]["version"] if spans else info["weight_version"],
+        cached_tokens=info.get("cached_tokens", 0),
     )

@@ -1,43 +1,127 @@
 """The driver's side of sampling: asks a rollout worker, sees lengths and rewards, never a token."""
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
+from mrl.autopsy.register import forget, stacks
+from mrl.autopsy.waiting import Waiter
+from mrl.data.prompts import PromptStream
+from mrl.rollout.asking import NoEngineError
+from mrl.rollout.client import EngineError
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.worker import RolloutWorker
-from mrl.types import Rollouts
+from mrl.types import Estimates, Handle, Rollouts
 
 
 class RolloutGenerator:
-    """One rollout worker behind deadlines."""
+    """One rollout worker behind deadlines.
 
-    def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float) -> None:
+    Any call raises Stalled when its deadline passes, WorkerLost when the worker died (see mrl.autopsy), and what it raised.
+    """
+
+    def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float, max_rounds: int) -> None:
         """Ask Ray for the worker, which starts its engines; returns at once."""
-        self.worker = ray.remote(RolloutWorker).options(**options).remote(spec)
-        self.timeout_s = timeout_s
+        self._make = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
+        self.worker = self._make()
+        self._waiter = Waiter(Path(spec.run_dir), "rollout")
+        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer ends by itself before
+        self.max_rounds = max_rounds
+        self.tries = spec.faults.engine_tries
+        self.restore: Callable[[Mapping[str, str]], object] = (
+            _no_restore  # failed engines, and why: others with their weights
+        )
+        self.start_timeout_s = 600.0  # of an engine; `wait_ready` says how long
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait for the engines; returns their URLs."""
-        return ray.get(self.worker.wait_ready.remote(timeout_s), timeout=timeout_s + 60)
+        self.start_timeout_s = timeout_s
+        return self._wait("wait_ready", [timeout_s], timeout_s + 60)
 
-    def generate(self, rows: NDArray[np.int64], step: int) -> Rollouts:
-        """Sample G responses to each prompt row."""
-        return ray.get(self.worker.generate.remote(rows, step), timeout=self.timeout_s)
+    def alive(self, timeout_s: float = 30.0) -> bool:
+        """Whether the worker answers."""
+        try:
+            ray.get(self.worker.cpu_seconds.remote(), timeout=timeout_s)
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+        return True
 
-    def score(self, rollouts: Rollouts) -> tuple[NDArray[np.float64], float]:
-        """Rewards [B] of what was generated last, and the seconds they took where they were computed."""
-        return ray.get(self.worker.score.remote(), timeout=self.timeout_s)
+    def renew(self) -> None:
+        """End the worker at once, its engines with it, and ask Ray for another; `wait_ready` comes next."""
+        ray.kill(self.worker)
+        self.worker = self._make()
 
-    def evaluate(self, temperature: float) -> float:
-        """Mean reward on the held-out prompts."""
-        return ray.get(self.worker.evaluate.remote(temperature), timeout=self.timeout_s)
+    def replace_engines(self, urls: Sequence[str]) -> list[str]:
+        """Start other engines in place of these; returns the URLs of all."""
+        deadline = self.start_timeout_s
+        return self._wait("replace_engines", [list(urls), deadline], deadline + 60)
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def generate(self, prompts: PromptStream, step: int) -> Rollouts:
+        """G responses to each of N prompts, scored; in place of groups that a filter refuses, more prompts are drawn.
+
+        After `max_rounds` the step has fewer groups.
+        """
+        missing = prompts.batch_size
+        for number in range(self.max_rounds):
+            missing = self._sampled("sample", prompts.take(missing), step, number)
+            if not missing:
+                break
+        return self._ask("collect", step)
+
+    def forget(self, before: int) -> None:
+        """What was sampled for the steps before this one is not needed again. Nobody waits for it."""
+        self.worker.forget.remote(before)
+
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates:
+        """Advantages and the columns [R] that losses need, of what was generated last."""
+        return self._ask("estimate", columns, kl_coef, step)
+
+    def _sampled(self, method: str, *arguments: Any) -> Any:
+        """Ask for what engines are needed for. Those that fail are replaced afterwards; where none was left, it is asked again.
+
+        Raises EngineError where none was left `faults.engine_tries` times.
+        """
+        lost, failed = None, {}
+        for _ in range(self.tries):
+            try:
+                answer = self._ask(method, *arguments)
+            except NoEngineError as error:
+                lost, failed = error, self._replace_failed()
+            else:
+                self._replace_failed()
+                return answer
+        raise EngineError(
+            f"no engine was left {self.tries} times in a row (faults.engine_tries), although all were replaced; the last: "
+            f"{'; '.join(f'{url}: {why}' for url, why in failed.items())}"
+        ) from lost
+
+    def _replace_failed(self) -> dict[str, str]:
+        if failed := self._ask("failed_engines"):
+            self.restore(failed)
+        return failed
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self._wait(method, arguments, self.timeout_s)
+
+    def _wait(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
+        future = getattr(self.worker, method).remote(*arguments)
+        return self._waiter.get([future], timeout_s, f"{method}() on the rollout worker")[0]
+
+    def evaluate(self, temperature: float) -> dict[str, float]:
+        """Mean reward on the held-out prompts, of each named set, and of all under ""."""
+        return self._sampled("evaluate", temperature)
+
+    def close(self, timeout_s: float = 10.0) -> None:
         """End the engines and their worker."""
         with suppress(ray.exceptions.RayError, TimeoutError):  # engines end with their worker: a supervisor watches it
             ray.get(self.worker.close.remote(), timeout=timeout_s)
         ray.kill(self.worker)
+        forget(stacks(self._waiter.run_dir), "rollout")
+        forget(stacks(self._waiter.run_dir), "engine_*")
+
+
+def _no_restore(failed: Mapping[str, str]) -> None:
+    raise EngineError(f"engines failed, and nobody brings weights to others: {dict(failed)}")

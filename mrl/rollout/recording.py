@@ -17,7 +17,7 @@ def write(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) 
     path = _path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
-    present = {name: column for name, column in vars(block).items() if column is not None}
+    present = {name: column for name, column in vars(block).items() if isinstance(column, np.ndarray)}
     np.savez(partial, allow_pickle=False, **present, **columns)
     partial.rename(path)
 

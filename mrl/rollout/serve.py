@@ -23,20 +23,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mrl.autopsy.register import FOLDER, NAME, register
+from mrl.secrets import redacted
+
 ENGINE = "sglang.srt.entrypoints.engine"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
 LISTEN_TIMEOUT_S = 30.0
 
 
 def main() -> None:
     """Serve until killed. The one argument names a JSON file of ServerArgs fields."""
-    fields: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    arguments = Path(sys.argv[1])
+    fields: dict[str, Any] = json.loads(arguments.read_text())
+    arguments.unlink()  # it holds the key
+    make_known()
     limit_model_imports(Path(fields["model_path"]))
     if fields.get("device") == "cpu":
         check_installed()
     serve(fields)
+
+
+def make_known() -> None:
+    """Have this server found when a run stands still; children that it forks write their stacks where it does."""
+    if FOLDER in os.environ:
+        name = os.environ[NAME]
+        register(os.environ[FOLDER], name, f"{name.replace('_', ' ')} server", "engine")
 
 
 def check_installed() -> None:
@@ -74,16 +89,25 @@ def serve(fields: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     HookRegistry.register(f"{SERVER_ARGS}.PortArgs.init_new", note_shared_memory, HookType.AFTER)
+    HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
         import mrl.rollout.cpu_attention  # noqa: F401  once, before the fork
+        from mrl.rollout.cpu_sampling import murmur_hash32
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
         HookRegistry.register(f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_paused, HookType.AFTER)
+        HookRegistry.register(f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", keep_kernels, HookType.REPLACE)
+        HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
         for child in ("run_scheduler_process", "run_detokenizer_process"):
             HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
     load_plugins()  # applies the hooks
     launch_server(ServerArgs(**fields))
+
+
+def hide_secrets(fields: dict[str, Any], *_: object) -> dict[str, Any]:
+    """After SGLang collected its arguments for a log or for /server_info: leave the key out, and what else is secret."""
+    return redacted(fields)
 
 
 def use_fork(result: None, *_: object) -> None:
@@ -96,6 +120,10 @@ def reset_signals(*_: object) -> None:
     """First thing in a forked child: drop the parent's signal handlers, which end the parent's whole tree."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+
+
+def keep_kernels(*_: object) -> None:
+    """In place of SGLang's batch-invariant kernels, which are Triton's: deterministic inference means seeded sampling here."""
 
 
 def sleep_paused(result: None, scheduler: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +20,14 @@ from typing import Any, Self
 import psutil
 
 from mrl.rollout.ports import PortLease
+from mrl.rollout.scratch import Scratch
 from mrl.rollout.server_args import check_server_args, default_server_args
+from mrl.secrets import engine_key
 
 __all__ = ["EngineServer", "check_server_args", "default_server_args"]
 
 POLL_S = 0.05  # between looks at a server that starts
 LOG_TAIL_BYTES = 4000  # of the log in an error
-MAX_SCRATCH_PATH = 60  # characters: SGLang puts Unix sockets (at most 107 characters) below it
 
 
 class EngineServer:
@@ -60,7 +60,7 @@ class EngineServer:
         self.grace_s = grace_s
         self._extra_env = dict(env or {})
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._scratch: Path | None = None
+        self._scratch: Scratch | None = None
 
     @property
     def url(self) -> str:
@@ -70,15 +70,14 @@ class EngineServer:
     def start(self) -> None:
         """Start the server's processes and return at once."""
         assert self._supervisor is None, f"the server at {self.url} was already started"
-        folder = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_SCRATCH_PATH else "/tmp"
-        self._scratch = Path(tempfile.mkdtemp(prefix="mrl-engine-", dir=folder))
-        arguments = self._scratch / "server_args.json"
-        arguments.write_text(json.dumps(self.server_args))
+        self._scratch = Scratch()
+        arguments = self._scratch.path / "server_args.json"
+        arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))  # the folder is ours alone
         spec = dict(
             command=[sys.executable, "-m", "mrl.rollout.serve", str(arguments)],
-            env=self._environment(),
+            env=self._environment(self._scratch.path),
             cwd=os.getcwd(),
-            scratch=str(self._scratch),
+            scratch=str(self._scratch.path),
             grace_s=self.grace_s,
         )
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,19 +88,24 @@ class EngineServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[lease.fd for lease in self._leases],
+                pass_fds=[lease.fd for lease in self._leases] + [self._scratch.fd],
             )
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.write(json.dumps(spec).encode() + b"\n")
         self._supervisor.stdin.flush()
         for lease in self._leases:
             lease.close()
+        self._scratch.release()
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, scratch: Path) -> dict[str, str]:
         env = os.environ | {
-            "TMPDIR": str(self._scratch),  # SGLang leaves socket files behind; they go with the folder
-            "MRL_ENGINE_SCRATCH": str(self._scratch),
+            "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they go with the folder
+            "MRL_ENGINE_SCRATCH": str(scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
+            # Its ranks meet in a file: torch's store would listen on every interface, and unpickle.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
+            "MASTER_ADDR": "127.0.0.1",  # with the port, what its kernels name their shared memory by
+            "MASTER_PORT": str(self._leases[1].port),
         }
         # Importing SGLang without byte code costs 12 CPU-seconds more, each time.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -121,6 +125,11 @@ class EngineServer:
     def alive(self) -> bool:
         """Whether the server's processes run (they may not answer yet)."""
         return self._supervisor is not None and self._supervisor.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the server or its supervisor was ended by SIGKILL."""
+        return self._supervisor is not None and self._supervisor.poll() in (signal.SIGKILL, -signal.SIGKILL)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server takes requests. Raises RuntimeError when it ended, TimeoutError at the deadline."""
@@ -179,11 +188,8 @@ class EngineServer:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL)
             self._supervisor.wait(timeout_s)
-        if self._scratch is not None and self._scratch.exists():  # only when the supervisor itself was killed
-            with contextlib.suppress(FileNotFoundError):
-                for path in (self._scratch / "shared_memory").read_text().split():
-                    Path(path).unlink(missing_ok=True)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.remove()  # only there when the supervisor itself was killed
 
     def __enter__(self) -> Self:
         self.start()

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.rollout.names import ATTENTION_BACKEND
+from mrl.weight_sync.control import LOADER
+
+DETERMINISTIC = "enable_deterministic_inference"
+"""What makes a server heed seeds of requests, and use kernels whose rounding does not depend on the batch."""
 
 OURS: dict[str, str] = {
     "model_path": "model.path",
@@ -17,6 +21,8 @@ OURS: dict[str, str] = {
     "host": "nothing: engines listen where their worker can reach them",
     "port": "nothing: a free port is chosen",
     "nccl_port": "nothing: a free port is chosen",
+    "api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
+    "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
 }
 """Arguments that mrl fills in, and what a user sets instead."""
 
@@ -83,6 +89,9 @@ def default_server_args(
         skip_server_warmup=True,
         sleep_on_idle=True,  # SGLang's scheduler otherwise spins on a core while the trainer works
         weight_version="0",
+        load_snapshot_publish_interval=5,  # passes between two signs of life, by which a hung engine is told from a slow one
+        disable_shared_experts_fusion=True,  # they stay apart from the routed ones, as the trainer has them
+        custom_weight_loader=[LOADER],  # how live weight syncs reach the processes that hold the model
         log_level="warning",
     )
     if device == "cuda":

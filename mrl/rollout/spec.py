@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from mrl.algorithms.estimate import Estimator
+from mrl.config import FaultsConfig, ScoringConfig
+from mrl.data.prompts import PromptDataset
+from mrl.data.tokenizer import Chat
 from mrl.rewards.base import Reward
+from mrl.rollout.agent import ToolAgent
+from mrl.rollout.batch import Keep
 
 
 @dataclass(frozen=True)
@@ -12,19 +18,30 @@ class RolloutSpec:
 
     model_path: str  # Hugging Face folder: architecture, tokenizer, and the weights engines start with
     run_dir: str  # logs and recorded rollouts go here
-    train: tuple[str, ...]  # prompt files
-    test: tuple[str, ...]  # held-out prompt files
+    train: PromptDataset
+    test: PromptDataset | None  # held-out prompts
     reward: Reward
+    estimator: Estimator
+    keep: Keep | None  # dynamic sampling: which groups are trained
+    needs_greedy: bool  # a greedy response to each prompt besides
+    old_from_rollout: bool  # the engine's log-probabilities stand for those of the old policy
+    prompts_per_step: int
     responses_per_prompt: int
     max_response_tokens: int
-    max_prompt_tokens: int
     temperature: float
     num_engines: int
+    engine_urls: tuple[str, ...]  # of servers that run already; then none are started
     engine_tp: int
     seed: int
     eval_rows: int | None  # evaluate on the first rows only
     request_timeout_s: float
     record: bool  # write each step's tokens to run_dir/rollouts
     replay: str | None  # read them from this folder instead of sampling
+    journal_key: str = "samples"  # of what decides the samples
+    chat: Chat = field(default_factory=Chat)  # how messages become text
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)  # how the reward is run
+    agent: ToolAgent | None = None  # responses of several turns, with tools
+    deterministic: bool = False  # a seed for each response
+    faults: FaultsConfig = field(default_factory=FaultsConfig)  # when an engine has failed
     routed_experts: bool = False  # keep the experts each token was sent to (a mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import httpx
 import orjson
 
+from mrl.secrets import ENGINE_KEY, authorization
+
 RETRY_S = 0.02  # between two tries of something the engine refused because it was busy
 CONNECT_TRIES = 3  # only for connections that could not be made: nothing was sent, so any request may be repeated
+
+LOADER = "mrl.weight_sync.receiver.load"
+"""What engines of live syncs are started with as `custom_weight_loader`."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running requests: ended; put back in the queue and recomputed; kept with their old KV cache."""
@@ -28,7 +34,11 @@ class EngineControl:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._http = httpx.Client(
-            base_url=self.url, timeout=timeout_s, transport=httpx.HTTPTransport(retries=CONNECT_TRIES), trust_env=False
+            base_url=self.url,
+            timeout=timeout_s,
+            transport=httpx.HTTPTransport(retries=CONNECT_TRIES),
+            headers=authorization(),
+            trust_env=False,
         )
 
     def pause(self, mode: PauseMode = "retract") -> None:
@@ -47,45 +57,27 @@ class EngineControl:
         """Close the update session."""
         self._call("/end_weight_update")
 
-    def init_weights_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None:
-        """Join a process group whose rank 0 sends weights; returns when the group is complete."""
-        self._call(
-            "/init_weights_update_group",
-            master_address=address,
-            master_port=port,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group,
-            backend=backend,
-        )
+    def abandon_weight_update(self) -> None:
+        """Close an update session that a trainer left open when it died; where there is none, nothing happens.
 
-    def destroy_weights_group(self, group: str) -> None:
-        """Leave the process group."""
-        self._call("/destroy_weights_update_group", group_name=group)
+        The engine stays paused if it was: what it holds may be half of a push.
+        """
+        with suppress(EngineError):  # none is open; `begin_weight_update` tells of everything else
+            self.end_weight_update()
 
-    def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group: str,
-        version: str | None = None,
-        load_format: str | None = "flattened_bucket",
-    ) -> None:
-        """Receive these tensors by broadcast and load them; `version` names the weights from now on."""
-        self._call(
-            "/update_weights_from_distributed",
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            group_name=group,
-            weight_version=version,
-            load_format=load_format,
-            flush_cache=False,
-        )
+    def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
+        """Hand one serialised payload to each tensor-parallel rank, in its update session."""
+        body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
+        path = "/update_weights_from_tensor"
+        self._parse(path, self._post(path, body, timeout_s))
+
+    def update_weights_from_disk(self, folder: str) -> None:
+        """Load a Hugging Face folder that the engine can read, outside an update session."""
+        self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
+
+    def set_weight_version(self, version: str) -> None:
+        """Name the weights that the engine serves from now on."""
+        self._call("/update_weight_version", new_version=version, abort_all_requests=False)
 
     def flush_cache(self, timeout_s: float = 30.0) -> None:
         """Empty the KV cache. Right after a generation the engine still refuses: asked again until the deadline."""
@@ -112,9 +104,9 @@ class EngineControl:
 
     def checksums(self) -> list[dict[str, str]]:
         """A hash of every tensor the engine holds, by the engine's names, one dict per tensor-parallel rank."""
-        ranks = self._call("/weights_checker", action="checksum")["ranks"]
-        ranks.sort(key=lambda rank: _first(rank["parallelism_info"])["tp_rank"])
-        return [rank["checksums"] for rank in ranks]
+        ranks = self._call("/weights_checker", action="checksum")["ranks"]  # data-parallel groups report each all ranks
+        by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def health(self) -> bool:
         """Whether the engine takes requests."""
@@ -140,17 +132,22 @@ class EngineControl:
         """POST, never repeated once sent; raises EngineError on a refusal."""
         return self._parse(path, self._post(path, body))
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        return self._http.post(path, content=orjson.dumps(body), headers={"content-type": "application/json"})
+    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return self._http.post(path, content=orjson.dumps(body), headers=headers, timeout=timeout_s or self.timeout_s)
 
     def _parse(self, path: str, answer: httpx.Response) -> Any:
+        return self._read(path, answer.status_code, answer.content)
+
+    def _read(self, path: str, status: int, answer: bytes) -> Any:
         try:
-            content = orjson.loads(answer.content) if answer.content else {}
+            content = orjson.loads(answer) if answer else {}
         except orjson.JSONDecodeError:
-            content = {"message": answer.text}
+            content = {"message": answer.decode("utf-8", "replace")}
         refused = isinstance(content, dict) and content.get("success") is False
-        if answer.status_code != httpx.codes.OK or refused:
-            raise EngineError(f"{self.url}{path} answered {answer.status_code}: {_message(content)}")
+        if status != httpx.codes.OK or refused:
+            hint = f"; set {ENGINE_KEY} to this server's key." if status == httpx.codes.UNAUTHORIZED else ""
+            raise EngineError(f"{self.url}{path} answered {status}: {_message(content)}{hint}")
         return content
 
 

@@ -7,7 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mrl.algorithms.losses import Loss, LossInputs
+from mrl.algorithms import mismatch
+from mrl.algorithms.inputs import LossInputs
+from mrl.algorithms.losses import Loss
 from mrl.types import Share, TokenBlock, UpdateReport
 from mrl.workers.batch import MicroBatch
 from mrl.workers.model import TrainedModel, largest, summarise
@@ -29,28 +31,28 @@ class Actor(TrainedModel):
     ) -> list[UpdateReport]:
         """An optimizer step on this replica's share of each mini-batch; gradients are summed over replicas.
 
-        Log-probabilities are those of logits / temperature. The old ones, before the first step, are computed beforehand
-        except for the first mini-batch, whose own are those. Raises FloatingPointError when a gradient is not finite.
+        Log-probabilities are those of logits / temperature. Without a column old_logprobs they are their own old ones, as is
+        right for a rollout's only step. Raises NotFinite when a gradient is not finite.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
-        mini_batches = [self.micro_batches(block, share) for share in shares]
-        for micros in mini_batches[1:]:
-            for number, output in enumerate(self.forward(micros, head)):  # none except on the last pipeline stage
-                micros[number] = micros[number].after(output[0])
         reports = []
-        for micros, share, lr in zip(mini_batches, shares, lrs, strict=True):
+        for number, (share, lr) in enumerate(zip(shares, lrs, strict=True)):
+            micros = self.micro_batches(block, share)
             start = time.perf_counter()
             found = self.accumulate(micros, head, partial(policy_loss, loss=loss), share)
-            grad_norm = self.step(lr)
+            grad_norm = self.step(lr, number)
             seconds = time.perf_counter() - start
             reports.append(summarise(found, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
 
     def compute_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probabilities [R] of the response tokens of each micro-batch; empty except on the last pipeline stage."""
-        micros = self.micro_batches(block, share)
-        outputs = self.forward(micros, partial(self.head, temperature=temperature))
-        return self.gather_responses([output[0] for output in outputs], micros[: len(outputs)])
+        """Log-probabilities [R] of the sampled tokens of each micro-batch; empty except on the last pipeline stage."""
+        return self.score(block, share, partial(self.head, temperature=temperature))
+
+    def compute_reference_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
+        """The same under the weights that `keep_reference` kept."""
+        with self.reference():
+            return self.compute_logprobs(block, share, temperature)
 
     def head(
         self,
@@ -80,12 +82,19 @@ class Actor(TrainedModel):
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Report]:
     """The micro-batch's part of the loss, and what is reported of it; `output` [2, R here] is the actor's head's."""
     logprobs, entropy = output
-    now = logprobs.detach()
-    old = now if micro.old_logprobs is None else micro.old_logprobs
-    per_token, extra = loss(LossInputs(logprobs, old, micro.advantages, entropy))
+    inputs = LossInputs(
+        logprobs,
+        micro.columns.get("old_logprobs", logprobs.detach()),
+        micro.columns.get("advantages", torch.zeros_like(entropy)),
+        entropy,
+        micro.rollout_logprobs,
+        micro.responses,
+        micro.columns,
+    )
+    per_token, extra = loss(inputs)
     weights = micro.weights.to(per_token.dtype)
     total = (per_token * weights).sum()
-    gap = (now - micro.rollout_logprobs).abs()  # NaN where nothing was sampled
+    gap = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN where nothing was sampled
     report = {
         "sum:loss": total.detach(),
         "max:gap": largest(gap),
@@ -93,4 +102,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "sum:entropy": entropy.detach().sum(),
         "sum:tokens": torch.tensor(len(gap)),
     }
+    distance = mismatch.sums(inputs.old_logprobs, micro.rollout_logprobs)
+    report |= {f"sum:{name}": value for name, value in distance.items()}
+    report["sum:weight"] = weights.sum()
     return total, report | {f"sum:{name}": (value * weights).sum() for name, value in extra.items()}

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from mrl.workers.sketch import Sketch, joined
+
 Tensors = Mapping[str, NDArray]
 
 
@@ -44,20 +46,22 @@ class Trace:
     weights: Tensors = field(default_factory=dict)  # after the step, on rank 0
     updates: Tensors = field(default_factory=dict)  # what the step added to them, on rank 0
     after: dict[int, NDArray] = field(default_factory=dict)  # outputs under the updated weights, from every replica
+    sketches: tuple[Sketch, ...] = ()  # of the hidden states that passed on this rank
 
     @classmethod
     def joined(cls, traces: Sequence["Trace"]) -> "Trace":
         """The step as all ranks together saw it."""
         outputs, after = ({k: v for t in traces for k, v in getattr(t, name).items()} for name in ("outputs", "after"))
-        return replace(traces[0], loss=sum(trace.loss for trace in traces), outputs=outputs, after=after)
+        sketches = joined(sketch for trace in traces for sketch in trace.sketches)
+        loss = sum(trace.loss for trace in traces)
+        return replace(traces[0], loss=loss, outputs=outputs, after=after, sketches=sketches)
 
     def stored(self, folder: str | Path) -> "Trace":
         """The same, with the tensors of rank 0 in files, which another process may read from."""
-        if not self.weights:
-            return self
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = [name for name in ("gradients", "weights", "updates") if getattr(self, name)]
         files = {}
-        for name in ("gradients", "weights", "updates"):
+        for name in tensors:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder) / f"{name}.safetensors"
             save_file(dict(getattr(self, name)), path)
             files[name] = TensorFile(path)
@@ -77,13 +81,14 @@ class Tolerances:
     gradients: float  # of the largest element of each tensor
     weights: float  # of the largest element of each tensor
     updates: float  # of the largest element of each update: Adam divides gradients by themselves, round-off and all
+    layers: float  # of a token's hidden state, as a share of its length
 
 
 TOLERANCES = {
-    "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2),
+    "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2, 1e-5),
     # Round-off of 2**-8 goes through every layer, and now and then sends a token to another expert: about as far as
     # bfloat16 is from float32 in one process.
-    "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf")),
+    "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf"), 0.1),
 }
 
 
@@ -103,21 +108,28 @@ class Difference:
 
 def compare(reference: Trace, other: Trace, within: Tolerances = TOLERANCES["float32"]) -> list[Difference]:
     """Differences of everything, in the order in which a step makes it; a row or tensor that is missing is infinite."""
-    found = [
+    return [
+        *compare_gradients(reference, other, within),
+        *_of_tensors("weight", reference.weights, other.weights, within.weights),
+        *_of_tensors("update", reference.updates, other.updates, within.updates),
+        _difference(AFTER, _joined(reference.after), _joined(other.after), 5 * within.outputs),
+    ]
+
+
+def compare_gradients(reference: Trace, other: Trace, within: Tolerances) -> list[Difference]:
+    """The same of what there is before weights change."""
+    return [
         _difference(OUTPUTS, _joined(reference.outputs), _joined(other.outputs), within.outputs),
         _difference("loss", np.array([reference.loss]), np.array([other.loss]), within.numbers),
         _difference("gradient norm", np.array([reference.grad_norm]), np.array([other.grad_norm]), within.numbers),
+        *_of_tensors("gradient", reference.gradients, other.gradients, within.gradients),
     ]
-    for what, mine, theirs, tolerance in (
-        ("gradient", reference.gradients, other.gradients, within.gradients),
-        ("weight", reference.weights, other.weights, within.weights),
-        ("update", reference.updates, other.updates, within.updates),
-    ):
-        for name in dict.fromkeys([*mine, *theirs]):
-            missing = np.empty(0)
-            found.append(_difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance))
-    found.append(_difference(AFTER, _joined(reference.after), _joined(other.after), 5 * within.outputs))
-    return found
+
+
+def _of_tensors(what: str, mine: Tensors, theirs: Tensors, tolerance: float) -> Iterator[Difference]:
+    missing = np.empty(0)
+    for name in dict.fromkeys([*mine, *theirs]):
+        yield _difference(f"{what} {name}", mine.get(name, missing), theirs.get(name, missing), tolerance)
 
 
 def _joined(rows: Mapping[int, NDArray]) -> NDArray:

@@ -1,6 +1,7 @@
 """The value function being trained: one rank's part of it. Any layout serves, the actor's or another."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,19 +22,22 @@ class Critic(TrainedModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="value")
 
-    def update(self, block: TokenBlock, share: Share, loss: ValueLoss, lr: float) -> UpdateReport:
-        """One optimizer step towards the share's returns, which stand where the actor's have advantages."""
-        micros = self.micro_batches(block, share)
-        start = time.perf_counter()
-        found = self.accumulate(micros, self.head, partial(value_loss, loss=loss), share)
-        grad_norm = self.step(lr)
-        return summarise(found, {"optim/critic_grad_norm": grad_norm, "seconds": time.perf_counter() - start})
+    def update(
+        self, block: TokenBlock, shares: Sequence[Share], loss: ValueLoss, lrs: Sequence[float]
+    ) -> list[UpdateReport]:
+        """An optimizer step on this replica's share of each mini-batch, towards the column `returns`."""
+        reports = []
+        for number, (share, lr) in enumerate(zip(shares, lrs, strict=True)):
+            micros = self.micro_batches(block, share)
+            start = time.perf_counter()
+            found = self.accumulate(micros, self.head, partial(value_loss, loss=loss), share)
+            maxima = {"critic/grad_norm": self.step(lr, number), "seconds": time.perf_counter() - start}
+            reports.append(summarise(found, maxima))
+        return reports
 
     def compute_values(self, block: TokenBlock, share: Share) -> list[Tensor]:
-        """Values [R] before each response token of each micro-batch; empty except on the last pipeline stage."""
-        micros = self.micro_batches(block, share)
-        outputs = self.forward(micros, self.head)
-        return self.gather_responses([output[0] for output in outputs], micros[: len(outputs)])
+        """Values [R] before each sampled token of each micro-batch; empty except on the last pipeline stage."""
+        return self.score(block, share, self.head)
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
@@ -45,7 +49,11 @@ class Critic(TrainedModel):
 
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, Report]:
     """The micro-batch's part of the loss, and what is reported of it; `output` [1, R here] is the critic's head's."""
-    values = output[0]
+    values, returns = output[0], micro.columns["returns"]
     weights = micro.weights.to(values.dtype)
-    total = (loss(values, micro.advantages) * weights).sum()
-    return total, {"sum:loss": total.detach(), "sum:tokens": torch.tensor(len(values))}
+    total = (loss(values, returns, micro.columns.get("values", values.detach())) * weights).sum()
+    error, now = (returns - values).detach(), values.detach()
+    report = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
+    for name, column in (("values", now), ("returns", returns), ("errors", error)):
+        report |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
+    return total, {f"sum:{name}": value for name, value in report.items()}

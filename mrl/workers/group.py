@@ -2,15 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from mrl.types import Share, TokenBlock, TrainBatch, UpdateReport
+from mrl.autopsy.register import forget, stacks
+from mrl.autopsy.waiting import Waiter
+from mrl.types import Handle, Share, TokenBlock, TrainBatch, UpdateReport
 from mrl.workers.certificate import Trace
 from mrl.workers.shares import Packing, StepPlan, plan_step
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
+
+PATIENCE_S = 60.0  # how much longer ranks wait for each other than the driver for them
 
 
 class StartError(ValueError):
@@ -18,27 +23,58 @@ class StartError(ValueError):
 
 
 class WorkerGroup:
-    """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds."""
+    """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds.
 
-    def __init__(self, dims: ParallelDims, log_dir: str, timeout_s: float, options: dict[str, Any]) -> None:
-        """Ask Ray for the processes; returns at once. `options` are Ray actor options (resources, environment)."""
+    Any call raises Stalled when its deadline passes, RankLost when a rank died (see mrl.autopsy), and what a rank raised.
+    """
+
+    def __init__(
+        self, dims: ParallelDims, run_dir: str, timeout_s: float, options: dict[str, Any], model: str = ""
+    ) -> None:
+        """Ask Ray for the processes; returns at once. `options` are Ray actor options (resources, environment).
+
+        `run_dir`: its logs/ get a file for each rank, those of a `model` beside the actor in a folder of that name.
+        """
         self.dims, self.timeout_s = dims, timeout_s
+        self._waiter = Waiter(Path(run_dir), "rank", model)
+        (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
+        self._forget()
         remote = ray.remote(TrainWorker).options(**options)
-        self.workers = [remote.remote(rank, dims, log_dir) for rank in range(dims.world_size)]
+        self._make = lambda: [remote.remote(rank, dims, run_dir, model) for rank in range(dims.world_size)]
+        self.workers = self._make()
         self._ready: list[Any] = []
 
     def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Begin building the model on every rank; `wait_ready` waits for it."""
+        """Begin building the model on every rank; `wait_ready` waits for it.
+
+        Ranks wait longer for each other than the driver waits for them, so that it finds them where they are stuck.
+        """
+        patience_s = max(timeout_s, self.timeout_s) + PATIENCE_S
         address = self.workers[0].address.remote()  # Ray hands the value on when it is there
-        self._ready = [w.setup.remote(spec, seed, address, timeout_s, critic) for w in self.workers]
+        self._ready = [w.setup.remote(spec, seed, address, patience_s, critic) for w in self.workers]
+
+    def renew(self) -> None:
+        """End every process at once, and ask Ray for others in their place; `start` comes next."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self._forget()
+        self.workers = self._make()
+
+    def alive(self, timeout_s: float = 30.0) -> bool:
+        """Whether every rank answers, which it does between calls."""
+        try:
+            ray.get([worker.cpu_seconds.remote() for worker in self.workers], timeout=timeout_s)
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+        return True
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has its model; raises the first rank's error, or GetTimeoutError.
+        """Wait until every rank has its model; raises the first rank's error, or Stalled.
 
         Raises StartError where a rank refuses what it was told to build.
         """
         try:
-            ray.get(self._ready, timeout=timeout_s)
+            self._waiter.get(self._ready, timeout_s, f"the start of {self._all}", starting=True)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (ValueError, RuntimeError)):
                 raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
@@ -46,43 +82,87 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; results by rank."""
-        return ray.get([getattr(w, method).remote(*args, **kwargs) for w in self.workers], timeout=self.timeout_s)
+        return self._wait(method, [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers])
 
     def call_first(self, method: str, *args: Any) -> Any:
         """Call `method` on rank 0 alone."""
-        return ray.get(getattr(self.workers[0], method).remote(*args), timeout=self.timeout_s)
+        return self._wait(method, [getattr(self.workers[0], method).remote(*args)])[0]
+
+    def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
+        """Take a snapshot of everything and begin to write it; see mrl.saving."""
+        self._saving("begin_save", timeout_s, folder, asynchronous)
+
+    def save_finished(self) -> bool:
+        """Whether every rank has written its part."""
+        return all(self.call("save_finished"))
+
+    def finish_save(self, timeout_s: float) -> None:
+        """Wait until every rank has; raises what went wrong."""
+        self._saving("finish_save", timeout_s, timeout_s)
+
+    def _saving(self, method: str, timeout_s: float, *args: Any) -> None:
+        """A call whose deadline is a checkpoint's, which the ranks look at themselves."""
+        futures = [getattr(worker, method).remote(*args) for worker in self.workers]
+        self._waiter.get(futures, timeout_s + PATIENCE_S, f"{method}() on {self._all}")
+
+    def abandon_save(self) -> None:
+        """Give up what was begun, if anything."""
+        self.call("abandon_save")
+
+    def compute(self, what: str, batch: TrainBatch, packing: Packing, **how: Any) -> list[Handle]:
+        """A column [R] of all rows (see mrl.workers.columns), as handles of the replicas' parts."""
+        plan = plan_step(batch, self.dims, packing, "token_mean")
+        parts = self._on_shares("compute", batch.block, plan.shares, dict(what=what, **how))
+        return [part for part in parts if part is not None]
 
     def update(
-        self, steps: list[TrainBatch], packing: Packing, *, aggregation: str, lrs: list[float], **how: Any
+        self,
+        steps: list[TrainBatch],
+        packing: Packing,
+        *,
+        aggregation: str,
+        lrs: list[float],
+        longest: int | None = None,
+        **how: Any,
     ) -> list[UpdateReport]:
         """One optimizer step per mini-batch, each cut over replicas and micro-batches; `how`: loss and temperature.
 
-        All `steps` are rows of the same block.
+        All `steps` are rows of the same block, with the same columns; `longest` see `plan_step`.
         """
-        plans = [plan_step(step, self.dims, packing, aggregation) for step in steps]
-        futures = []
-        for rank, worker in enumerate(self.workers):
-            replica = self.dims.coords(rank).dp
-            shares = [plan.shares[replica] for plan in plans]
-            futures.append(worker.update.remote(steps[0].block, shares, lrs=lrs, **how))
-        reports = ray.get(futures, timeout=self.timeout_s)
+        plans = [plan_step(step, self.dims, packing, aggregation, longest) for step in steps]
+        by_replica = list(zip(*(plan.shares for plan in plans), strict=True))
+        options = dict(columns=steps[0].columns, lrs=lrs, **how)
+        reports = self._on_shares("update", steps[0].block, by_replica, options)
         return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
 
     def trace(self, block: TokenBlock, shares: Sequence[Share], **how: Any) -> Trace:
         """One optimizer step, looked at from all sides; a share for each replica; `how`: loss, lr, temperature, folder."""
         return Trace.joined(self._on_shares("trace", block, shares, how))
 
+    def trace_layers(self, block: TokenBlock, shares: Sequence[Share], **how: Any) -> Trace:
+        """A step up to its gradients, layer by layer; `how`: loss, temperature, folder."""
+        return Trace.joined(self._on_shares("trace_layers", block, shares, how))
+
     def look(self, block: TokenBlock, shares: Sequence[Share], *, temperature: float) -> dict[int, Any]:
         """Row of the block -> [R of the row] log-probabilities or values under the current weights."""
         parts = self._on_shares("look", block, shares, dict(temperature=temperature))
         return {row: column for part in parts for row, column in part.items()}
 
-    def _on_shares(self, method: str, block: TokenBlock, shares: Sequence[Share], how: dict[str, Any]) -> list[Any]:
+    def _on_shares(self, method: str, block: Handle, shares: Sequence[Any], how: dict[str, Any]) -> list[Any]:
+        """Call `method` on every rank with the block and what is its replica's of `shares`; results by rank."""
         futures = [
             getattr(worker, method).remote(block, shares[self.dims.coords(rank).dp], **how)
             for rank, worker in enumerate(self.workers)
         ]
-        return ray.get(futures, timeout=self.timeout_s)
+        return self._wait(method, futures)
+
+    def _wait(self, method: str, futures: list[Any]) -> list[Any]:
+        return self._waiter.get(futures, self.timeout_s, f"{method}() on {self._all}")
+
+    @property
+    def _all(self) -> str:
+        name = self._waiter.group or "trainer"
+        return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
 
     def _add_up(self, reports: Sequence[UpdateReport], plan: StepPlan) -> UpdateReport:
         """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""
@@ -96,6 +176,11 @@ class WorkerGroup:
             ray.get([w.close.remote() for w in self.workers], timeout=timeout_s)
         for worker in self.workers:
             ray.kill(worker)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Ranks that were ended on purpose, or are of an earlier start in this folder, are not missed."""
+        forget(stacks(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
 
 
 def _combine(parts: list[dict[str, float]], how: Callable) -> dict[str, float]:

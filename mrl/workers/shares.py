@@ -34,7 +34,7 @@ def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
     parts = np.array_split(np.unique(groups[batch.counted]), mini_batches)
-    return [
+    steps = [
         replace(
             batch,
             rows=batch.rows[np.isin(groups[batch.rows], part)],
@@ -43,12 +43,18 @@ def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
         for part in parts
         if len(part)
     ]
+    return steps or [batch]
 
 
-def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str) -> StepPlan:
-    """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's."""
+def plan_step(
+    batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str, longest: int | None = None
+) -> StepPlan:
+    """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's.
+
+    `longest`: tokens that a response may have, where the aggregation asks for it.
+    """
     weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.counted] = token_weights(batch.response_lengths[batch.counted], aggregation)
+    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, longest)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
     units = make_units(
@@ -69,7 +75,7 @@ def plan_step(batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregati
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
     tokens = max(1, sum(unit.tokens for unit in units))
-    shares = [Share(micros, batch.advantages, weights, groups if shared else None, tokens) for micros in replicas]
+    shares = [Share(micros, weights, groups if shared else None, tokens) for micros in replicas]
     return StepPlan(shares, _numbers(batch, units, replicas))
 
 
@@ -81,7 +87,7 @@ def in_one_process(plan: StepPlan) -> Share:
 
 def _numbers(batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
-    everything, trained = lengths[batch.counted].sum(), lengths[batch.rows].sum()
+    everything, trained = max(1, lengths[batch.counted].sum()), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)
     place = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
     loads = np.zeros(len(replicas))

@@ -14,7 +14,8 @@ class ModelSpec:
     model_path: str  # Hugging Face folder
     dims: ParallelDims
     dtype: str  # float32 or bfloat16
-    optimizer: AdamW
+    optimizer: AdamW | None  # None: it is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # packs may compute a group's prompt once
     logprob_chunk: int = 1024  # rows of logits that exist at one time
+    family: str | None = None  # where the model's family is, if not in models/families

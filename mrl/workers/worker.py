@@ -3,29 +3,40 @@
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from mrl.algorithms.losses import Loss
-from mrl.types import Share, TokenBlock, UpdateReport
+from mrl.autopsy.notes import doing
+from mrl.autopsy.register import register, stacks
+from mrl.config import WeightSyncConfig
+from mrl.data.tokenizer import Chat
+from mrl.types import Column, Handle, Share, SyncReport, TokenBlock, UpdateReport
 from mrl.workers.spec import ModelSpec
+from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
 
 
 class TrainWorker:
     """One trainer process. Methods are called on all ranks of the layout at once, by mrl.workers.group."""
 
-    def __init__(self, rank: int, dims: ParallelDims, log_dir: str) -> None:
-        """Start the heavy imports; nothing here waits for another rank."""
+    def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
+        """Start the heavy imports; nothing here waits for another rank. `model`: the name of one beside the actor."""
         logging.basicConfig(
-            filename=Path(log_dir) / f"trainer_{rank}.log",
+            filename=Path(run_dir) / "logs" / model / f"trainer_{rank}.log",
             level=logging.INFO,
             format="%(asctime)s %(name)s %(message)s",
         )
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
         self.rank, self.dims = rank, dims
-        self._transport: Any = None
+        self._sync: Any = None
+        self.model: Any = None
+        title, name = f"{model} {dims.title(rank)}".strip(), f"{model or 'trainer'}_{rank}"
+        where = register(stacks(run_dir), name, title, "rank", group=model, rank=rank)
+        self._collectives = CollectiveLog(where.with_suffix(".ops"))
         from parallel import device  # torch is heavy: imported here, in the process that computes
 
         device.install()
@@ -47,15 +58,17 @@ class TrainWorker:
 
         device.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
+        self._collectives.watch()
         self.model = Critic(spec) if critic else Actor(spec)
 
-    def load_sft(self, path: str, tokenizer: str, max_tokens: int) -> dict[str, Any]:
+    def load_sft(self, path: str, tokenizer: str, max_tokens: int, chat: Chat) -> dict[str, Any]:
         """Tokenise a supervised data set into the object store; returns its handle and [rows] lengths."""
         from mrl.data.sft import SftDataset  # imports the tokenizer library
 
-        data = SftDataset.load(path, tokenizer, max_tokens)
-        block = TokenBlock.from_lists(data.prompts, data.responses)
-        return dict(handle=ray.put(block), lengths=block.lengths, response_lengths=block.response_lengths)
+        data = SftDataset.load(path, tokenizer, max_tokens, chat)
+        block = TokenBlock.from_lists(data.prompts, data.responses, sampled=data.sampled)
+        columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
+        return dict(handle=ray.put(block), lengths=block.lengths, **columns)
 
     def reset_optimizer(self, **settings: Any) -> None:
         """Fresh optimizer state around the current weights."""
@@ -63,14 +76,27 @@ class TrainWorker:
 
         self.model.reset_optimizer(AdamW(**settings))
 
-    def update(
-        self, block: TokenBlock, shares: list[Share], loss: Loss, lrs: list[float], temperature: float
-    ) -> list[UpdateReport]:
-        """One optimizer step on this replica's share of each mini-batch; Ray has fetched the block by its handle."""
-        from mrl.workers.actor import Actor
+    def keep_reference(self) -> None:
+        """Remember the current weights as the reference policy's."""
+        self.model.keep_reference()
 
-        assert isinstance(self.model, Actor), f"a policy loss trains an actor, this is a {type(self.model).__name__}"
-        return self.model.update(block, shares, loss, lrs, temperature)
+    def compute(self, block: TokenBlock, share: Share, what: str, **how: Any) -> Handle | None:
+        """This replica's part of the column `what` [R]; a handle on one rank of the replica, None on the others."""
+        from mrl.workers.columns import compute
+
+        with doing(f"computing {what}"):
+            part = compute(self.model, what, block, share, **how)
+        return ray.put(part) if part else None
+
+    def update(
+        self, block: TokenBlock, shares: list[Share], columns: Mapping[str, Column] | None = None, **how: Any
+    ) -> list[UpdateReport]:
+        """One optimizer step on this replica's share of each mini-batch; Ray has fetched block and columns by their handles.
+
+        `how`: what the model's own `update` takes besides.
+        """
+        with doing("updating the weights"):
+            return self.model.update(block.with_columns(**columns or {}), shares, **how)
 
     def trace(
         self, block: TokenBlock, share: Share, loss: Loss | None, lr: float, temperature: float, folder: str
@@ -80,41 +106,101 @@ class TrainWorker:
 
         return trace(self.model, block, share, loss, lr, temperature).stored(folder)
 
+    def trace_layers(self, block: TokenBlock, share: Share, loss: Loss | None, temperature: float, folder: str) -> Any:
+        """A step up to its gradients, layer by layer, tensors in `folder`."""
+        from mrl.workers.trace import trace_layers
+
+        return trace_layers(self.model, block, share, loss, temperature).stored(folder)
+
+    def keep_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
+        """This rank's part of a capsule: batch and random numbers, and the current weights as a Hugging Face folder."""
+        from mrl.workers import capsule
+
+        try:
+            capsule.keep(Path(folder), block.with_columns(**columns or {}), self.dims)
+        finally:  # also of a rank that could not write: the others wait for it in the gathers
+            if weights:
+                self.model.export_hf(f"{folder}/{capsule.WEIGHTS}", {})
+
+    def begin_from(self, folder: str, weights: str | None) -> bool:
+        """Take up what a capsule kept: the weights of the checkpoint `weights`, if any, and the states of random numbers.
+
+        Returns whether these were of this layout; else they stay as they are.
+        """
+        from parallel import rng
+
+        if weights:
+            self.model.load_weights(weights)
+        states = rng.read(folder, self.dims)
+        if states is not None:
+            rng.restore(states)
+        return states is not None
+
     def look(self, block: TokenBlock, share: Share, temperature: float) -> dict[int, Any]:
         """Row -> log-probabilities or values, on one rank of those that have them."""
         from mrl.workers.trace import look
 
         return look(self.model, block, share, temperature)
 
-    def connect_engines(self, urls: list[str], **settings: Any) -> None:
-        """Open the way to the engines; only the rank that sends does anything."""
-        if self.rank > 0 or not urls:  # without engines (a replay) there is nowhere to send to
-            return
-        from mrl.weight_sync.checksum import expand_experts
-        from mrl.weight_sync.transport import open_transport  # imports the engine's group helper
+    def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
+        """Open the ways to the engines, in place of those to earlier ones; every rank sends what it owns.
 
-        bridge = self.model.bridge
-        fusions = expand_experts(bridge.fusions, bridge.num_experts)
-        self._transport = open_transport(urls, fusions=fusions, **settings)
+        `folder`: where the disk transport writes. Returns engines that failed meanwhile, and why; then nothing is open.
+        """
+        from mrl.weight_sync.errors import SyncError  # with httpx: here, where engines are talked with
 
-    def push_weights(self, version: int) -> Any:
-        """Send the current weights to the engines as `version`; the sender returns mrl.weight_sync's report."""
-        if not self.model.takes_part:  # other replicas hold the same weights
-            return None
-        tensors = self.model.export()
-        if self._transport is not None:
-            return self._transport.push(tensors, version)
-        for _ in tensors:  # take part in the gathers
-            pass
-        return None
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = None
+        try:
+            self._sync = self.model.connect(urls, settings, folder) if urls else None  # a replay has no engines
+        except SyncError as error:
+            if not error.failed:
+                raise
+            return error.failed
+        self._collectives.watch()  # the sync has a group of its own
+        return {}
+
+    def push_weights(self, version: int) -> SyncReport:
+        """Bring the current weights to the engines as `version`; what this rank sent."""
+        with doing(f"pushing version {version} of the weights"):
+            return self._sync.push(version) if self._sync is not None else SyncReport()
 
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
         """Write the current weights as a Hugging Face folder, with `notes` (file name -> text) beside them."""
         self.model.export_hf(folder, notes or {})
 
     def save(self, folder: str) -> None:
-        """Write a distributed checkpoint."""
+        """Write a distributed checkpoint; the folder appears when it is complete."""
         self.model.save(folder)
+
+    def load(self, folder: str) -> bool:
+        """Restore a distributed checkpoint; whether random number generators were restored too (same layout)."""
+        return self.model.load(folder)
+
+    def begin_save(self, folder: str, asynchronous: bool) -> None:
+        """Start writing a distributed checkpoint into `folder`, in place; `finish_save` completes it."""
+        self.model.begin_save(folder, asynchronous)
+
+    def save_finished(self) -> bool:
+        """Whether `finish_save` would find this rank's part written, or failed."""
+        return self.model.save_finished()
+
+    def finish_save(self, timeout_s: float) -> None:
+        """Complete the checkpoint that `begin_save` began; it is then on the disk."""
+        self.model.finish_save(timeout_s)
+
+    def abandon_save(self) -> None:
+        """Give up what `begin_save` began, if anything."""
+        self.model.abandon_save()
+
+    def save_reference(self, folder: str) -> None:
+        """Write the reference policy's weights as a checkpoint without optimizer."""
+        self.model.save_reference(folder)
+
+    def load_reference(self, folder: str) -> None:
+        """Take the reference policy's weights from what `save_reference` wrote."""
+        self.model.load_reference(folder)
 
     def cpu_seconds(self) -> float:
         """User and system seconds this process has used, for benchmarks."""
@@ -125,7 +211,10 @@ class TrainWorker:
         """Leave the process groups."""
         import torch.distributed as dist
 
-        if self._transport is not None:
-            self._transport.close()
+        if self._sync is not None:
+            self._sync.close()
+        if self.model is not None:
+            self.model.abandon_save()
+        self._collectives.close()
         if dist.is_initialized():
             dist.destroy_process_group()

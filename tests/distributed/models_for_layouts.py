@@ -2,53 +2,31 @@
 
 import numpy as np
 from numpy.typing import NDArray
+from tiny_families import SIZES, make_family
 
 from mrl.types import TokenBlock
 
-VOCAB = 41  # a prime: every tensor-parallel size pads it
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-)
+VOCAB = SIZES["vocab_size"]
+KINDS = {
+    "dense": ("qwen3", {}),
+    "tied": ("qwen3", dict(tie_word_embeddings=True)),
+    "moe": ("qwen3_moe", {}),  # one dense layer among those with experts
+    "mixtral": ("mixtral", {}),
+    "biased": ("llama_biased", {}),
+    "qkv_biased": ("qwen2", {}),
+    "glm": ("glm4_moe", {}),
+    "deepseek": ("deepseek_v3", {}),
+}
 
 
 def make(kind: str, folder) -> None:
-    """Write a model: dense, tied, moe (one dense layer among them) or mixtral."""
-    import torch
-    from transformers import (
-        MixtralConfig,
-        MixtralForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
-
-    torch.manual_seed(1)
-    if kind in ("dense", "tied"):
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=kind == "tied"))
-    elif kind == "moe":
-        experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, decoder_sparse_step=1, mlp_only_layers=[1]))
-    else:
-        model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    """Write a model of KINDS, of four layers."""
+    name, overrides = KINDS[kind]
+    make_family(name, folder, num_hidden_layers=4, **overrides)
 
 
-def groups_of_responses(num_groups: int = 5, size: int = 4) -> tuple[TokenBlock, NDArray, NDArray]:
-    """(block of num_groups * size sequences, [B] groups, [B] advantages); lengths divide by nothing."""
+def groups_of_responses(num_groups: int = 5, size: int = 4) -> tuple[TokenBlock, NDArray]:
+    """(block of num_groups * size sequences with columns of advantages and returns, [B] groups); lengths divide by nothing."""
     rng = np.random.default_rng(0)
     prompts, responses = [], []
     for _ in range(num_groups):
@@ -58,4 +36,5 @@ def groups_of_responses(num_groups: int = 5, size: int = 4) -> tuple[TokenBlock,
     logprobs = [rng.normal(-3.7, 1.0, len(response)).tolist() for response in responses]  # about log(1 / VOCAB)
     block = TokenBlock.from_lists(prompts, responses, logprobs)
     advantages = rng.normal(size=len(prompts)).astype(np.float32)
-    return block, np.repeat(np.arange(num_groups), size), advantages
+    column = advantages.repeat(block.sampled_lengths)
+    return block.with_columns(advantages=column, returns=column), np.repeat(np.arange(num_groups), size)

@@ -1,13 +1,14 @@
-"""One process gives the numbers of transformers; checkpoints and exports do not depend on the layout."""
+"""One process gives the numbers of transformers; exports do not depend on the layout."""
 
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.types import Share, TokenBlock, TrainBatch, assemble
 from mrl.workers.shares import Packing, plan_step, split
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims
@@ -18,14 +19,15 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, rng.integers(1, 9)).tolist() for _ in range(num_rows)]
     responses = [rng.integers(0, vocab_size, rng.integers(1, 12)).tolist() for _ in range(num_rows)]
-    return TokenBlock.from_lists(prompts, responses)
+    block = TokenBlock.from_lists(prompts, responses)
+    advantages = np.random.default_rng(1).standard_normal(num_rows).astype(np.float32)
+    return block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
 
 
 def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> Share:
-    advantages = np.random.default_rng(1).standard_normal(len(block.lengths)).astype(np.float32)
-    rows = np.arange(len(block.lengths))
-    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, None, advantages, rows, rows)
-    return plan_step(batch, dims, Packing(max_tokens), "sequence_mean").shares[dims.coords(rank).dp]
+    return plan_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").shares[
+        dims.coords(rank).dp
+    ]
 
 
 def make_actor(path, dims: ParallelDims):
@@ -86,43 +88,6 @@ def test_loss_and_gradient_norm_equal_a_float64_reference(run_ranks, tiny_qwen3)
     np.testing.assert_allclose(report.maxima["optim/grad_norm"], norm, rtol=1e-5)
 
 
-def save_and_continue(rank: int, path, folder, dims: ParallelDims, block: TokenBlock, restore: bool):
-    actor = make_actor(path, dims)
-    share = share_of(block, dims, 40, rank)
-    if restore:
-        actor.load(folder)
-    else:
-        actor.update(block, [share], PPOClip(), [1e-2])
-        actor.save(folder)
-    actor.update(block, [share], PPOClip(), [1e-2])
-    return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [
-        ("dense", ParallelDims(), ParallelDims(tp=2)),
-        ("dense", ParallelDims(), ParallelDims(dp=2)),
-        ("dense", ParallelDims(tp=2, pp=2), ParallelDims(cp=2)),
-        ("tied", ParallelDims(dp=2), ParallelDims(pp=2, vpp=2)),
-        ("tied", ParallelDims(pp=2), ParallelDims(tp=2)),
-        ("tied", ParallelDims(pp=2), ParallelDims(pp=2)),
-        ("moe", ParallelDims(), ParallelDims(dp=2, ep=2)),
-        ("moe", ParallelDims(dp=2, ep=2), ParallelDims(pp=2)),
-        ("moe", ParallelDims(dp=2, ep=2), ParallelDims(tp=2, pp=2, ep=2, etp=1)),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, after):
-    """A step, a checkpoint and another step under one layout; the checkpoint and the other step under the other."""
-    path, block, folder = tmp_path / "model", ragged_block(40), tmp_path / "checkpoint"
-    make(kind, path)
-    expected = run_ranks(before, save_and_continue, path, folder, before, block, False)[0]
-    weights = run_ranks(after, save_and_continue, path, folder, after, block, True)[0]
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(weights[name], tensor, atol=2e-5, err_msg=name)
-
-
 def train_on_nan(rank: int, path, block: TokenBlock):
     import torch
 
@@ -152,6 +117,8 @@ def export(rank: int, path, folder, dims: ParallelDims):
         *[("moe", ParallelDims(**d)) for d in (dict(dp=2, ep=2), dict(tp=2, ep=2, etp=1), dict(pp=2, dp=2, ep=2))],
         *[("moe", ParallelDims(**d)) for d in (dict(dp=4, ep=2, etp=2), dict(tp=2, pp=2, vpp=2, ep=2, etp=1))],
         ("mixtral", ParallelDims(tp=2, dp=2, ep=2)),
+        *[(kind, ParallelDims(**d)) for kind in ("glm", "deepseek") for d in (dict(dp=2, ep=2), dict(tp=2, pp=2))],
+        ("biased", ParallelDims(tp=2, pp=2)),
     ],
     ids=str,
 )
@@ -166,29 +133,25 @@ def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tmp_path, kind, d
         assert found[name].tobytes() == tensor.tobytes(), name
 
 
-def two_mini_batches(rank: int, path, dims: ParallelDims, by_hand: bool):
-    """Weights after two optimizer steps on one rollout, the second one off policy."""
-    import torch
+def two_mini_batches(rank: int, path, dims: ParallelDims):
+    """(old log-probabilities by row, gaps reported, weights) of two optimizer steps on one rollout, the second off policy."""
+    from mrl.workers.columns import compute
 
-    from mrl.workers.actor import policy_loss
-
-    block, groups, advantages = groups_of_responses()
-    rows = np.arange(len(groups))
-    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, 5 * advantages, rows, rows)
-    plans = [plan_step(part, dims, Packing(60), "token_mean") for part in split(batch, 2)]
-    first, second = (plan.shares[dims.coords(rank).dp] for plan in plans)
-    actor, loss, lrs = make_actor(path, dims), PPOClip(0.01, 0.01), [3e-3, 1e-3]
-    if by_hand:
-        old = torch.cat(actor.compute_logprobs(block, second))
-        actor.update(block, [first], loss, lrs[:1])
-        micros = actor.micro_batches(block, second)
-        olds = old.split([micro.num_responses for micro in micros])
-        micros = [micro.after(column) for micro, column in zip(micros, olds, strict=True)]
-        actor.accumulate(micros, partial(actor.head, temperature=1.0), partial(policy_loss, loss=loss), second)
-        actor.step(lrs[1])
-    else:
-        actor.update(block, [first, second], loss, lrs)
-    return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
+    block, groups = groups_of_responses()
+    actor = make_actor(path, dims)
+    everything = plan_step(TrainBatch.of(block, groups), dims, Packing(60), "token_mean")
+    part = compute(actor, "logprobs", block, everything.shares[dims.coords(rank).dp])
+    parts: list = [None] * dims.world_size
+    torch.distributed.all_gather_object(parts, part)
+    old = assemble([part for part in parts if part], block.sampled_lengths)
+    block = replace(block, rollout_logprobs=old + 0.25).with_columns(
+        old_logprobs=old, advantages=5 * block.columns["advantages"]
+    )
+    plans = [plan_step(part, dims, Packing(60), "token_mean") for part in split(TrainBatch.of(block, groups), 2)]
+    shares = [plan.shares[dims.coords(rank).dp] for plan in plans]
+    reports = actor.update(block, shares, PPOClip(0.01, 0.01), [3e-3, 1e-3])
+    gaps = [report.maxima["gap"] for report in reports if "gap" in report.maxima]
+    return old, gaps, {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +160,28 @@ def two_mini_batches(rank: int, path, dims: ParallelDims, by_hand: bool):
 def test_later_mini_batches_are_clipped_against_the_weights_before_the_first(run_ranks, tmp_path, dims):
     make("dense", tmp_path)
     one = ParallelDims()
-    expected = run_ranks(one, two_mini_batches, tmp_path, one, True)[0]
-    found = run_ranks(dims, two_mini_batches, tmp_path, dims, False)[0]
+    old, gaps, expected = run_ranks(one, two_mini_batches, tmp_path, one)[0]
+    ranks = run_ranks(dims, two_mini_batches, tmp_path, dims)
     for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(ranks[0][2][name], tensor, atol=2e-5, err_msg=name)
+    for found, seen, _ in [(old, gaps, None), *ranks]:
+        np.testing.assert_allclose(found, old, atol=1e-5)
+        np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the policy's own movement is no mismatch
+
+
+def test_clipping_shows_in_the_weights(run_ranks, tmp_path):
+    """Without the column every step would be its own old policy, and nothing would be clipped."""
+    make("dense", tmp_path)
+    one = ParallelDims()
+    clipped, free = (run_ranks(one, second_step_clips, tmp_path, one, given)[0] for given in (True, False))
+    assert clipped > 0 and free == 0
+
+
+def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float:
+    """Fraction of tokens that are clipped in a second step on the same rows."""
+    block, groups = groups_of_responses()
+    actor = make_actor(path, dims)
+    (share,) = plan_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").shares
+    if given:
+        block = block.with_columns(old_logprobs=torch.cat(actor.compute_logprobs(block, share)).numpy())
+    return actor.update(block, [share, share], PPOClip(0.01, 0.01), [3e-3, 1e-3])[1].sums["loss/clip_fraction"]

@@ -27,11 +27,10 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
 
     found = []
     for order, max_tokens in cases:
-        block, groups, advantages = groups_of_responses()
+        block, groups = groups_of_responses()
         order = np.array(order)
-        block, groups, advantages = block.select(order), groups[order], advantages[order]
-        rows = np.arange(len(groups))
-        batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
+        block, groups = block.select(order), groups[order]
+        batch = TrainBatch.of(block, groups)
         step = plan_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
         actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}))
         step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)

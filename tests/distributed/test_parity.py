@@ -49,11 +49,10 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     from mrl.workers.critic import Critic
     from mrl.workers.trace import trace as trace_step
 
-    block, groups, advantages = groups_of_responses()
+    block, groups = groups_of_responses()
     if options.get("routed"):
         block = replace(block, routed_experts=random_experts(block))
-    rows = np.arange(len(groups))
-    batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, groups, advantages, rows, rows)
+    batch = TrainBatch.of(block, groups)
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
     step = plan_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
     share = in_one_process(step) if "packs_of" in options else step.shares[dims.coords(rank).dp]
@@ -108,7 +107,8 @@ def check(expected, found, dtype: str = "float32") -> None:
     assert len(found.outputs) == len(expected.outputs) > 0
     assert len(found.gradients) == len(expected.gradients) > 0
     assert len(found.updates) == len(found.weights) > 0 and len(found.after) == len(found.outputs)
-    assert all(gradient.any() for gradient in expected.gradients.values()), "a gradient of zero proves nothing"
+    zero = [name for name, gradient in expected.gradients.items() if not gradient.any()]
+    assert not zero, f"a gradient of zero proves nothing: {zero[:5]}"
     wrong = [d for d in compare(expected, found, TOLERANCES[dtype]) if not d.within]
     assert not wrong, wrong[:5]
 
@@ -147,6 +147,36 @@ def test_tied_embeddings(traced, dims):
 @pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
 def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
+
+
+SIGMOID_EXPERTS = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
+
+
+@pytest.mark.parametrize("dims", SIGMOID_EXPERTS, ids=str)
+@pytest.mark.parametrize("kind", ["glm", "deepseek"])
+def test_sigmoid_and_shared_experts(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
+
+
+@pytest.mark.parametrize("dims", layouts("cp2", "dp2 ep2", "tp2 pp2"), ids=str)
+def test_correction_biases_that_move(traced, dims):
+    """They count the tokens of the packs, so one process has the same packs."""
+    moving = dict(moe_router_bias_update_rate=0.1)
+    expected = traced("glm", megatron=moving, packs_of=dims)
+    still = reference(traced, "glm").weights
+    moves = [expected.weights[name] - still[name] for name in still if name.endswith("e_score_correction_bias")]
+    assert len(moves) == 3 and all(move.any() for move in moves)
+    check(expected, traced("glm", dims, megatron=moving))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"),
+    [("biased", dims) for dims in layouts("tp2", "pp2", "tp2 sp0 cp2")]
+    + [("qkv_biased", dims) for dims in layouts("tp2", "tp2 pp2")],
+    ids=str,
+)
+def test_biases(traced, kind, dims):
+    check(reference(traced, kind), traced(kind, dims))
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -1,5 +1,6 @@
 """Runs `mrl` as a user does, and sees to it that every process it started is gone afterwards."""
 
+import fcntl
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,11 @@ class Run:
         return alive
 
 
+def heed_sigint() -> None:
+    """As from a terminal, also where the tests run in the background of a shell, which has them ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="session")
 def start_mrl(tmp_path_factory):
     """`start_mrl("train", "key=value", ...)` -> Run; whatever is left of any is killed after the tests."""
@@ -69,7 +76,8 @@ def start_mrl(tmp_path_factory):
         env = os.environ | {TAG: tag, "WANDB_MODE": "offline"}
         line = [sys.executable, "-m", "mrl.cli", command, f"run.dir={folder}", *overrides]
         with (folder / "terminal.log").open("w") as log:
-            run = Run(folder, tag, subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=env))
+            pipes = dict(stdout=log, stderr=subprocess.STDOUT)
+            run = Run(folder, tag, subprocess.Popen(line, env=env, preexec_fn=heed_sigint, **pipes))
         runs.append(run)
         return run
 
@@ -80,25 +88,43 @@ def start_mrl(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory) -> Path:
-    """The quickstart's files, made once."""
-    from mrl.data.arithmetic import make_inputs
+def make_once(tmp_path_factory):
+    """`make_once(name, make)` -> folder: made by the first worker of pytest-xdist that asks, while the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    folder = tmp_path_factory.mktemp("quickstart") / "inputs"
-    make_inputs(folder)
-    return folder
+    def of(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = base / name, base / f"{name}.done"
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return of
 
 
 @pytest.fixture(scope="session")
-def warm(start_mrl, inputs) -> Path:
+def inputs(make_once) -> Path:
+    """The quickstart's files."""
+    from mrl.data.arithmetic import make_inputs
+
+    return make_once("inputs", make_inputs)
+
+
+@pytest.fixture(scope="session")
+def warm(start_mrl, inputs, make_once) -> Path:
     """A model that answers some problems, made by `mrl sft` as a user would."""
-    folder = inputs.parent / "warm"
-    run = start_mrl("sft", "experiment=quickstart", f"data.inputs.folder={inputs}", f"sft.output={folder}").finish()
-    assert run.process.returncode == 0, run.output()
-    losses = [json.loads(line)["loss/sft"] for line in (run.folder / "sft.jsonl").read_text().splitlines()]
-    assert losses[-1] < losses[0] / 2
-    assert (run.folder / "checkpoint/metadata.json").exists() and run.leftovers() == []
-    return folder
+
+    def make(folder: Path) -> None:
+        run = start_mrl("sft", "experiment=quickstart", f"data.inputs.folder={inputs}", f"sft.output={folder}").finish()
+        assert run.process.returncode == 0, run.output()
+        losses = [json.loads(line)["loss/sft"] for line in (run.folder / "sft.jsonl").read_text().splitlines()]
+        assert losses[-1] < losses[0] / 2
+        assert (run.folder / "checkpoint/metadata.json").exists() and run.leftovers() == []
+
+    return make_once("warm", make)
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +139,18 @@ def quickstart(inputs, warm) -> list[str]:
         "rollout.responses_per_prompt=4",
         "trainer.eval_rows=16",
         "trainer.stop_reward=null",
+        "tracking.wandb=false",
     ]
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """This process as the only rank of a trainer."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @dataclass

@@ -6,7 +6,8 @@ from hydra import compose, initialize_config_dir
 
 from mrl import build
 from mrl.commands import hydra_app
-from mrl.config import from_hydra
+from mrl.config_rules import from_hydra
+from mrl.leaving import Leaving
 from mrl.plan import plan_training
 from mrl.rollout import recording
 from mrl.types import TokenBlock
@@ -18,7 +19,7 @@ def write_step(folder, step: int, response_length: int) -> TokenBlock:
     """Recorded rollouts of random tokens; lengths differ from row to row, so that S, R and B are all different."""
     rng = np.random.default_rng(step)
     rows = np.repeat(np.arange(NUM_PROMPTS), GROUP)
-    prompts = [rng.integers(4, 14, 7).tolist() for _ in rows]
+    prompts = [prompt for _ in range(NUM_PROMPTS) for prompt in [rng.integers(4, 14, 7).tolist()] * GROUP]
     responses = [rng.integers(4, 14, response_length + i % 3).tolist() for i in range(len(rows))]
     block = TokenBlock.from_lists(prompts, responses, [[-1.0] * len(r) for r in responses])
     columns = dict(truncated=np.zeros(len(rows), bool), weight_versions=np.zeros(len(rows), np.int64))
@@ -76,11 +77,14 @@ def trainer(quickstart, tmp_path):
         f"rollout.responses_per_prompt={GROUP}",
         "trainer.max_steps=2",
         "tracking.wandb=false",
+        "algorithm.mini_batches=2",  # with the columns of old and reference log-probabilities
+        "++algorithm.kl_in_loss.coef=0.01",
+        "++algorithm.kl_in_reward.coef=0.01",
     ]
     hydra_app.register_schema()
     with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
         config = from_hydra(compose("config", [*quickstart, *more]))
-    with build.trainer(plan_training(config)) as built:
+    with build.trainer(plan_training(config), Leaving()) as built:
         yield built, blocks
 
 
@@ -93,6 +97,7 @@ def test_no_token_passes_through_the_driver(trainer, monkeypatch):
             meter.attach(patch)
             metrics = built.step(step)
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
+        assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
         token_columns = {len(block.tokens), len(block.rollout_logprobs)}  # S, R
         assert meter.arrays(), "the meter sees the control plane"
         token_bytes = sum(array.nbytes for array in meter.arrays() if len(array) in token_columns)

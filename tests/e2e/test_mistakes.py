@@ -22,7 +22,10 @@ MISTAKES = {
         ["sft.train=null", "model.path=/nowhere/model"],
         "model.path=/nowhere/model: the folder is missing",
     ),
-    "a missing column": (["data.train=[{bad}/column.parquet]"], "row 0: column 'reward_model' is missing"),
+    "a missing column": (
+        ["data.train=[{bad}/column.parquet]"],
+        "row 0, column 'reward_model': is missing; found data_source, prompt, ability, extra_info",
+    ),
     "a long prompt": (
         ["data.train=[{bad}/long.parquet]"],
         "row 3, column 'prompt': 70 tokens are more than the 57 that fit",
@@ -55,13 +58,4 @@ def test_a_mistake_is_one_line_and_starts_nothing(start_mrl, inputs, bad_files, 
     run = start_mrl("train", "experiment=quickstart", f"data.inputs.folder={inputs}", *filled).finish(60)
     assert run.process.returncode == 2, run.output()
     assert message in run.output() and "Traceback" not in run.output()
-    assert not (run.folder / "started").exists() and not (run.folder / "logs").exists(), "nothing was started"
-
-
-def test_a_folder_that_holds_a_run_is_not_used_again(start_mrl, quickstart):
-    run = start_mrl(
-        "train", *quickstart, "trainer.max_steps=0", "rollout.replay=/nowhere", "trainer.save=false"
-    ).finish()
-    assert run.process.returncode == 0, run.output()
-    again = start_mrl("train", *quickstart, f"run.dir={run.folder}", "trainer.max_steps=0").finish()
-    assert again.process.returncode == 2 and "name another folder" in again.output()
+    assert not (run.folder / "run.json").exists() and not (run.folder / "logs").exists(), "nothing was started"

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-PHASES = ("rollout", "reward", "advantage", "update", "weight_sync")
+PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
 
 def wait_for(condition, timeout_s: float = 180) -> None:
@@ -33,13 +33,20 @@ def served_gap(folder, model, prompt: list[int]) -> float:
     return (expected - torch.tensor(done.logprobs)).abs().max().item()
 
 
-def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl, quickstart, warm):
+@pytest.fixture(scope="module")
+def recorded(start_mrl, quickstart):
+    """Three steps with everything that a run leaves."""
+    run = start_mrl("train", *quickstart, "trainer.max_steps=3", "rollout.record=true", "tracking.wandb=true").finish()
+    assert run.process.returncode == 0, run.output()
+    return run
+
+
+def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(recorded, warm):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = start_mrl("train", *quickstart, "trainer.max_steps=3", "rollout.record=true").finish()
-    assert run.process.returncode == 0, run.output()
+    run = recorded
     assert run.leftovers() == []
     steps = run.metrics()
     assert [s["step"] for s in steps] == [1, 2, 3]
@@ -53,7 +60,7 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
         assert step["weight_sync/bytes"] == model_bytes
     assert "held-out accuracy sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
-    assert (run.folder / "checkpoint/metadata.json").exists()
+    assert (run.folder / "checkpoints/step_000003/actor/metadata.json").exists()
     assert list(run.folder.glob("wandb/offline-run-*"))
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
@@ -65,25 +72,25 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(start_mrl,
     assert any(not torch.equal(changed[name], before[name]) for name in before)
 
 
-def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickstart):
-    source = start_mrl(
-        "train", *quickstart, "trainer.max_steps=1", "rollout.record=true", "trainer.save=false"
-    ).finish()
-    assert source.process.returncode == 0, source.output()
-    expected = source.metrics()[0]
-    for layout in ("parallel.dp=2",):
-        replay = [layout, f"rollout.replay={source.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]
-        run = start_mrl("train", *quickstart, *replay).finish()
-        assert run.process.returncode == 0, run.output()
-        found = run.metrics()[0]
-        for name in ("loss/policy", "optim/grad_norm"):
-            assert found[name] == pytest.approx(expected[name], abs=1e-5), (layout, name)
-        assert found["reward/mean"] == expected["reward/mean"]
+def test_a_folder_that_holds_a_run_is_not_used_again(start_mrl, quickstart, recorded):
+    again = start_mrl("train", *quickstart, f"run.dir={recorded.folder}", "resume=never").finish()
+    assert again.process.returncode == 2 and "name another folder" in again.output()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickstart, recorded):
+    expected = recorded.metrics()[0]
+    replay = [f"rollout.replay={recorded.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]
+    run = start_mrl("train", *quickstart, "parallel.dp=2", *replay).finish()
+    assert run.process.returncode == 0, run.output()
+    found = run.metrics()[0]
+    for name in ("loss/policy", "optim/grad_norm"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+    assert found["reward/mean"] == expected["reward/mean"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
-    run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false", "tracking.wandb=false")
+    run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false")
     wait_for(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
     assert run.process.poll() is None, run.output()
     run.process.send_signal(how)
@@ -103,7 +110,7 @@ def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
     rows = [{"question": text, "answer": f"It is <<1+1=2>> so\n#### {i},000"} for i, text in enumerate(texts)]
     source = tmp_path / "rows.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-    assert data.main(["gsm8k", str(source), str(tmp_path / "train.parquet")]) == 0
+    assert data.main(["prepare", "gsm8k", str(source), str(tmp_path / "train.parquet")]) == 0
     assert data.main(["tiny-model", str(tmp_path / "model")]) == 0
     run = start_mrl(
         "train",

@@ -86,9 +86,9 @@ from models_for_layouts import groups_of_responses, make
 dims, dtype = ParallelDims(), sys.argv[3]
 device.init_process_group(0, 1, "127.0.0.1", 29514, 60)
 groups.initialize(dims, 0)
-block, ids, advantages = groups_of_responses()
+block, ids = groups_of_responses()
 rows = np.arange(len(ids))
-batch = TrainBatch(None, block.prompt_lengths, block.response_lengths, ids, advantages, rows, rows)
+batch = TrainBatch.of(block, ids)
 for kind in ("dense", "moe"):
     make(kind, f"{sys.argv[1]}/{kind}")
     for model in (Actor, Critic):

@@ -7,10 +7,11 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from models.megatron_fields import DECIDED
+from models.megatron_fields import DECIDED, check_balance, check_megatron
 from mrl.commands import hydra_app
-from mrl.config import Config, check, from_hydra, is_known, known_keys, unknown_key_message
-from mrl.plan import check_balance, check_megatron, make_inputs
+from mrl.config import Config
+from mrl.config_rules import check, from_hydra, is_known, known_keys, unknown_key_message
+from mrl.plan import make_inputs
 from mrl.plugin import construct, plug_in
 from parallel.dims import ParallelDims
 
@@ -63,6 +64,7 @@ def test_free_form_nodes_take_any_key():
         ("rollout.temperature", 0.0, "rollout.temperature=0.0: must be greater than 0"),
         ("model.dtype", "float8", "expected bfloat16 or float32"),
         ("trainer.max_steps", -1, "must be 0 or more"),
+        ("run.seed", -1, "must be 0 or more"),
         ("sft.batch_size", -1, "sft.batch_size=-1: must be greater than 0"),
         ("trainer.eval_rows", 0, "must be 1 or more"),
         ("model.path", "???", "model.path must be set"),
@@ -79,7 +81,7 @@ def test_checks_accept_the_defaults():
 
 def test_the_key_list_is_a_decision():
     """Growth of the config is deliberate: change this number together with the docs."""
-    assert len(known_keys()) == 92
+    assert len(known_keys()) == 201
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,12 @@ def test_the_quickstart_can_have_experts():
     assert moe.model.path == "outputs/quickstart_moe/inputs/model" and moe.algorithm == dense.algorithm
 
 
+def test_a_family_from_a_file_can_be_named_on_the_command_line():
+    assert compose("model.path=m").model.family is None
+    assert compose("model.path=m", "model.family=/a/mine.py:MINE").model.family == "/a/mine.py:MINE"
+    assert compose("model.path=m", "model.family=pack.mine:MINE").model.family == "pack.mine:MINE"
+
+
 def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models/__init__.py").write_text("")
@@ -177,6 +185,7 @@ def test_free_form_sections_need_no_plus_and_are_checked():
         ["sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
     )
     assert argv == ["++sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
+    assert hydra_app.checked(["data.columns={prompt: q}"]) == ["++data.columns={prompt: q}"]
     check_megatron({"recompute_granularity": "full", "recompute_num_layers": 1})
     with pytest.raises(ValueError, match=r"megatron.params_dtype is decided by"):
         check_megatron({"params_dtype": "float32"}, decided=DECIDED)

@@ -15,7 +15,8 @@ device.install()  # before anything of Megatron is imported
 
 from models.conversion.bridge import Bridge  # noqa: E402
 from models.families import FAMILIES  # noqa: E402
-from models.spec import Architecture, HFConfig  # noqa: E402
+from models.hf_config import HFConfig  # noqa: E402
+from models.spec import Architecture  # noqa: E402
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
 small = st.sampled_from([1, 2, 3, 4])

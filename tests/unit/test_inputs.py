@@ -86,7 +86,7 @@ def test_the_byte_chat_template_marks_turns_and_opens_the_answer(tmp_path):
 def gsm8k(tmp_path, *rows):
     source = tmp_path / "rows.jsonl"
     source.write_bytes(b"\n".join(orjson.dumps(row) for row in rows))
-    return command.main(["gsm8k", str(source), str(tmp_path / "out.parquet"), "--instruction", "Go."])
+    return command.main(["prepare", "gsm8k", str(source), str(tmp_path / "out.parquet"), "--instruction", "Go."])
 
 
 def test_gsm8k_rows_become_five_columns(tmp_path):
@@ -102,7 +102,7 @@ def test_gsm8k_rows_become_five_columns(tmp_path):
     [
         ({"question": "q", "answer": "no number"}, "row 1, column 'answer': expected it to end in '#### NUMBER'"),
         ({"question": 3, "answer": "#### 1"}, "row 1, column 'question': expected text, got 3"),
-        ({"question": "q"}, "row 1: column 'answer' is missing"),
+        ({"question": "q"}, "row 1, column 'answer': is missing; found question"),
     ],
 )
 def test_a_bad_gsm8k_row_is_named_and_nothing_is_written(tmp_path, capsys, row, reason):

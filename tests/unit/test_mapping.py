@@ -1,13 +1,43 @@
 """The conversion rules: byte for byte there and back, for every tensor-parallel size."""
 
+from itertools import product
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_families import FAMILIES as TINY
+from tiny_families import make_family
 
-from models.families import FAMILIES
+from models.conversion.hf_io import check_checkpoint
+from models.families import FAMILIES, family_of
 from models.spec import Architecture
+from parallel.rope import Rope
 
-SIZES = dict(vocab=41, hidden=8, ffn=16, q=4 * 6, kv=4 * 6, head_dim=6, experts=4, moe_ffn=12)
-GROUPED = SIZES | dict(q=8 * 6)
+many = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@st.composite
+def drawn_sizes(draw) -> dict[str, int]:
+    """Sizes of a model that tp=4 can cut: multi-head or grouped-query, and a vocabulary that nothing need divide."""
+    groups, per_group = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 4))
+    head_dim = 2 * draw(st.integers(1, 4))
+    return dict(
+        vocab=draw(st.integers(5, 50)),
+        hidden=draw(st.integers(1, 9)),
+        ffn=4 * draw(st.integers(1, 5)),
+        q=groups * per_group * head_dim,
+        kv=groups * head_dim,
+        head_dim=head_dim,
+        experts=draw(st.integers(1, 4)),
+        moe_ffn=4 * draw(st.integers(1, 4)),
+        shared_ffn=4 * draw(st.integers(1, 4)),
+        q_lora=draw(st.integers(1, 9)),  # from here on, of latent attention
+        kv_lora=draw(st.integers(1, 9)),
+        kv_a=draw(st.integers(1, 9)),
+        kv_b=4 * draw(st.integers(1, 9)),
+        o=4 * draw(st.integers(1, 9)),
+    )
 
 
 def hf_tensors(row, sizes):
@@ -15,16 +45,25 @@ def hf_tensors(row, sizes):
     return [torch.randn(shape, generator=generator) for shape in row.hf_shapes(sizes).values()]
 
 
-@pytest.mark.parametrize("sizes", [SIZES, GROUPED], ids=["multi-head", "grouped-query"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@many
+@given(sizes=drawn_sizes())
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.architecture)
-def test_hf_to_megatron_to_hf_is_the_identity(family, tp, sizes):
-    for row in family.table:
+def test_hf_to_megatron_to_hf_is_the_identity(family, sizes):
+    for row, tp in product(family.table, (1, 2, 4)):
         tensors = hf_tensors(row, sizes)
         shards = [row.to_megatron(tensors, sizes, rank, tp) for rank in range(tp)]
+        assert len({shard.shape for shard in shards}) == 1, f"{row.megatron}: ranks hold like shapes"
         back = row.to_hf(shards, sizes)
         for (name, got), expected in zip(back.items(), tensors, strict=True):
             assert got.shape == expected.shape and torch.equal(got, expected), f"{name} at tp={tp}"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_table_names_exactly_the_tensors_that_transformers_saves(tmp_path, name):
+    """Tied or not, biased or not: `check_checkpoint` compares names and shapes both ways."""
+    config = check_checkpoint(make_family(name, tmp_path))
+    rows = family_of(config).entries(family_of(config).read(config))
+    assert len({row.megatron for row in rows}) == len(rows), "one row per Megatron parameter"
 
 
 def test_qkv_interleaves_by_group():
@@ -33,6 +72,18 @@ def test_qkv_interleaves_by_group():
     q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
     assert row.to_megatron([q, k, v], sizes, 0, 1).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert row.to_megatron([q, k, v], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
+
+
+def test_biases_are_merged_as_the_weights_are():
+    weight, bias = (
+        next(r for r in FAMILIES["Qwen2ForCausalLM"].table if f"linear_qkv.{kind}" in r.megatron)
+        for kind in ("weight", "bias")
+    )
+    sizes = dict(hidden=1, q=8, kv=4, head_dim=2)
+    parts = [torch.arange(8.0), torch.arange(10.0, 14), torch.arange(20.0, 24)]
+    for rank, tp in ((0, 1), (0, 2), (1, 2)):
+        merged = weight.to_megatron([part[:, None] for part in parts], sizes, rank, tp)
+        assert torch.equal(merged[:, 0], bias.to_megatron(parts, sizes, rank, tp))
 
 
 def test_each_rank_holds_its_gate_then_its_up():
@@ -44,8 +95,9 @@ def test_each_rank_holds_its_gate_then_its_up():
 def test_tied_embeddings_have_no_output_row():
     family = FAMILIES["Qwen3ForCausalLM"]
     layers = dict(num_layers=2)
-    tied = Architecture(41, 64, 1e4, True, layers, SIZES)
-    untied = Architecture(41, 64, 1e4, False, layers, SIZES)
+    rope = Rope(rope_theta=1e4, dim=6)
+    tied = Architecture(41, 64, rope, True, layers)
+    untied = Architecture(41, 64, rope, False, layers)
     assert {r.megatron for r in family.entries(untied)} - {r.megatron for r in family.entries(tied)} == {
         "output_layer.weight"
     }

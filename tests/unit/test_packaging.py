@@ -1,8 +1,9 @@
 import ast
+import re
 import runpy
 import subprocess
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from itertools import chain
 from pathlib import Path
 
@@ -31,8 +32,14 @@ def setup_arguments():
 
 def locked(name):
     """Package -> version of a lock file."""
-    pins = [Requirement(line) for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    pins = [Requirement(first) for first, *_ in entries(name)]
     return {canonicalize_name(pin.name): Version(str(pin.specifier).removeprefix("==")) for pin in pins}
+
+
+def entries(name):
+    """Of each package of a lock file: its pin, then its hashes."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def cuda_only():
@@ -75,11 +82,41 @@ def test_cuda_only_kernels_are_in_the_gpu_lock_and_nowhere_else():
     assert "transformer-engine" in gpu - cpu
 
 
-def test_the_locks_name_no_index_and_no_local_path():
-    for lock in LOCKS:
-        text = (ROOT / lock).read_text()
-        assert "://" not in text and "-e " not in text and " @ " not in text, lock
-        assert not any(line.startswith(("-", "/", ".")) for line in text.splitlines()), lock
+@pytest.mark.parametrize("lock", [*LOCKS, "requirements/uv.txt"])
+def test_a_lock_is_versions_and_hashes_and_names_no_index_url_or_path(lock):
+    hashed = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+    assert entries(lock), "it locks something"
+    for pin, *hashes in entries(lock):
+        assert re.fullmatch(r"[a-z0-9-]+(\[[a-z0-9_,-]+\])?==[\w.+!]+", pin), pin
+        assert hashes and all(map(hashed.fullmatch, hashes)), f"{pin} has hashes {hashes}, expected sha256 of its files"
+    assert "://" not in (ROOT / lock).read_text()
+
+
+def test_the_locks_hold_what_setup_py_needs_and_no_package_besides(setup_arguments):
+    """Each package is asked for by setup.py, or by another one of the lock."""
+    wanted = chain(setup_arguments["install_requires"], setup_arguments["extras_require"]["dev"])
+    reached, queue = set(), [Requirement(line) for line in wanted]
+    while queue:
+        asked = queue.pop()
+        key = (canonicalize_name(asked.name), *sorted(asked.extras))
+        if key in reached:
+            continue
+        reached.add(key)
+        queue += [each for each in needs(asked.name) if applies(each, asked.extras)]
+    assert {name for name in locked("requirements.txt")} - {name for name, *_ in reached} == set()
+
+
+def needs(name):
+    """What an installed package asks for; none of one that is not for this machine."""
+    try:
+        return [Requirement(line) for line in distribution(name).requires or ()]
+    except PackageNotFoundError:
+        return []
+
+
+def applies(requirement, extras):
+    markers = [{"extra": extra} for extra in extras] or [{"extra": ""}]
+    return requirement.marker is None or any(map(requirement.marker.evaluate, markers))
 
 
 def test_every_import_is_a_dependency_that_setup_py_declares(setup_arguments):

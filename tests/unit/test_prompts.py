@@ -6,8 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.data.arithmetic import make_inputs
-from mrl.data.prompts import PromptDataset, PromptStream
+from mrl.data.prompts import PromptDataset, PromptStream, Rules
 from mrl.data.sft import SftDataset
+from mrl.data.sources import Source
 
 GOOD = {
     "data_source": "sums",
@@ -30,8 +31,10 @@ def write(path, rows):
     return path
 
 
-def load(path, inputs, limit=60):
-    return PromptDataset.load([path], inputs / "model", limit)
+def load(path, inputs, limit=60, vocab_size=32):
+    data = PromptDataset.load([Source((str(path),))], inputs / "model", Rules(limit, vocab_size))
+    data.settle(path.parent / "bad_rows.jsonl", bad_rows="error", overlong="error")
+    return data
 
 
 def test_prompts_are_encoded_and_responses_decoded(inputs, tmp_path):
@@ -48,31 +51,42 @@ def test_jsonl_is_read_like_parquet(inputs, tmp_path):
     assert len(load(tmp_path / "a.jsonl", inputs)) == 2
 
 
-@pytest.mark.parametrize("column", GOOD)
+@pytest.mark.parametrize("column", ["prompt", "reward_model"])
 def test_a_missing_column_is_named(inputs, tmp_path, column):
     path = write(tmp_path / "bad.parquet", [{k: v for k, v in GOOD.items() if k != column}])
-    with pytest.raises(ValueError, match=rf"bad.parquet.*'{column}' is missing"):
+    with pytest.raises(ValueError, match=rf"bad.parquet, row 0, column '{column}': is missing; found data_source"):
         load(path, inputs)
+
+
+def test_columns_that_may_be_absent_have_defaults(inputs, tmp_path):
+    data = load(write(tmp_path / "sums.parquet", [{k: GOOD[k] for k in ("prompt", "reward_model")}]), inputs)
+    assert (data.data_source(0), data.extra_info(0)) == ("sums", {})
 
 
 def test_a_misnamed_column_gets_a_hint(inputs, tmp_path):
     row = {("promt" if k == "prompt" else k): v for k, v in GOOD.items()}
-    with pytest.raises(ValueError, match=r"'prompt' is missing.*'promt'"):
+    with pytest.raises(ValueError, match=r"column 'prompt': is missing.*'promt'"):
         load(write(tmp_path / "bad.parquet", [row]), inputs)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"prompt": []}, "column 'prompt': expected a list"),
-        ({"prompt": [{"role": "user", "content": None}]}, "column 'prompt': expected a message with role and content"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "column 'reward_model'"),
+        ({"prompt": []}, "column 'prompt': expected a text or a list"),
+        (
+            {"prompt": [{"role": "user", "content": None}]},
+            "column 'prompt': expected a message with text in role and content",
+        ),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": None}},
+            "column 'reward_model.ground_truth': expected text",
+        ),
         ({"data_source": None}, "column 'data_source'"),
     ],
 )
 def test_a_wrong_value_names_row_and_column(inputs, tmp_path, change, reason):
     path = write(tmp_path / "bad.parquet", [GOOD, GOOD | change])
-    with pytest.raises(ValueError, match=f"row 1, {reason}"):
+    with pytest.raises(ValueError, match=f"1 of 2 rows cannot be used:\n.*row 1, {reason}"):
         load(path, inputs)
 
 
@@ -111,7 +125,7 @@ def test_supervised_rows_end_with_the_end_of_sequence(inputs, tmp_path):
     assert data.responses[0][-1] == 2 and len(data.prompts[0]) == 4
     with pytest.raises(ValueError, match=r"row 0: prompt and response are 6 tokens, the model's context is 5"):
         SftDataset.load(tmp_path / "s.parquet", inputs / "model", 5)
-    with pytest.raises(ValueError, match=r"'response' is missing"):
+    with pytest.raises(ValueError, match=r"column 'response': is missing"):
         SftDataset.load(write(tmp_path / "t.parquet", [{"prompt": GOOD["prompt"]}]), inputs / "model", 5)
 
 
@@ -138,7 +152,6 @@ def test_a_batch_may_be_larger_than_the_data():
 
 
 def test_a_tokenizer_of_another_model_is_noticed(inputs, tmp_path):
-    data = load(write(tmp_path / "a.parquet", [GOOD]), inputs)
-    data.check_vocabulary(32)
-    with pytest.raises(ValueError, match=r"the model's vocabulary ends at 5"):
-        data.check_vocabulary(6)
+    path = write(tmp_path / "a.parquet", [GOOD])
+    with pytest.raises(ValueError, match=r"row 0.*gives token 17, but the model's vocabulary ends at 5"):
+        load(path, inputs, vocab_size=6)

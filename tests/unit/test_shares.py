@@ -15,6 +15,7 @@ from mrl.workers.shares import Packing, plan_step, split
 from parallel.dims import ParallelDims
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
+LONGEST = 31  # tokens that a response may have
 aggregations = st.sampled_from(AGGREGATIONS)
 
 
@@ -28,7 +29,7 @@ class Case:
     packing: Packing
 
     def shares(self, aggregation: str, batch: TrainBatch | None = None) -> list[Share]:
-        return plan_step(batch or self.batch, self.dims, self.packing, aggregation).shares
+        return plan_step(batch or self.batch, self.dims, self.packing, aggregation, LONGEST).shares
 
 
 @st.composite
@@ -45,9 +46,9 @@ def cases(draw) -> Case:
     batch = TrainBatch(
         block=None,
         prompt_lengths=prompts,
-        response_lengths=responses,
+        response_lengths=responses + draw(st.sampled_from([0, 5])),  # some tokens of a response may be a tool's
+        sampled_lengths=responses,
         groups=groups if draw(st.booleans()) else None,
-        advantages=np.where(trained, rng.normal(size=count), 0.0).astype(np.float32),
         rows=np.array(rows, np.int64),
         counted=np.array(counted, np.int64),
     )
@@ -70,6 +71,8 @@ def formula(case: Case, counted: NDArray[np.int64], aggregation: str) -> float:
     """The loss of rows `counted`, of which those that are not trained are worth 0."""
     if aggregation == "token_mean":
         return float(np.concatenate([case.values[row] for row in counted]).mean())
+    if aggregation == "fixed_length":
+        return float(np.mean([case.values[row].sum() / LONGEST for row in counted]))
     return float(np.mean([case.values[row].mean() for row in counted]))
 
 
@@ -120,7 +123,7 @@ def test_each_mini_batch_is_a_step_of_its_own(case, aggregation, count):
 @many
 @given(cases(), st.integers(2, 5))
 def test_mini_batches_hold_whole_groups_and_even_numbers_of_them(case, count):
-    groups = np.arange(len(case.batch.advantages)) if case.batch.groups is None else case.batch.groups
+    groups = np.arange(len(case.batch.prompt_lengths)) if case.batch.groups is None else case.batch.groups
     parts = [set(groups[part.counted].tolist()) for part in split(case.batch, count)]
     whole = set(groups[case.batch.counted].tolist())
     assert len(parts) == min(count, len(whole)), "as many steps as were asked for, where there are groups for them"
@@ -133,9 +136,10 @@ def test_mini_batches_hold_whole_groups_and_even_numbers_of_them(case, count):
 def test_denominators_count_the_rows_that_are_skipped(case, aggregation):
     weights = case.shares(aggregation)[0].weights
     assert all(np.array_equal(share.weights, weights) for share in case.shares(aggregation))
-    lengths, counted = case.batch.response_lengths, case.batch.counted
-    # one for each counted row and token: the weights of all that is counted add up to 1, whatever is trained of it
-    assert (weights * lengths)[counted].sum() == pytest.approx(1.0, rel=1e-12)
+    lengths, counted = case.batch.sampled_lengths, case.batch.counted
+    # The weights of all that is counted add up to 1, whatever is trained of it; of a fixed length, to the part that is used.
+    whole = lengths[counted].mean() / LONGEST if aggregation == "fixed_length" else 1.0
+    assert (weights * lengths)[counted].sum() == pytest.approx(whole, rel=1e-12)
     others = np.setdiff1d(np.arange(len(lengths)), counted)
     assert not weights[others].any()
 
@@ -151,7 +155,7 @@ def test_micro_batches_keep_step_where_the_layout_needs_it(case, aggregation):
 @many
 @given(cases(), aggregations)
 def test_packs_stay_within_the_budget_and_the_numbers_are_theirs(case, aggregation):
-    step = plan_step(case.batch, case.dims, case.packing, aggregation)
+    step = plan_step(case.batch, case.dims, case.packing, aggregation, LONGEST)
     prompts, responses = case.batch.prompt_lengths, case.batch.response_lengths
     computed = 0
     for share in step.shares:

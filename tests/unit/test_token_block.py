@@ -8,6 +8,7 @@ from mrl.types import TokenBlock
 
 PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]]
 LENGTHS = [5, 2, 5]
+SAMPLED = [[True, False], [False], [False, True, True]]
 LOGPROBS = [[-0.1, -0.2], [-0.3], [-0.4, -0.5, -0.6]]
 
 
@@ -50,6 +51,44 @@ def test_a_recorded_step_is_read_back(tmp_path, routed):
     assert list(columns) == ["groups"] and columns["groups"].tolist() == [0, 0, 1]
     for name, value in vars(written).items():
         assert np.array_equal(vars(read)[name], value)
+
+
+def masked() -> TokenBlock:
+    """The middle row has no sampled token at all."""
+    logprobs = [[x for x, mine in zip(*pair, strict=True) if mine] for pair in zip(LOGPROBS, SAMPLED, strict=True)]
+    numbers = np.arange(3, dtype=np.float32)
+    return TokenBlock.from_lists(PROMPTS, RESPONSES, logprobs, routing(), SAMPLED).with_columns(advantages=numbers)
+
+
+def test_only_sampled_tokens_have_columns():
+    found = masked()
+    assert found.response_lengths.tolist() == [2, 1, 3] and found.sampled_lengths.tolist() == [1, 0, 2]
+    assert found.tokens[found.sampled_index].tolist() == [7, 11, 12]
+    assert np.allclose(found.rollout_logprobs, [-0.1, -0.5, -0.6])
+    with pytest.raises(AssertionError, match=r"advantages has shape \(6,\) for 3 sampled tokens"):
+        found.with_columns(advantages=np.zeros(6, np.float32))
+
+
+def test_a_mask_and_its_columns_go_where_their_rows_go():
+    picked = masked().select(np.array([2, 1, 0]))
+    assert picked.tokens[picked.sampled_index].tolist() == [11, 12, 7]
+    assert picked.columns["advantages"].tolist() == [1, 2, 0] and picked.sampled_lengths.tolist() == [2, 0, 1]
+    alone = masked().select(np.array([1]))
+    assert alone.tokens.tolist() == [4, 9] and not len(alone.sampled_index) and not len(alone.columns["advantages"])
+
+
+def test_a_mask_is_recorded(tmp_path):
+    recording.write(tmp_path, 0, masked())
+    read, _ = recording.read(tmp_path, 0)
+    assert read.sampled.tolist() == masked().sampled.tolist()
+    assert read.sampled_lengths.tolist() == [1, 0, 2]
+
+
+def test_marks_that_do_not_fit_the_response_are_refused():
+    with pytest.raises(AssertionError, match="1 marks for a response of 2 tokens"):
+        TokenBlock.from_lists(PROMPTS, RESPONSES, LOGPROBS, None, [[True], *SAMPLED[1:]])
+    with pytest.raises(AssertionError, match="6 logprobs for 3 sampled tokens"):
+        TokenBlock.from_lists(PROMPTS, RESPONSES, LOGPROBS, None, SAMPLED)
 
 
 def test_routing_of_other_sequences_is_refused():

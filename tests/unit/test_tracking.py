@@ -25,6 +25,9 @@ class Memory:
     def log(self, step, metrics):
         self.logged.append((step, dict(metrics)))
 
+    def rewind(self, last_step, evaluated):
+        self.logged = [(step, metrics) for step, metrics in self.logged if step <= last_step]
+
     def close(self):
         self.closed = True
 
@@ -69,12 +72,34 @@ def test_any_phase_may_be_timed_but_only_in_seconds():
         metrics.find("time/rollout_ms")
 
 
+@pytest.mark.parametrize(
+    "name", ["own/surprise", "eval/accuracy_greedy_easy", "eval/accuracy_sampled_a_b", "reward/math_mean"]
+)
+def test_open_families_take_any_name(name):
+    assert metrics.find(name).meaning and metrics.label(name)
+
+
+@pytest.mark.parametrize("name", ["own/", "eval/accuracy_best_easy", "eval/accuracy_greedy_", "own/a/b"])
+def test_open_families_are_not_open_to_everything(name):
+    with pytest.raises(ValueError, match="is not declared"):
+        metrics.find(name)
+
+
 def test_the_tracker_hands_every_step_to_every_sink_and_closes_them_after_an_error():
     sinks = [Memory(), Memory()]
     with pytest.raises(KeyboardInterrupt), Tracker(sinks) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         raise KeyboardInterrupt
     assert all(sink.logged == [(1, {"reward/mean": 0.5})] and sink.closed for sink in sinks)
+
+
+def test_the_tracker_takes_back_steps_that_will_come_again():
+    sink = Memory()
+    tracker = Tracker([sink])
+    for step in (1, 2, 3):
+        tracker.log(step, {"reward/mean": 0.5})
+    tracker.rewind(1, evaluated=True)
+    assert [step for step, _ in sink.logged] == [1]
 
 
 def test_the_tracker_refuses_an_undeclared_name_before_any_sink_sees_it():
@@ -98,6 +123,30 @@ def test_a_sink_that_fails_to_close_does_not_keep_the_others_open():
     last = Memory()
     Tracker([Broken(), last]).close()
     assert last.closed
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_an_evaluation_that_will_be_made_again_is_taken_back(tmp_path, evaluated):
+    sinks = [JsonlSink(tmp_path / "metrics.jsonl"), JsonlSink(tmp_path / "eval.jsonl", evaluations=True)]
+    with Tracker(sinks) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"reward/mean": 0.5, "eval/accuracy_greedy": 0.5})
+        tracker.rewind(1, evaluated)
+    steps = [len((tmp_path / name).read_text().splitlines()) for name in ("metrics.jsonl", "eval.jsonl")]
+    assert steps == [1, 1 if evaluated else 0]
+
+
+def test_a_resumed_curve_has_what_was_drawn_before(tmp_path):
+    metrics_file, eval_file = tmp_path / "metrics.jsonl", tmp_path / "eval.jsonl"
+    metrics_file.write_text('{"step": 1, "reward/mean": 0.25, "loss/policy": null}\n{"step": 2, "reward/mean": 0.5}\n')
+    eval_file.write_text('{"step": 0, "eval/accuracy_sampled": 0.125}\n')
+    curve = CurveSink(tmp_path / "curve.png")
+    curve.read([metrics_file, eval_file])
+    curve.log(3, {"reward/mean": 0.75})
+    assert curve._snapshot() == ({1: 0.25, 2: 0.5, 3: 0.75}, {"eval/accuracy_sampled": {0: 0.125}})
+    curve.rewind(1, evaluated=True)
+    assert curve._snapshot() == ({1: 0.25}, {"eval/accuracy_sampled": {0: 0.125}})
+    curve.close()
 
 
 def test_each_step_is_on_disk_before_log_returns(tmp_path):
@@ -125,13 +174,50 @@ def test_wandb_is_offline_without_a_login_and_online_with_a_key_or_netrc(no_logi
 
 
 @pytest.mark.slow
-def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_path):
-    start = time.monotonic()
+def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_path, monkeypatch):
+    start, may_start, in_time = WandbSink._start, threading.Event(), []
+
+    def held_up(sink):
+        in_time.append(may_start.wait(30))
+        return start(sink)
+
+    monkeypatch.setattr(WandbSink, "_start", held_up)
     sink = WandbSink(tmp_path, project="mrl", name="test", config={"seed": 0})
     sink.log(1, {"reward/mean": 0.5})
-    assert time.monotonic() - start < 0.5
+    may_start.set()
     sink.close()
+    assert in_time == [True]
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+UNREACHABLE = """
+import logging, pathlib, sys, threading, time
+from mrl.tracking import WandbSink
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+start, logged, in_time = WandbSink._start, threading.Event(), []
+def after_the_steps(sink):
+    in_time.append(logged.wait(60))
+    return start(sink)
+WandbSink._start = after_the_steps
+sink = WandbSink(pathlib.Path(sys.argv[1]), project="mrl", name="test", deadline_s=3.0)
+for step in range(3):
+    sink.log(step, {"reward/mean": 0.5})
+logged.set()
+ending = time.monotonic()
+sink.close()
+assert in_time == [True], "the steps waited"
+assert time.monotonic() - ending < 30, "the end waited"
+"""
+
+
+@pytest.mark.slow
+def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_end(no_login, monkeypatch, tmp_path):
+    """In a process of its own, whose exit wandb could hold up as well."""
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING:mrl.tracking:wandb" in done.stdout
 
 
 @pytest.fixture

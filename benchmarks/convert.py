@@ -1,0 +1,170 @@
+"""Memory and time of `mrl convert`, beside a plain copy of the same bytes.
+
+    python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm]
+
+Writes a random bfloat16 model of Qwen3-1.7B's sizes (3.4 GB), converts it to Megatron and back in processes of their own, and
+removes everything. Memory is the largest resident size of the whole process, its mapped pages included, and that beyond what
+its imports take. The copy is shutil's, with an fsync of each file as the conversions have it. Before each run the source's
+pages are dropped from the page cache, unless --warm.
+"""
+
+import argparse
+import filecmp
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from models.conversion.hf_export import HFFolderWriter
+from models.conversion.partial_folder import PartialFolder, sync
+from models.families import family_of
+from models.hf_config import HFConfig
+
+QWEN3_1_7B = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_act="silu",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    initializer_range=0.02,
+    attention_bias=False,
+    attention_dropout=0.0,
+    use_sliding_window=False,
+)
+COPY = """
+import shutil, sys
+from models.conversion.partial_folder import sync
+from pathlib import Path
+source, target = map(Path, sys.argv[1:])
+target.mkdir()
+for path in source.iterdir():
+    shutil.copyfile(path, target / path.name)
+    sync(target / path.name)
+"""
+CONVERT = """
+import sys
+from mrl.commands.convert import main
+assert main(sys.argv[1:]) == 0
+"""
+BASE = {  # the copy of the same source
+    "to-megatron": "copy of the Hugging Face folder",
+    "to-hf": "copy of the Megatron checkpoint",
+}
+IMPORTS = "import mrl.commands.convert, models.conversion.convert, rich.progress"
+PEAK = """
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""  # kB; not getrusage's, which counts what the process was before it became this program
+
+
+def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
+    """Random bfloat16 weights, one tensor at a time."""
+    config = folder.with_name("config")
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(QWEN3_1_7B | {"num_hidden_layers": layers}))
+    hf = HFConfig.load(config)
+    family = family_of(hf)
+    shapes = family.hf_shapes(family.read(hf))
+    torch.manual_seed(0)
+    with PartialFolder.beside(folder, {}) as partial:
+        writer = HFFolderWriter(partial, {name: ("BF16", shape) for name, shape in shapes.items()}, max_shard_bytes)
+        for name, shape in shapes.items():
+            writer.write(name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02))
+        writer.complete(config, {})
+
+
+def run(code: str, *arguments: str) -> tuple[float, float]:
+    """(seconds, largest resident MB) of a process."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", code + PEAK, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
+    return time.perf_counter() - begin, int(done.stdout.split()[-1]) * 1024 / 1e6
+
+
+def forget(folder: Path) -> None:
+    """Drop the folder's files from the page cache."""
+    for path in folder.iterdir():
+        sync(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure(ways: dict[str, Sequence[str]], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Each way's (seconds, MB) of all repeats, run in turn; what a way wrote is removed before it runs again."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(args.repeats):
+        for name, command in ways.items():
+            source, target = (Path(part.rpartition("=")[2]) for part in command[-2:])
+            shutil.rmtree(target, ignore_errors=True)
+            if not args.warm:
+                forget(source)
+            found[name].append(run(*command))
+            if name not in BASE:
+                shutil.rmtree(target)
+    return found
+
+
+def report(work: Path, args: argparse.Namespace) -> None:
+    model, megatron, back = (work / name for name in ("model", "megatron", "back"))
+    write_model(model, args.layers, int(args.max_shard_bytes))
+    size = f"max_shard_bytes={args.max_shard_bytes}"
+    ways = {
+        "copy of the Hugging Face folder": [COPY, f"{model}", f"{work}/copy"],
+        "to-megatron": [CONVERT, "to-megatron", size, f"model={model}", f"output={megatron}"],
+        "copy of the Megatron checkpoint": [COPY, f"{megatron}", f"{work}/copy"],
+        "to-hf": [CONVERT, "to-hf", size, f"model={model}", f"checkpoint={megatron}", f"output={back}"],
+    }  # source and target last
+    imports = run(IMPORTS)
+    found = measure(ways, args)
+    shards = sorted(model.glob("*.safetensors"))
+    assert all(filecmp.cmp(path, back / path.name, shallow=False) for path in shards), "the files came back different"
+    show(found, imports, [path.stat().st_size for path in shards])
+
+
+def show(found: dict[str, list[tuple[float, float]]], imports: tuple[float, float], sizes: list[int]) -> None:
+    largest = max(sizes) / 1e6
+    title = f"{sum(sizes) / 1e9:.2f} GB, largest file {largest:.0f} MB; imports {imports[0]:.1f} s, {imports[1]:.0f} MB"
+    heads = ("", "s", "of a copy", "MB", "of the largest file", "beyond imports", "of the largest file")
+    table = Table(*heads, title=title)
+    for name, runs in found.items():
+        seconds, base = (statistics.median(s for s, _ in found[way]) for way in (name, BASE.get(name, name)))
+        row = [f"{seconds:.1f} ({min(runs)[0]:.1f} to {max(runs)[0]:.1f})", f"{seconds / base:.2f}"]
+        if name in BASE:
+            peak = max(mb for _, mb in runs)
+            row += [text for mb in (peak, peak - imports[1]) for text in (f"{mb:.0f}", f"{mb / largest:.2f}")]
+        table.add_row(name, *row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a disk with room for four models")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model")
+    parser.add_argument("--max-shard-bytes", type=float, default=1e9, help="largest file")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm", action="store_true", help="leave the source in the page cache")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="mrl_convert_") as work:
+        report(Path(work), args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""What a weight sync costs: bytes over the least possible, time against copying memory, differences against everything.
+
+    python benchmarks/weight_sync.py bytes                    layouts of published sizes, by plan: arithmetic
+    python benchmarks/weight_sync.py speed [--pushes 5]       a 0.5B-parameter model from Megatron into a real engine
+    python benchmarks/weight_sync.py delta [--steps 20]       real training runs that send differences
+
+`speed` needs 8 GiB of memory and a minute; `delta` trains the quickstart twice.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+CONSOLE = Console(width=110)
+SHARED = dict(head_dim=128, rope_theta=1e6, tie_word_embeddings=False)
+MODELS = {
+    "Qwen3-0.6B": ("Qwen3ForCausalLM", dict(hidden_size=1024, intermediate_size=3072, layers=28, heads=16, kv=8)),
+    "Qwen3-8B": ("Qwen3ForCausalLM", dict(hidden_size=4096, intermediate_size=12288, layers=36, heads=32, kv=8)),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeForCausalLM",
+        dict(hidden_size=2048, intermediate_size=6144, layers=48, heads=32, kv=4, moe=768, experts=128, topk=8),
+    ),
+}
+LAYOUTS = [
+    ("Qwen3-0.6B", dict(dp=8), dict(tp=1), 8),
+    ("Qwen3-8B", dict(tp=2, pp=2, dp=4), dict(tp=2), 8),
+    ("Qwen3-8B", dict(tp=4, pp=2, dp=2), dict(tp=1), 16),
+    ("Qwen3-30B-A3B", dict(tp=2, pp=2, dp=4, ep=8, etp=1), dict(tp=8, ep=8), 2),
+    ("Qwen3-30B-A3B", dict(tp=4, dp=4, ep=4), dict(tp=4), 4),
+]
+
+
+def config_of(name: str) -> dict:
+    """A config.json of that size."""
+    architecture, s = MODELS[name]
+    moe = {}
+    if "experts" in s:
+        moe = dict(num_experts=s["experts"], num_experts_per_tok=s["topk"], moe_intermediate_size=s["moe"])
+        moe |= dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
+    return dict(
+        architectures=[architecture],
+        model_type="qwen3_moe" if moe else "qwen3",
+        vocab_size=151936,
+        hidden_size=s["hidden_size"],
+        intermediate_size=s["intermediate_size"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv"],
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        initializer_range=0.02,
+        hidden_act="silu",
+        attention_bias=False,
+        attention_dropout=0.0,
+        **SHARED,
+        **moe,
+    )
+
+
+def count_bytes(arguments: argparse.Namespace) -> None:
+    """Bytes that arrive over bytes that engines hold, by plan."""
+    from models.families import family_of
+    from models.hf_config import HFConfig
+    from mrl.weight_sync.explain import Speeds, explain
+    from mrl.weight_sync.layout import EngineLayout, Topology
+    from mrl.weight_sync.plan import compile_plan, even_stages, owners
+    from parallel.dims import ParallelDims
+
+    table = Table("model", "trainer", "engines", "sent over least", "busiest sender", "messages", "GB", "plan, s")
+    for name, axes, engine, count in LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config_of(name)))
+            hf = HFConfig.load(folder)
+            family = family_of(hf)
+            arch = family.read(hf)
+        start, dims = time.perf_counter(), ParallelDims(**axes)
+        layout = EngineLayout.of(family, arch, Topology(**engine))
+        owned = owners(layout.rows, arch.sizes, dims, even_stages(arch.num_layers, dims))
+        plan = compile_plan(owned, layout, count, lambda _: ("bfloat16", 2), 512 << 20)
+        found = explain(plan, dims.world_size, Speeds(25.0, 25.0, 50.0), shared=False)
+        seconds = time.perf_counter() - start
+        messages = sum(sender.messages for sender in found.senders)
+        each = "x".join(f"{k}{v}" for k, v in engine.items())
+        cells = [f"{found.ratio:.5f}", f"{found.imbalance:.3f}", f"{messages:,}", f"{found.sent_bytes / 1e9:.1f}"]
+        table.add_row(name, str(dims), f"{count} of {each}", *cells, f"{seconds:.1f}")
+    CONSOLE.print(table)
+
+
+def write_half_billion(folder: Path) -> None:
+    """A random Qwen2-0.5B in bfloat16, written tensor by tensor."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936)
+    heads = dict(num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def copy_seconds(nbytes: int) -> float:
+    """Median time of a plain copy of so many bytes, from one piece of memory into another, both touched before."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    found = []
+    for _ in range(7):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def measure_speed(arguments: argparse.Namespace) -> None:
+    """Time of pushes of a 0.5B model, each transport, against copying the same bytes."""
+    from parallel import device
+
+    device.install()
+    import torch
+    import torch.distributed as dist
+
+    from models.build import build_model
+    from models.conversion.bridge import Bridge
+    from models.conversion.hf_io import HFWeights
+    from models.hf_config import HFConfig
+    from mrl.config import WeightSyncConfig
+    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.weight_sync.layout import EngineLayout
+    from mrl.weight_sync.live import LiveSync
+    from parallel import groups
+    from parallel.dims import ParallelDims
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "model")
+        write_half_billion(folder)
+        args = default_server_args("bfloat16", 512, max_total_tokens=1024) | {"model_path": str(folder)}
+        with EngineServer(args, Path(scratch, "engine.log")) as server:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            groups.initialize(ParallelDims(), seed=0)
+            hf = HFConfig.load(folder)
+            chunks = build_model(hf, ParallelDims(), torch.bfloat16)
+            bridge = Bridge(hf, chunks, ParallelDims())
+            bridge.load(HFWeights(folder))
+            server.wait_ready(300)
+            table = Table(
+                "transport", "bucket, MiB", "GB", "first, s", "median, s", "GB/s", "over one copy", "CPU-s, both"
+            )
+            for transport in ("shared_memory", "process_group"):
+                for mebibytes in arguments.buckets:
+                    settings = WeightSyncConfig(transport=transport, bucket_bytes=mebibytes << 20)
+                    layout_of = partial(EngineLayout.of, bridge.family, bridge.arch)
+                    sync = LiveSync([server.url], bridge, layout_of, settings)
+                    reports, cpu = [], []
+                    for version in range(arguments.pushes + 1):
+                        before = sum(os.times()[:2]) + server.cpu_seconds()
+                        reports.append(sync.push(version))
+                        cpu.append(sum(os.times()[:2]) + server.cpu_seconds() - before)
+                    sync.close()
+                    size = reports[0].bytes
+                    median = statistics.median(r.seconds for r in reports[1:])
+                    ratio = f"{median / copy_seconds(size):.1f}"
+                    numbers = [f"{reports[0].seconds:.2f}", f"{median:.2f}", f"{size / median / 1e9:.2f}", ratio]
+                    cells = [f"{mebibytes}", f"{size / 1e9:.2f}", *numbers, f"{statistics.median(cpu[1:]):.2f}"]
+                    table.add_row(transport, *cells)
+            dist.destroy_process_group()
+    CONSOLE.print(table)
+
+
+def measure_delta(arguments: argparse.Namespace) -> None:
+    """Bytes of differences over bytes of weights, in real training runs."""
+    runs = {
+        "float32, learning rate of the quickstart": [],
+        "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
+        "bfloat16, learning rate 1e-6": ["model.dtype=bfloat16", "algorithm.lr=1e-6", "algorithm.warmup_steps=0"],
+    }
+    table = Table("run", "steps", "first step", "median", "last", "reward, first and last five")
+    for name, overrides in runs.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, "run")
+            fixed = [f"run.dir={folder}", "weight_sync.delta=true", "trainer.stop_reward=null", "trainer.save=false"]
+            line = [
+                sys.executable,
+                "-m",
+                "mrl.cli",
+                "train",
+                *fixed,
+                f"trainer.max_steps={arguments.steps}",
+                *overrides,
+            ]
+            env = os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+            subprocess.run(line, check=True, env=env, stdout=subprocess.DEVNULL)
+            steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+        sent = [step["weight_sync/compressed_fraction"] for step in steps]
+        reward = [np.mean([step["reward/mean"] for step in part]) for part in (steps[:5], steps[-5:])]
+        cells = [f"{sent[0]:.4f}", f"{statistics.median(sent):.4f}", f"{sent[-1]:.4f}"]
+        table.add_row(name, str(len(steps)), *cells, f"{reward[0]:.3f}, {reward[1]:.3f}")
+    CONSOLE.print(table)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True)
+    kinds.add_parser("bytes").set_defaults(run=count_bytes)
+    speed = kinds.add_parser("speed")
+    speed.add_argument("--pushes", type=int, default=5)
+    speed.add_argument("--buckets", type=int, nargs="+", default=[4, 16, 64, 256], help="MiB")
+    speed.set_defaults(run=measure_speed)
+    delta = kinds.add_parser("delta")
+    delta.add_argument("--steps", type=int, default=20)
+    delta.set_defaults(run=measure_delta)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, dense layers first, then sigmoid experts with shared ones.
+
+The norms within attention take `rms_norm_eps`, as SGLang's and Megatron's do; those of transformers take 1e-6, which is what
+the published configs say.
+"""
+
+from dataclasses import replace
+
+from models.conversion.mapping import Mapping
+from models.families.decoder import DEFAULTS, DENSE_MLP, EMBEDDINGS, read_decoder
+from models.families.sigmoid_experts import (
+    SIGMOID_EXPERTS,
+    SIGMOID_EXPERTS_DEFAULTS,
+    SIGMOID_EXPERTS_FUSIONS,
+    read_sigmoid_experts,
+    sigmoid_experts_parts,
+)
+from models.hf_config import HFConfig
+from models.spec import Architecture, Family
+from parallel.rope import Rope, YarnRope
+
+_MLAYER, _LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_MATTN, _ATTN = f"{_MLAYER}.self_attention", f"{_LAYER}.self_attn"
+
+# q: all heads' queries; kv_a: the short vector and the shared rotated part of the keys; kv_b: all heads' other parts of keys,
+# and values; o: all heads' values
+LATENT_ATTENTION = (
+    Mapping(f"{_MLAYER}.input_layernorm.weight", (f"{_LAYER}.input_layernorm.weight",), (("hidden",),)),
+    Mapping(f"{_MATTN}.linear_q_proj.weight", (f"{_ATTN}.q_proj.weight",), (("q", "hidden"),), 0, part="q_direct"),
+    Mapping(
+        f"{_MATTN}.linear_q_down_proj.weight", (f"{_ATTN}.q_a_proj.weight",), (("q_lora", "hidden"),), part="q_lora"
+    ),
+    Mapping(f"{_MATTN}.q_layernorm.weight", (f"{_ATTN}.q_a_layernorm.weight",), (("q_lora",),), part="q_lora"),
+    Mapping(f"{_MATTN}.linear_q_up_proj.weight", (f"{_ATTN}.q_b_proj.weight",), (("q", "q_lora"),), 0, part="q_lora"),
+    Mapping(f"{_MATTN}.linear_kv_down_proj.weight", (f"{_ATTN}.kv_a_proj_with_mqa.weight",), (("kv_a", "hidden"),)),
+    Mapping(f"{_MATTN}.kv_layernorm.weight", (f"{_ATTN}.kv_a_layernorm.weight",), (("kv_lora",),)),
+    Mapping(f"{_MATTN}.linear_kv_up_proj.weight", (f"{_ATTN}.kv_b_proj.weight",), (("kv_b", "kv_lora"),), 0),
+    Mapping(f"{_MATTN}.linear_proj.weight", (f"{_ATTN}.o_proj.weight",), (("hidden", "o"),), 1),
+)
+
+
+def translate(config: HFConfig) -> Architecture:
+    """Translate a DeepSeek-V3 config; raises ValueError at a flag whose meaning this family does not implement."""
+    config.expect(attention_bias=False, rope_interleave=True, quantization_config=None, moe_layer_freq=1)
+    config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
+    config.asked.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # how it was pretrained
+    nope, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    config.expect(head_dim=(None, turned), qk_head_dim=(None, nope + turned))  # transformers 5 writes them as well
+    heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
+    rope = config.rope(turned)
+    arch = read_decoder(
+        config,
+        parts=sigmoid_experts_parts(config) | {"q_lora" if q_lora else "q_direct"},
+        rope=rope,
+        multi_latent_attention=True,
+        q_lora_rank=q_lora,
+        kv_lora_rank=kv_lora,
+        qk_head_dim=nope,
+        qk_pos_emb_head_dim=turned,
+        v_head_dim=value,
+        **_softmax_scale(rope),
+        **read_sigmoid_experts(config),
+    )
+    key, up = nope + turned, nope + value
+    sizes = {name: arch.sizes[name] for name in ("vocab", "hidden", "ffn", "experts", "moe_ffn", "shared_ffn")}
+    sizes |= dict(
+        q=heads * key, q_lora=q_lora or 0, kv_a=kv_lora + turned, kv_lora=kv_lora, kv_b=heads * up, o=heads * value
+    )
+    return replace(arch, sizes=sizes, transformer=arch.transformer | dict(kv_channels=key))
+
+
+def _softmax_scale(rope: Rope) -> dict[str, float]:
+    """By which Megatron multiplies the softmax's scale with the square of YaRN's amplitude under another weight."""
+    if not isinstance(rope, YarnRope):
+        return {}
+    return dict(rotary_scaling_factor=rope.factor, mscale_all_dim=rope.mscale_all_dim or 0.0)
+
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    translate=translate,
+    table=(*EMBEDDINGS, *LATENT_ATTENTION, *DENSE_MLP, *SIGMOID_EXPERTS),
+    engine_fusions={
+        "fused_qkv_a_proj_with_mqa.weight": ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+        "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
+    }
+    | SIGMOID_EXPERTS_FUSIONS,
+    defaults=DEFAULTS
+    | SIGMOID_EXPERTS_DEFAULTS
+    | dict(
+        attention_bias=False,
+        rope_interleave=True,
+        quantization_config=None,
+        moe_layer_freq=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        head_dim=None,
+        qk_head_dim=None,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+    ),
+    engine_reads=("moe_layer_freq", "scoring_func", "topk_method"),
+    extra_layers=True,
+)

@@ -1,0 +1,61 @@
+"""GLM-4.5: grouped-query attention, RoPE on part of a head, dense layers first, then sigmoid experts with shared ones."""
+
+from dataclasses import replace
+
+from models.families.decoder import (
+    ATTENTION,
+    DEFAULTS,
+    DENSE_MLP,
+    EMBEDDINGS,
+    ENGINE_FUSIONS,
+    QK_NORMS,
+    QKV_BIAS,
+    read_decoder,
+)
+from models.families.sigmoid_experts import (
+    SIGMOID_EXPERTS,
+    SIGMOID_EXPERTS_DEFAULTS,
+    SIGMOID_EXPERTS_FUSIONS,
+    read_sigmoid_experts,
+    sigmoid_experts_parts,
+)
+from models.hf_config import HFConfig
+from models.spec import Architecture, Family
+
+
+def translate(config: HFConfig) -> Architecture:
+    """Translate a GLM-4.5 config; raises ValueError at a flag whose meaning this family does not implement."""
+    flags = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
+    return read_decoder(
+        config,
+        parts=sigmoid_experts_parts(config) | {part for part, is_on in flags.items() if is_on},
+        rope=config.rope(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"], partial=True),
+        qk_layernorm=config["use_qk_norm"],
+        **read_sigmoid_experts(config),
+    )
+
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    translate=translate,
+    table=(
+        *EMBEDDINGS,
+        *(*ATTENTION, *QKV_BIAS, *(replace(row, part="qk_norms") for row in QK_NORMS)),
+        *(*DENSE_MLP, *SIGMOID_EXPERTS),
+    ),
+    engine_fusions=ENGINE_FUSIONS | SIGMOID_EXPERTS_FUSIONS,
+    defaults=DEFAULTS
+    | SIGMOID_EXPERTS_DEFAULTS
+    | dict(
+        rms_norm_eps=1e-5,
+        head_dim=None,
+        partial_rotary_factor=0.5,
+        attention_bias=False,
+        use_qk_norm=False,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    extra_layers=True,
+)

@@ -1,0 +1,34 @@
+"""Llama (2 and 3): RMSNorm, grouped-query attention, gated SiLU MLP, RoPE; biases by two flags."""
+
+from models.families.decoder import (
+    ATTENTION,
+    DEFAULTS,
+    DENSE_MLP,
+    DENSE_MLP_BIAS,
+    EMBEDDINGS,
+    ENGINE_FUSIONS,
+    PROJ_BIAS,
+    QKV_BIAS,
+    attention_parts,
+    read_decoder,
+)
+from models.hf_config import HFConfig
+from models.spec import Architecture, Family
+
+
+def translate(config: HFConfig) -> Architecture:
+    """Translate a Llama config; raises ValueError at a flag whose meaning this family does not implement."""
+    config.expect(rope_interleaved=False)  # some authors write it; transformers does not read it
+    parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
+    return read_decoder(config, parts=parts)
+
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    translate=translate,
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *DENSE_MLP, *DENSE_MLP_BIAS),
+    engine_fusions=ENGINE_FUSIONS,
+    defaults=DEFAULTS
+    | dict(attention_bias=False, mlp_bias=False, head_dim=None, num_key_value_heads=None, rope_interleaved=False),
+    engine_lacks=frozenset(["mlp_bias"]),
+)

@@ -1,0 +1,1 @@
+"""Says which process waits where when a run stands still, and which one died."""

@@ -1,0 +1,57 @@
+"""The process that trains, from config to exported model; `mrl train` watches over it."""
+
+import sys
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from mrl import build
+from mrl import plan as planning
+from mrl.commands import hydra_app, supervised
+from mrl.config import Config
+from mrl.faults import Preempted
+from mrl.leaving import REQUEUE, Leaving
+from mrl.trainer import Result
+
+
+def job(config: Config) -> None:
+    """One run, or what is left of it; a signal to leave ends it with the status that asks to be started again."""
+    if HydraConfig.get().mode == RunMode.RUN:  # a sweep's points have folders of their own
+        supervised.say(f"run.dir={config.run.dir}")
+    with Leaving() as leaving:
+        try:
+            result = _fit(config, leaving)
+        except Preempted as reason:
+            sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} goes on from here\n")
+            raise SystemExit(REQUEUE) from None
+    sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
+
+
+def _fit(config: Config, leaving: Leaving) -> Result:
+    try:
+        plan = planning.plan_training(config)
+    except ValueError as error:
+        hydra_app.refuse(error)
+    with build.trainer(plan, leaving) as trainer:
+        return trainer.fit()
+
+
+def summary(result: Result, run_dir: str, goal: float | None) -> str:
+    """What a run achieved, for the terminal."""
+    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
+    if goal is not None and not result.reward >= goal:
+        lines.append(f"the goal trainer.stop_reward={goal} was not reached")
+    for name, before in result.before.items():
+        what = name.removeprefix("eval/").replace("_", " ")
+        lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
+    return "\n".join([*lines, f"everything is in {run_dir}", ""])
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the process."""
+    supervised.register()
+    return hydra_app.run(argv, job)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""From a row as a file has it to a prompt as the run needs it: which column is which, and what each may hold."""
+
+import difflib
+import math
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from typing import Any
+
+from mrl.config import Node
+from mrl.data.report import RowError
+from mrl.data.table import Row, column, text
+from mrl.data.tokenizer import Messages
+
+GroundTruth = str | list[Any] | dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt, checked, and what its row says of the answer."""
+
+    messages: Messages
+    ground_truth: GroundTruth
+    data_source: str
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names that a file has for what a prompt needs; a dotted name is a field inside a column.
+
+    The defaults are the field's five columns. Columns that `named` does not list may be absent: `data_source` is then the
+    source's name and `extra_info` empty. None: there is no such column, and the ground truth is an empty text.
+    """
+
+    prompt: str = "prompt"  # text, or a list of messages
+    ground_truth: str | None = "reward_model.ground_truth"  # text, number, list or object
+    data_source: str | None = "data_source"
+    extra_info: str | tuple[str, ...] | None = "extra_info"  # an object, or columns to collect in one
+    named: frozenset[str] = frozenset()  # of the fields above: chosen by the user, so each row must have them
+
+    @classmethod
+    def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
+        """`base` (or the default) with the columns that a config names at `key`; raises ValueError."""
+        ours = [f.name for f in fields(cls) if f.name != "named"]
+        for name, theirs in node.items():
+            if name not in ours:
+                near = difflib.get_close_matches(name, ours, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ours)}."
+                raise ValueError(f"{key}.{name}: no such column of a prompt; {hint}")
+            several = name == "extra_info" and isinstance(theirs, list) and all(isinstance(t, str) for t in theirs)
+            if not (isinstance(theirs, str) or several or (theirs is None and name != "prompt")):
+                raise ValueError(f"{key}.{name}={theirs!r}: expected the name of a column of your file.")
+        chosen: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in node.items()
+        }
+        base = base or cls()
+        named = base.named - node.keys() | {name for name, value in node.items() if value is not None}
+        return replace(base, **chosen, named=named)
+
+    def __call__(self, row: Row, source: str, system: str | None = None) -> Example:
+        """The row's prompt; `source` is its data_source unless it has one, `system` its system message likewise.
+
+        Raises:
+            RowError: names the column and what is wrong with it.
+        """
+        return Example(
+            with_system(read_messages(column(row, self.prompt), self.prompt), system),
+            "" if self.ground_truth is None else _ground_truth(column(row, self.ground_truth), self.ground_truth),
+            text(row, self.data_source) if self.data_source and self._has(row, "data_source") else source,
+            self._extra_info(row),
+        )
+
+    def _has(self, row: Row, ours: str) -> bool:
+        return ours in self.named or str(vars(self)[ours]).partition(".")[0] in row
+
+    def _extra_info(self, row: Row) -> dict[str, Any]:
+        name = self.extra_info
+        if isinstance(name, tuple):
+            return {one: column(row, one) for one in name}
+        if name is None or not self._has(row, "extra_info"):
+            return {}
+        value = column(row, name)
+        if not isinstance(value, dict | None):
+            raise RowError(name, f"expected an object, got {value!r:.80}.")
+        return value or {}
+
+
+def read_messages(value: Any, name: str) -> Messages:
+    """The messages of a prompt: a text is one user message.
+
+    Raises:
+        RowError: `value` is neither text nor a list of {role, content} messages with text in both and a known role.
+    """
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise RowError(name, f"expected a text or a list of {{role, content}} messages, got {value!r:.80}.")
+    for message in value:
+        texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
+        if not texts or not all(isinstance(part, str) for part in texts):
+            raise RowError(name, f"expected a message with text in role and content, got {message!r:.80}.")
+        if message["role"] not in ROLES:
+            raise RowError(name, f"unknown role {message['role']!r:.40}; expected one of {', '.join(ROLES)}.")
+    return value
+
+
+def with_system(messages: Messages, system: str | None) -> Messages:
+    """`messages` after a system message, unless they begin with one of their own."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _ground_truth(value: Any, name: str) -> GroundTruth:
+    """Text, list and object as they are; a number as text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | list | dict):
+        raise RowError(name, f"expected text, a number, a list or an object, got {value!r:.80}.")
+    if not _finite(value):
+        raise RowError(name, f"expected finite numbers, got {value!r:.80}.")
+    return value if isinstance(value, list | dict) else str(value)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float | Decimal) or math.isfinite(value)

@@ -1,0 +1,272 @@
+"""What runs inside the sandbox: lock this process down for good, then run somebody else's program in it.
+
+`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S jail.py CONFIG`), so it imports the
+standard library only, and of that what starts at once (not json, signal or typing). The order matters: limits, Landlock,
+capabilities, seccomp, and only then is the program even compiled. A step that fails ends the process before `LOCKED` is
+written, and the sandbox then says that nothing was run.
+"""
+
+import builtins
+import ctypes
+import marshal
+import os
+import resource
+import struct
+import sys
+import types
+
+LOCKED = b"locked"  # written to the status pipe once nothing more can go wrong but the program itself
+
+# -- seccomp: system calls ------------------------------------------------------------------------------------------------
+
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column in the tables below
+
+# Name, number on x86_64, number on aarch64 (`-`: it has none). Refused with EPERM whatever the arguments.
+DENIED = """
+network      socket 41 198, connect 42 203, accept 43 202, accept4 288 242, bind 49 200, listen 50 201,
+             sendmsg 46 211, sendmmsg 307 269
+processes    fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138,
+             rt_tgsigqueueinfo 297 240, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+             setpriority 141 140, ioprio_set 251 30, sched_setparam 142 118, sched_setscheduler 144 119,
+             sched_setattr 314 274, sched_setaffinity 203 122, migrate_pages 256 238, move_pages 279 239
+metadata     chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
+             utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
+             fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, getxattr 191 8, lgetxattr 192 9,
+             listxattr 194 11, llistxattr 195 12, truncate 76 45,
+             name_to_handle_at 303 264, open_by_handle_at 304 265, inotify_init 253 -, inotify_init1 294 26,
+             inotify_add_watch 254 27, fanotify_init 300 262
+left behind  memfd_create 319 279, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
+             semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181
+kernel       keyctl 250 219, add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241,
+             userfaultfd 323 282, personality 135 92, modify_ldt 154 -, iopl 172 -, ioperm 173 -, syslog 103 116,
+             init_module 175 105, finit_module 313 273, delete_module 176 106, kexec_load 246 104, kexec_file_load 320 294,
+             seccomp 317 277, io_setup 206 0, splice 275 76, tee 276 77, vmsplice 278 75, sync 162 81, syncfs 306 267
+machine      mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268,
+             quotactl 179 60, swapon 167 224, swapoff 168 225, acct 163 89, reboot 169 142, vhangup 153 58,
+             sethostname 170 161, setdomainname 171 162, settimeofday 164 170, clock_settime 227 112,
+             adjtimex 159 171, clock_adjtime 305 266
+"""
+
+# From this number on, both architectures agree, and whatever is not named here does not exist (ENOSYS): io_uring, clone3,
+# openat2, pidfds, new mounts, and what later kernels bring. The x32 calls of x86_64 lie above it too.
+FIRST_COMMON = 424
+ALLOWED_COMMON = {
+    "faccessat2": 439,
+    "epoll_pwait2": 441,
+    "futex_waitv": 449,
+    "map_shadow_stack": 453,
+    "futex_wake": 454,
+    "futex_wait": 455,
+    "futex_requeue": 456,
+    "mseal": 462,
+}
+
+_SOCK_STREAM, _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 1, 8, 15, 0x8901, 0x8902
+_THREAD = 0x10000 | 0x400  # CLONE_THREAD, CLONE_FILES: with descriptors of its own it could hide files from who watches
+_ANY = 0xFFFFFFFF
+_TRUNCATES, _HOW = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
+
+
+# A call that depends on an argument: numbers on x86_64 and aarch64, which argument, mask, values, whether these are the
+# only ones allowed (True) or the ones refused (False).
+Rule = tuple[tuple[int, int | None], int, int, tuple[int, ...], bool]
+
+
+def judged(pid: int) -> list[Rule]:
+    """The calls of process `pid` that are looked at more closely."""
+    return [
+        ((56, 220), 0, _THREAD, (_THREAD,), True),  # clone: threads yes, processes no
+        ((62, 129), 0, _ANY, (pid,), True),  # kill: itself only
+        ((234, 131), 0, _ANY, (pid,), True),  # tgkill: itself only
+        ((302, 261), 0, _ANY, (0,), True),  # prlimit64: its own limits only
+        ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: streams only, they reach nobody else
+        ((72, 25), 1, _ANY, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to others through a file
+        ((16, 29), 1, _ANY, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: likewise
+        (
+            (157, 167),
+            0,
+            _ANY,
+            (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE),
+            False,
+        ),  # prctl: it dies with its parent, and is seen
+        ((2, None), 1, _HOW, (_TRUNCATES,), False),  # open: truncating what is opened to read, see openat
+        ((257, 56), 2, _HOW, (_TRUNCATES,), False),  # openat: likewise; Landlock misses it before ABI 3
+    ]
+
+
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)
+
+
+def denied(column: int) -> list[int]:
+    """Numbers of the calls refused whatever their arguments; `column`: 0 for x86_64, 1 for aarch64."""
+    entries = [entry.split()[-3:] for entry in DENIED.replace(",\n", ",").replace("\n", ",").split(",") if entry]
+    return [int(entry[1 + column]) for entry in entries if entry[1 + column] != "-"]
+
+
+def _judge(number: int, argument: int, mask: int, values: tuple[int, ...], allowed: bool) -> list[bytes]:
+    match, other = (_ALLOW, _EPERM) if allowed else (_EPERM, _ALLOW)
+    body = [_instruction(_LOAD, 16 + 8 * argument), _instruction(_AND, mask)]  # low half of seccomp_data.args[argument]
+    body += [_instruction(_EQUAL, value, len(values) - i) for i, value in enumerate(values)]
+    body += [_instruction(_RETURN, other), _instruction(_RETURN, match)]
+    return [_instruction(_EQUAL, number, 0, len(body)), *body]
+
+
+def seccomp_program(machine: str, pid: int) -> bytes:
+    """The BPF program that every system call of this process passes: an array of `struct sock_filter`."""
+    audit, column = ARCHITECTURES[machine]
+    common = sorted(ALLOWED_COMMON.values())
+    program = [
+        _instruction(_LOAD, 4),
+        _instruction(_EQUAL, audit, 1),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, 0),
+    ]
+    program += [_instruction(_AT_LEAST, FIRST_COMMON, 0, len(common) + 2)]
+    program += [_instruction(_EQUAL, number, len(common) - i) for i, number in enumerate(common)]
+    program += [_instruction(_RETURN, _ENOSYS), _instruction(_RETURN, _ALLOW)]
+    for number in denied(column):
+        program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _EPERM)]
+    for numbers, argument, mask, values, allowed in judged(pid):
+        if (number := numbers[column]) is not None:
+            program += _judge(number, argument, mask, values, allowed)
+    return b"".join([*program, _instruction(_RETURN, _ALLOW)])
+
+
+# -- Landlock: files ------------------------------------------------------------------------------------------------------
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
+_FILE_RIGHTS = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    5: (1 << 16) - 1,
+}  # first ABI that knows them: all
+_WORK = (
+    _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+)  # plain files, one level: no folders
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 4, 22, 38, 9
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def landlock_abi() -> int:
+    """Version of Landlock that the running kernel offers; 0: none."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+
+
+def seccomp_works() -> bool:
+    """Whether the kernel takes seccomp filters that end the process."""
+    numbers = {"x86_64": 317, "aarch64": 277}
+    action = ctypes.c_uint32(_KILL)
+    return _libc.syscall(numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    rule = struct.pack("=Qi", rights, beneath)
+    _call(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+    os.close(beneath)
+
+
+def lock_files(work: str, readable: list[str]) -> None:
+    """Nothing but `readable` can be read from now on, and nothing but plain files in `work` written."""
+    abi = landlock_abi()
+    handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
+    tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)  # all TCP; abstract sockets and signals of others
+    attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = _call(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
+    _allow(ruleset, work, _WORK & handled)
+    for path in readable:
+        _allow(ruleset, path, _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE)
+    _allow(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
+    _call(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+    os.close(ruleset)
+
+
+# -- The rest -------------------------------------------------------------------------------------------------------------
+
+
+def limit_resources(limits: dict[str, int]) -> None:
+    """Hard limits that the kernel keeps; a core file of one byte is the one size that no core handler is started for."""
+    for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (max(1, soft - 1), hard))  # SIGXCPU a second before SIGKILL
+
+
+def drop_capabilities() -> None:
+    """Give up what makes root mightier than its user id."""
+    header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    _call(_libc.capset(header, nothing), "capset")
+
+
+def lock_calls() -> None:
+    """Put the seccomp filter in place; there is no way to take it off."""
+    program = seccomp_program(os.uname().machine, os.getpid())
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    _call(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+
+
+def lock(config: dict) -> None:
+    """Lock this process down; raises OSError, before anything else has run, where the kernel refuses a step."""
+    limit_resources(config["limits"])
+    _libc.mallopt(-8, 1)  # one malloc arena: each further one reserves 64 MiB of the address space that is limited
+    _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    lock_files(os.getcwd(), config["readable"])
+    drop_capabilities()
+    _call(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "parent death signal")
+    assert os.getppid() == config["parent"], f"started by {config['parent']}, which is gone"
+    lock_calls()
+
+
+def _show(source: str):
+    """An excepthook that shows the program's own frames and lines, not those of this file."""
+
+    def show(kind, error, trace) -> None:
+        import linecache
+        import traceback
+
+        linecache.cache["program.py"] = (len(source), None, source.splitlines(keepends=True), "program.py")
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        traceback.print_exception(kind, error, trace)
+
+    return show
+
+
+def main() -> None:
+    """Lock, tell so, and run the program as `__main__`."""
+    config = marshal.loads(bytes.fromhex(sys.argv[1]))
+    lock(config)
+    os.write(config["status_fd"], LOCKED)
+    os.close(config["status_fd"])
+    with open(config["source_fd"], encoding="utf-8") as file:
+        source = file.read()
+    sys.argv, sys.path = ["program.py"], sys.path + config["path"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # otherwise the gift of `site`, which -S leaves out
+    sys.excepthook = _show(source)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""A locked-down place to run Python that nobody has read: a model's answer, or the code tool of an agent.
+
+One run is one process (`mrl/rewards/jail.py`) that has given up, before the program is compiled, the network, new processes,
+other processes and every file but the Python installation's and those of its own temporary folder. The kernel keeps these
+promises (Landlock, seccomp, resource limits); this file starts the process, watches what no kernel limit covers, ends it in
+time and says why it ended. docs/code_rewards.md tells what is locked and what is not.
+"""
+
+import difflib
+import fcntl
+import functools
+import marshal
+import os
+import resource
+import select
+import selectors
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from mrl.rewards import jail
+
+Reason = Literal[
+    "ok",  # ended by itself with status 0
+    "wrong exit",  # ended by itself with another status, as after an uncaught exception
+    "forbidden",  # ended by an uncaught refusal: a file, the network, a new process
+    "time limit",  # wall clock
+    "cpu limit",
+    "memory",
+    "too much output",
+    "too many threads",
+    "too much on disk",  # bytes or files
+    "killed",  # by a signal not sent here: a crash, or the kernel short of memory
+]
+_TICK_S = 0.02  # between two looks at threads and files
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat
+_LEAST_MEMORY = 64 << 20  # for the interpreter to start at all
+_START_S = 30.0  # for an interpreter to start and lock itself, however loaded the machine is
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+_DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use. Raises ValueError for one that nothing could run in."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10  # all threads together
+    memory_bytes: int = 1 << 30  # address space, of which the bare interpreter takes about 20 MiB
+    output_bytes: int = 1 << 20  # of stdout and of stderr, each
+    disk_bytes: int = 16 << 20  # all files of its folder together
+    files: int = 64
+    threads: int = 32
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), _LEAST_MEMORY if each.name == "memory_bytes" else 0
+            kinds = (int, float) if each.name == "wall_s" else (int,)
+            if not isinstance(value, kinds) or value <= least:
+                kind = "number" if each.name == "wall_s" else "whole number"
+                raise ValueError(f"sandbox limit {each.name}={value!r}: expected a {kind} above {least}.")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From a config's node. Raises ValueError for a name that is no limit."""
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{unknown[0]!r} is no limit of the sandbox; did you mean {near!r}? Limits: {', '.join(known)}."
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. Output is decoded as UTF-8; bytes that are none become U+FFFD."""
+
+    reason: Reason
+    detail: str  # the reason in words: the limit, or the program's last line on stderr
+    stdout: str
+    stderr: str
+    returncode: int  # as of subprocess: -N for signal N
+    seconds: float  # wall clock of the program, without the start of its interpreter
+
+    @property
+    def failure(self) -> str | None:
+        """Reason and detail in one line; None for a normal end."""
+        return None if self.reason == "ok" else f"{self.reason}: {self.detail}"
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """What this machine lacks to lock a program in; None: nothing."""
+    if sys.platform != "linux" or os.uname().machine not in jail.ARCHITECTURES:
+        return f"it needs Linux on {' or '.join(jail.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
+    if jail.landlock_abi() < 1:
+        return "the kernel offers no Landlock (Linux 5.13 or later with lsm=landlock; a container runtime may also hide it)"
+    if not jail.seccomp_works():
+        return "the kernel offers no seccomp filters (CONFIG_SECCOMP_FILTER)"
+    return None
+
+
+def require() -> None:
+    """Raises: ValueError where untrusted code cannot be locked in, with what is missing."""
+    if lacks := why_unavailable():
+        raise ValueError(
+            f"untrusted code cannot be run on this machine: {lacks}; choose a reward or tool that runs none."
+        )
+
+
+def run_python(source: str, limits: Limits | None = None) -> Outcome:
+    """Run a program that reads nothing, as a code tool does; see `run`."""
+    return run(source, "", limits or Limits())
+
+
+def run(source: str, stdin: str, limits: Limits, path: tuple[str, ...] = ()) -> Outcome:
+    """Run the Python program `source` on `stdin`, and return when nothing of it is left.
+
+    path: further folders that it may read and import from, beside the standard library.
+    Raises: ValueError where the machine cannot lock it in, RuntimeError if the lock failed; it has then not run.
+    """
+    require()
+    with (
+        tempfile.TemporaryDirectory(prefix="mrl-code-", ignore_cleanup_errors=True) as folder,
+        _sealed("source", source) as source_file,
+        _sealed("stdin", stdin) as stdin_file,
+    ):
+        process, status = _start(Path(folder), source_file, stdin_file, limits, path)
+        with process, open(status, "rb") as ready:
+            run = _Run(process, Path(folder), limits, os.fstat(stdin_file))
+            try:
+                run.wait_for_lock(ready.fileno())
+                return run.watch()
+            finally:
+                process.kill()
+
+
+@contextmanager
+def _sealed(name: str, text: str) -> Iterator[int]:
+    """A file in memory that nobody can change any more, read from its beginning."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", buffering=0) as file:
+        data = memoryview(text.encode("utf-8", "replace"))
+        while data:
+            data = data[file.write(data) :]
+        file.seek(0)
+        fcntl.fcntl(
+            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        )
+        yield descriptor
+
+
+def _start(
+    folder: Path, source: int, stdin: int, limits: Limits, path: tuple[str, ...]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a bare interpreter on jail.py; also the descriptor on which it will say that it is locked."""
+    ready, status = os.pipe()
+    stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
+    stack = min(64 << 20, limits.memory_bytes // 4)
+    config = {
+        "limits": {
+            "AS": limits.memory_bytes,
+            "CPU": limits.cpu_s + 1,
+            "FSIZE": limits.disk_bytes,
+            "STACK": stack,
+        },
+        "readable": [*dict.fromkeys([*stdlib, *_SYSTEM, *_DEVICES, *path])],
+        "path": list(path),
+        "parent": os.getpid(),
+        "source_fd": source,
+        "status_fd": status,
+    }
+    try:
+        process = subprocess.Popen(
+            [os.path.realpath(sys.executable), "-I", "-S", "-B", jail.__file__, marshal.dumps(config).hex()],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            cwd=folder,
+            pass_fds=(source, status),
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(ready)
+        raise
+    finally:
+        os.close(status)
+    return process, ready
+
+
+@dataclass
+class _Run:
+    """One started process, until its end."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    limits: Limits
+    stdin: os.stat_result
+    output: dict[int, bytearray] = field(default_factory=dict)  # by descriptor
+    stopped: tuple[Reason, str] | None = None  # why it was ended from here
+    started: float = 0.0
+    checked: float = 0.0
+
+    def wait_for_lock(self, ready: int) -> None:
+        """Raises: RuntimeError unless the process says that it is locked."""
+        poll = select.poll()  # select() knows no descriptor above 1023
+        poll.register(ready, select.POLLIN)
+        if poll.poll(_START_S * 1000) and os.read(ready, 64) == jail.LOCKED:
+            return
+        self.process.kill()
+        said = self.process.communicate()[1].decode("utf-8", "replace").strip()
+        raise RuntimeError(f"the sandbox could not be locked, nothing was run: {_last_line(said) or 'no answer'}")
+
+    def watch(self) -> Outcome:
+        """Read its output and look at what it uses until it has ended, by itself or from here."""
+        assert self.process.stdout and self.process.stderr, "both are pipes"
+        out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
+        self.output = {out: bytearray(), err: bytearray()}
+        self.started = time.monotonic()
+        ended = os.pidfd_open(self.process.pid)
+        with open(ended, "rb"), selectors.DefaultSelector() as selector:
+            for descriptor in (out, err, ended):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while ended in selector.get_map():
+                for key, _ in selector.select(_TICK_S):
+                    if key.fd == ended or not self._read(key.fd):
+                        selector.unregister(key.fd)
+                if ended in selector.get_map():
+                    self._check()
+            while any([self._read(key.fd) for key in selector.get_map().values()]):
+                pass
+        seconds = time.monotonic() - self.started
+        self._check_disk()
+        _, status, usage = os.wait4(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        stdout, stderr = (bytes(self.output[each]).decode("utf-8", "replace") for each in (out, err))
+        reason, detail = self.stopped or self._explain(stderr, usage)
+        return Outcome(reason, detail, stdout, stderr, self.process.returncode, seconds)
+
+    def _read(self, descriptor: int) -> bool:
+        """Take what is there, up to the limit; False at the end."""
+        room = self.limits.output_bytes - len(self.output[descriptor])
+        chunk = os.read(descriptor, 1 << 16)
+        self.output[descriptor] += chunk[:room]
+        if len(chunk) > room:
+            self._stop("too much output", f"more than {self.limits.output_bytes} bytes")
+            return False
+        return bool(chunk)
+
+    def _check(self) -> None:
+        """Stop it for what no limit of the kernel covers; it has not ended."""
+        now = time.monotonic()
+        if now - self.checked < _TICK_S:
+            return
+        self.checked = now
+        if now - self.started > self.limits.wall_s:
+            self._stop("time limit", f"more than {self.limits.wall_s:g} s")
+        try:
+            threads = os.stat(f"/proc/{self.process.pid}/task").st_nlink - 2
+        except OSError:
+            threads = 0
+        if threads > self.limits.threads:
+            self._stop("too many threads", f"more than {self.limits.threads}")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        blocks: dict[tuple[int, int], int] = {}  # of each file, whatever number of names it has
+        names = 0
+        try:
+            for names, found in enumerate(self._files(), start=1):
+                blocks[found.st_dev, found.st_ino] = found.st_blocks
+                if names > self.limits.files:
+                    return self._stop("too much on disk", f"more than {self.limits.files} files")
+        except PermissionError:
+            return self._stop("forbidden", "its open files cannot be looked at")
+        if sum(blocks.values()) * 512 > self.limits.disk_bytes:
+            self._stop("too much on disk", f"more than {self.limits.disk_bytes} bytes")
+        elif self._maps_removed():
+            self._stop("too much on disk", "a removed file is still mapped into memory")
+
+    def _files(self) -> Iterator[os.stat_result]:
+        """Its folder's files, by name, and those removed from it but still open; raises PermissionError where it hides them."""
+        for entry in os.scandir(self.folder):
+            with suppress(OSError):  # removed meanwhile
+                yield entry.stat(follow_symlinks=False)
+        removed: dict[int, os.stat_result] = {}  # by inode: threads share their descriptors
+        for task in self._tasks():
+            for found in _opened(task):
+                if stat.S_ISREG(found.st_mode) and not found.st_nlink and not os.path.samestat(found, self.stdin):
+                    removed[found.st_ino] = found
+        yield from removed.values()
+
+    def _maps_removed(self) -> bool:
+        """Whether a file removed from its folder is mapped: it takes disk, and nobody can see how much."""
+        inside = os.fsencode(os.path.realpath(self.folder)) + b"/"
+        for task in self._tasks():
+            with suppress(OSError):  # it ends
+                if maps := Path(f"{task}/maps").read_bytes():  # the same of all threads that live
+                    return any(line.endswith(b" (deleted)") and inside in line for line in maps.splitlines())
+        return False
+
+    def _tasks(self) -> list[str]:
+        """Its threads, as folders of /proc; the first of them may end before the others, and then shows nothing."""
+        with suppress(OSError):  # it has ended
+            return [entry.path for entry in os.scandir(f"/proc/{self.process.pid}/task")]
+        return []
+
+    def _stop(self, reason: Reason, detail: str) -> None:
+        if not self.stopped:
+            self.stopped = reason, detail
+            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill would reap it, and with it what it has used
+
+    def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
+        """Why it ended by itself; `usage` is what it has used."""
+        code, said = self.process.returncode, _last_line(stderr)
+        cpu = usage.ru_utime + usage.ru_stime
+        if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self.limits.cpu_s):
+            return "cpu limit", f"more than {self.limits.cpu_s} s"
+        if code == -signal.SIGSYS:
+            return "forbidden", "a system call of another architecture"
+        if code < 0:
+            return "killed", f"signal {-code} ({signal.strsignal(-code)})"
+        if code == 0:
+            return "ok", ""
+        for mark, reason in _REFUSALS.items():
+            if said.startswith(mark):
+                return reason, said
+        return "wrong exit", f"status {code}" + (f", {said}" if said else "")
+
+
+def _opened(task: str) -> Iterator[os.stat_result]:
+    """What a thread has open; raises PermissionError where it lives and does not let that be seen."""
+    try:
+        opened = list(os.scandir(f"{task}/fd"))
+    except PermissionError:
+        if _is_ending(task):
+            return
+        raise
+    except OSError:  # it has ended
+        return
+    for entry in opened:
+        with suppress(OSError):  # closed meanwhile
+            yield os.stat(entry.path)
+
+
+def _is_ending(task: str) -> bool:
+    """Whether a thread is on its way out: /proc then gives its files to root, before they are gone."""
+    try:
+        flags = int(Path(f"{task}/stat").read_bytes().rpartition(b")")[2].split()[6])
+    except OSError:
+        return True
+    return bool(flags & _PF_EXITING)
+
+
+# How an uncaught exception begins, in the last line on stderr, when it tells of a limit.
+_REFUSALS: dict[str, Reason] = {
+    "PermissionError: ": "forbidden",
+    "OSError: [Errno 38]": "forbidden",  # ENOSYS: a call that does not exist inside
+    "MemoryError": "memory",
+    "OSError: [Errno 12]": "memory",  # ENOMEM
+    "RuntimeError: can't start new thread": "too many threads",
+    "OSError: [Errno 27]": "too much on disk",  # EFBIG
+}
+
+
+def _last_line(text: str) -> str:
+    """The last line that says something, in 300 characters at most."""
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")

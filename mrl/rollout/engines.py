@@ -1,0 +1,262 @@
+"""The engines of a rollout worker: started, asked together, and replaced where they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from mrl.autopsy.register import FOLDER, NAME, forget, stacks
+from mrl.rollout.agent import Conversation, Generate, converse
+from mrl.rollout.answers import Answers
+from mrl.rollout.asking import Engine, NoEngineError, Round, Seat
+from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
+from mrl.rollout.outside import OutsideEngine, check_seeds
+from mrl.rollout.server import EngineServer
+from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+POST_RESPONSES = 64
+"""Responses asked for in one request: so many at most are lost with an engine although they were done. A request each would
+cost the engine's HTTP server a millisecond of CPU each."""
+
+
+class Engines:
+    """All engines of one worker. Between rounds of requests the driver replaces those that failed, with their weights."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        """Start the engines at once; `wait_ready` waits for them."""
+        self.spec = spec
+        self._arguments = dict(spec.server_args, model_path=spec.model_path, tp_size=spec.engine_tp)
+        if spec.routed_experts:
+            self._arguments["enable_return_routed_experts"] = True
+        self._stacks = stacks(spec.run_dir)
+        forget(self._stacks, "engine_*")  # of an earlier start in this folder
+        self._numbers = itertools.count()  # of engines so far, replaced ones included
+        self._servers: list[EngineServer | OutsideEngine] = [OutsideEngine(url) for url in spec.engine_urls]
+        self._servers = self._servers or [self._start() for _ in range(spec.num_engines)]
+        self._engines: list[Engine] = []  # in service
+        self._failed: dict[str, str] = {}  # URL -> why, not taken yet
+        self._replaced = self._redone = 0
+        self._were_ready = False  # all, once
+
+    def _start(self) -> EngineServer:
+        number = next(self._numbers)
+        arguments = dict(self._arguments, random_seed=self.spec.seed + number, host=_host())
+        name, logs = f"engine_{number}", Path(self.spec.run_dir) / "logs"
+        server = EngineServer(arguments, logs / f"{name}.log", env={FOLDER: str(self._stacks), NAME: name})
+        server.start()
+        return server
+
+    @property
+    def urls(self) -> list[str]:
+        """Of all engines, those that still start included."""
+        return [server.url for server in self._servers]
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """Wait for the engines, all of which are then in service; returns their URLs."""
+        deadline = time.monotonic() + timeout_s
+        for place in range(len(self._servers)):
+            self._wait(place, deadline)
+        for engine in self._engines:
+            engine.client.close()
+        self._engines = [self._in_service(server) for server in self._servers]
+        self._were_ready = True
+        return self.urls
+
+    def _wait(self, place: int, deadline: float) -> None:
+        """Wait for one engine, and for others in its place where it ends before it is ready.
+
+        Before engines were ready once, one that was not killed ends for a mistake, such as a wrong argument: no other is tried.
+        """
+        for left in reversed(range(1 + (self.spec.faults.engine_tries if self._were_ready else 1))):
+            server = self._servers[place]
+            try:
+                return server.wait_ready(max(1.0, deadline - time.monotonic()))
+            except RuntimeError as error:
+                ours = isinstance(server, EngineServer) and (self._were_ready or server.was_killed)
+                if not ours or not left:
+                    raise
+                log.warning("%s", error)
+                self._renew(server.url)
+
+    def _in_service(self, server: EngineServer | OutsideEngine) -> Engine:
+        client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
+        if isinstance(server, OutsideEngine):
+            if self.spec.deterministic:
+                check_seeds(client, "rollout.deterministic")
+            return Engine(client, server.alive, "rollout.engine_urls")
+        return Engine(client, server.alive, str(server.log_path))
+
+    def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
+        """End these engines and start others in their place; returns the URLs of all when they are ready."""
+        for url in urls:
+            self._renew(url)
+        return self.wait_ready(timeout_s)
+
+    def _renew(self, url: str) -> None:
+        """End an engine of ours and start its successor; one that was renewed already is known no more."""
+        for place, server in enumerate(self._servers):
+            if server.url == url and isinstance(server, EngineServer):  # an outside one may come back by itself
+                log.warning("engine %s is replaced", url)
+                server.stop(timeout_s=5.0)
+                forget(self._stacks, server.log_path.stem)
+                self._servers[place] = self._start()
+
+    def complete(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], kept: Answers | None = None
+    ) -> list[Completion]:
+        """One response to each prompt, in order, spread evenly over the engines. Raises as `Round.ask`.
+
+        What is `kept` already is not asked for.
+        """
+
+        async def all_parts(asking: Round) -> list[Completion]:
+            answers = await asyncio.gather(
+                *(
+                    self._ask(
+                        asking,
+                        Seat(asking.engines[engine]),
+                        part,
+                        [prompts[i] for i in part],
+                        [sampling[i] for i in part],
+                        kept,
+                    )
+                    for engine, part in _parts(len(prompts), len(asking.engines))
+                )
+            )
+            return [completion for answer in answers for completion in answer]
+
+        return self._round(all_parts)
+
+    async def _ask(
+        self,
+        asking: Round,
+        seat: Seat,
+        numbers: Sequence[int],
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        kept: Answers | None,
+    ) -> list[Completion]:
+        """Answers from what is kept, and of the engine of this seat for the others, which are kept then."""
+        found = {} if kept is None else _known(kept, numbers, prompts)
+        missing = [place for place, number in enumerate(numbers) if number not in found]
+        if missing:
+            inputs, params = [prompts[place] for place in missing], [sampling[place] for place in missing]
+            done = await asking.ask(seat, inputs, params, routed_experts=self.spec.routed_experts)
+            asked = [numbers[place] for place in missing]
+            if kept is not None:
+                kept.put(asked, inputs, done)
+            found |= dict(zip(asked, done, strict=True))
+        return [found[number] for number in numbers]
+
+    def converse(
+        self,
+        conversation: Conversation,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        kept: Answers | None = None,
+    ) -> list[Trajectory]:
+        """One response of several turns to each prompt, in order; all turns of one from one engine, unless that fails.
+
+        A turn that an engine does not answer is asked of another one; turns before it, and their tools, are not repeated.
+        """
+
+        async def all_responses(asking: Round) -> list[Trajectory]:
+            def generate_of(number: int) -> Generate:
+                seat = Seat(asking.engines[number * len(asking.engines) // len(prompts)])
+
+                async def generate(inputs: list[int], params: SamplingParams) -> Completion:
+                    (done,) = await self._ask(asking, seat, [number], [inputs], [params], kept)
+                    return done
+
+                return generate
+
+            return await converse(conversation, generate_of, prompts, sampling)
+
+        return self._round(all_responses)
+
+    def _round[T](self, work: Callable[[Round], Awaitable[T]]) -> T:
+        if not self._engines:
+            raise NoEngineError("no engine is in service: those that failed were not replaced yet.")
+        faults, deadline_s = self.spec.faults, self.spec.request_timeout_s
+        asking = Round(
+            self._engines, faults.engine_tries, faults.engine_stall_s, lambda engine: self._renew(engine.client.url)
+        )
+
+        async def run() -> T:
+            async with asking, asyncio.timeout(deadline_s):
+                return await work(asking)
+
+        try:
+            return asyncio.run(run())
+        except TimeoutError:
+            raise EngineError(
+                f"not all responses were there after rollout.request_timeout_s={deadline_s:g}, though the engines computed; "
+                "let it be longer, or rollout.max_response_tokens smaller."
+            ) from None
+        finally:
+            self._take_stock(asking)
+
+    def _take_stock(self, asking: Round) -> None:
+        """Leave failed engines out of further rounds."""
+        failed = {engine.client.url: engine.failure for engine in self._engines if engine.failure is not None}
+        self._engines = [engine for engine in self._engines if engine.failure is None]
+        self._failed |= failed
+        self._replaced += len(failed)
+        self._redone += asking.redone
+
+    def take_failed(self) -> dict[str, str]:
+        """URLs of engines that failed since the last call, and why."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def take_numbers(self) -> dict[str, float]:
+        """Metrics of what failed since the last call."""
+        numbers = {
+            "rollout/replaced_engines": float(self._replaced),
+            "rollout/redone_responses": float(self._redone),
+        }
+        self._replaced = self._redone = 0
+        return numbers
+
+    def cpu_seconds(self) -> float:
+        """User and system seconds of all engines' process trees."""
+        return sum(server.cpu_seconds() for server in self._servers)
+
+    def close(self) -> None:
+        """End every engine of ours."""
+        for server in self._servers:
+            server.stop()
+
+
+def _known(kept: Answers, numbers: Sequence[int], prompts: Sequence[list[int]]) -> dict[int, Completion]:
+    """Answers that are there already, by the response's number."""
+    pairs = ((number, kept.get(number, prompt)) for number, prompt in zip(numbers, prompts, strict=True))
+    return {number: done for number, done in pairs if done is not None}
+
+
+def _parts(responses: int, engines: int) -> list[tuple[int, list[int]]]:
+    """Even shares of the responses for the engines, each share in parts of one request; (engine, numbers of responses)."""
+    return [
+        (engine, share[start : start + POST_RESPONSES].tolist())
+        for engine, share in enumerate(np.array_split(np.arange(responses), engines))
+        for start in range(0, len(share), POST_RESPONSES)
+    ]
+
+
+def _host() -> str:
+    """Where engines listen: on loopback where all of the cluster is on this machine, else on this node's address in it."""
+    if not ray.is_initialized():
+        return "127.0.0.1"
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -1,0 +1,56 @@
+"""What trainer ranks put into a step's capsule, and the error that makes one."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from mrl.types import TokenBlock
+from parallel.dims import ParallelDims
+
+BATCH, WEIGHTS = "batch.npz", "weights"  # a file, a Hugging Face folder
+_COLUMN = "column."
+
+
+class NotFinite(FloatingPointError):
+    """The gradient of a mini-batch is NaN or infinite; no weight has changed."""
+
+    def __init__(self, mini_batch: int, norm: float) -> None:
+        super().__init__(mini_batch, norm)
+        self.mini_batch, self.norm = mini_batch, norm
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before engines "
+            "see it."
+        )
+
+
+def keep(folder: Path, block: TokenBlock, dims: ParallelDims) -> None:
+    """Write this rank's states of random numbers, and on rank 0 the batch; every rank calls this."""
+    import torch.distributed as dist
+
+    from parallel import rng  # Megatron: in the process that computes
+
+    rank = dist.get_rank()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / rng.file_name(rank)).write_bytes(rng.snapshot(dims))
+    if rank == 0:
+        write_block(folder / BATCH, block)
+
+
+def write_block(path: Path, block: TokenBlock) -> None:
+    """Write tokens and columns as plain arrays."""
+    arrays = {name: value for name, value in vars(block).items() if isinstance(value, np.ndarray)}
+    columns = {_COLUMN + name: column for name, column in block.columns.items()}
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays, **columns)
+
+
+def read_block(path: Path) -> TokenBlock:
+    """What `write_block` wrote."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    columns = {name.removeprefix(_COLUMN): arrays.pop(name) for name in list(arrays) if name.startswith(_COLUMN)}
+    names = {f.name for f in fields(TokenBlock)}
+    return replace(TokenBlock(**{name: array for name, array in arrays.items() if name in names}), columns=columns)

@@ -1,0 +1,160 @@
+"""A run that was saved and loaded goes on as if nothing had happened: weights, optimizer state, random numbers, reference."""
+
+import random
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from models_for_layouts import make
+from test_layouts import make_actor, ragged_block, share_of
+
+from mrl.algorithms.losses import CrossEntropy, ValueLoss
+from mrl.workers.spec import ModelSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+LR = 1e-2
+
+
+def make_model(kind: str, path, dims: ParallelDims):
+    from mrl.workers.critic import Critic
+
+    if kind != "critic":
+        return make_actor(path, dims)
+    return Critic(ModelSpec(str(path), dims, "float32", AdamW(lr=LR, betas=(0.9, 0.98), eps=1e-6), {}))
+
+
+def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
+    """This rank's part of the loss of each of the next steps."""
+    from mrl.workers.actor import Actor
+
+    block = ragged_block(40)
+    block = block.with_columns(returns=block.columns["advantages"])
+    share = share_of(block, dims, 40, rank)
+    loss = CrossEntropy() if isinstance(model, Actor) else ValueLoss()
+    reports = [model.update(block, [share], loss, [LR])[0] for _ in range(steps)]
+    return [report.sums.get("loss", 0.0) if dims.coords(rank).tp == 0 else 0.0 for report in reports]
+
+
+def draws() -> list[float]:
+    """The next number of every generator of this process; the last three are of Megatron's."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    found = [random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+    for name in sorted(get_cuda_rng_tracker().get_states()):
+        with get_cuda_rng_tracker().fork(name):
+            found.append(torch.rand(()).item())
+    return found
+
+
+def weights_of(model) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in model._weights()]
+
+
+def hold_writers(gate) -> None:
+    """Have a save's writers wait until `gate` exists."""
+    from parallel import saving
+
+    def write_later(write, *args):
+        while not gate.exists():
+            time.sleep(0.01)
+        return write(*args)
+
+    saving._write = partial(write_later, saving._write)
+
+
+def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: int, asynchronous: bool):
+    """(losses, random numbers, weights) after the save; an asynchronous one writes its first byte after all of that."""
+    actor, gate = make_actor(path, dims), folder.with_name("gate")
+    train(actor, dims, rank, steps_before)
+    random.seed(100 + rank), np.random.seed(200 + rank), torch.manual_seed(300 + rank)
+    draws()
+    if asynchronous:
+        hold_writers(gate)
+    actor.begin_save(folder, asynchronous)
+    found = train(actor, dims, rank, 2), draws(), weights_of(actor)
+    assert actor.save_finished() != asynchronous
+    torch.distributed.barrier()  # no rank opens it before all have looked
+    gate.touch()
+    actor.finish_save(60)
+    assert weights_of(actor) == found[2]
+    return found
+
+
+def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
+    actor = make_actor(path, dims)
+    assert actor.load(folder)
+    return train(actor, dims, rank, 2), draws(), weights_of(actor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "steps_before", "asynchronous"),
+    [
+        ("dense", ParallelDims(tp=2, pp=2), 1, True),
+        ("moe", ParallelDims(dp=4, ep=2), 1, True),
+        ("tied", ParallelDims(dp=2), 0, True),
+        ("tied", ParallelDims(cp=2), 0, False),
+    ],
+    ids=str,
+)
+def test_the_same_layout_goes_on_bit_by_bit(run_ranks, tmp_path, kind, dims, steps_before, asynchronous):
+    """Every rank has its own random numbers back; what is trained beside an asynchronous save does not reach its files."""
+    path, folder = tmp_path / "model", tmp_path / "checkpoint"
+    make(kind, path)
+    expected = run_ranks(dims, save_and_go_on, path, folder, dims, steps_before, asynchronous)
+    assert run_ranks(dims, load_and_go_on, path, folder, dims) == expected
+    tracked = [tuple(numbers[-3:]) for _, numbers, _ in expected]
+    assert len(set(tracked)) == max(dims.tp, dims.ep)
+
+
+def save_and_continue(rank: int, kind: str, path, folder, dims: ParallelDims):
+    model = make_model(kind, path, dims)
+    train(model, dims, rank, 1)
+    model.save(folder)
+    return train(model, dims, rank, 2), exported(model)
+
+
+def load_and_continue(rank: int, kind: str, path, folder, before: ParallelDims, dims: ParallelDims):
+    model = make_model(kind, path, dims)
+    assert model.load(folder) == (before == dims)
+    return train(model, dims, rank, 2), exported(model)
+
+
+def exported(model) -> dict[str, np.ndarray]:
+    return {name: tensor.clone().numpy() for name, tensor in model.export()} if model.takes_part else {}
+
+
+one = ParallelDims()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "afters"),
+    [
+        ("dense", one, [ParallelDims(tp=2)]),
+        ("dense", ParallelDims(dp=2), [ParallelDims(dp=4), ParallelDims(tp=2, dp=2)]),
+        ("dense", ParallelDims(tp=2, pp=2), [ParallelDims(dp=2, cp=2), one]),
+        ("tied", ParallelDims(dp=2), [ParallelDims(pp=2, vpp=2)]),
+        ("tied", ParallelDims(pp=2), [ParallelDims(tp=2), ParallelDims(pp=2)]),
+        ("dense", ParallelDims(pp=2, vpp=2), [ParallelDims(tp=2), ParallelDims(dp=2)]),
+        ("biased", ParallelDims(tp=2), [ParallelDims(pp=2)]),
+        ("critic", ParallelDims(tp=2, pp=2), [ParallelDims(dp=2)]),
+        ("moe", one, [ParallelDims(dp=2, ep=2)]),
+        ("moe", ParallelDims(dp=2, ep=2), [one, ParallelDims(pp=2), ParallelDims(tp=2, pp=2, ep=2, etp=1)]),
+        ("moe", ParallelDims(dp=4, ep=2), [ParallelDims(dp=2, ep=2), ParallelDims(tp=2, ep=1, etp=2)]),
+        ("deepseek", ParallelDims(dp=2, ep=2), [ParallelDims(tp=2, pp=2)]),
+    ],
+    ids=lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value),
+)
+def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, afters):
+    """A step, a checkpoint and two steps under one layout; the checkpoint and the two steps under the others."""
+    path, folder = tmp_path / "model", tmp_path / "checkpoint"
+    make("dense" if kind == "critic" else kind, path)
+    expected = run_ranks(before, save_and_continue, kind, path, folder, before)
+    for after in afters:
+        found = run_ranks(after, load_and_continue, kind, path, folder, before, after)
+        losses, its_losses = (np.sum([losses for losses, _ in ranks], 0) for ranks in (expected, found))
+        np.testing.assert_allclose(its_losses, losses, atol=2e-5, rtol=0, err_msg=str(after))
+        for name, tensor in expected[0][1].items():
+            np.testing.assert_allclose(found[0][1][name], tensor, atol=2e-5, err_msg=f"{after}: {name}")

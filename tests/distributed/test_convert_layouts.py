@@ -1,0 +1,160 @@
+"""Converted weights go through live models of any layout, and come back byte for byte."""
+
+import pytest
+from models_for_layouts import make
+from tiny_families import FAMILIES, make_family
+
+from parallel.dims import ParallelDims
+
+
+class Silent:
+    """Nobody watches the progress."""
+
+    def begin(self, total_bytes: int, done_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+def to_megatron(folder, output, **options) -> None:
+    from models.conversion import convert
+    from models.hf_config import HFConfig
+
+    convert.to_megatron(HFConfig.load(folder), output, Silent(), **options)
+
+
+def to_hf(checkpoint, folder, output) -> None:
+    from models.conversion import convert
+    from models.hf_config import HFConfig
+
+    convert.to_hf(checkpoint, HFConfig.load(folder), output, Silent())
+
+
+def assert_same_files(found, expected) -> None:
+    from safetensors.numpy import load_file
+
+    a, b = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert a.keys() == b.keys()
+    for name, tensor in b.items():
+        assert a[name].dtype == tensor.dtype and a[name].tobytes() == tensor.tobytes(), name
+
+
+def empty_model(folder, dims: ParallelDims):
+    """This rank's stages, all zeros."""
+    import torch
+
+    from models.build import build_model
+    from models.hf_config import HFConfig
+
+    chunks = build_model(HFConfig.load(folder), dims, torch.float32)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()
+    return chunks
+
+
+def load_and_save(rank: int, folders, dims: ParallelDims) -> None:
+    from parallel import checkpoint
+
+    for folder in folders:
+        chunks = empty_model(folder, dims)
+        checkpoint.load_weights(folder.with_name(folder.name + "_megatron"), chunks)
+        checkpoint.save_weights(folder.with_name(folder.name + "_saved"), chunks)
+
+
+def assert_they_come_back(run_ranks, folders, dims: ParallelDims) -> None:
+    for folder in folders:
+        to_megatron(folder, folder.with_name(folder.name + "_megatron"))
+    run_ranks(dims, load_and_save, folders, dims)
+    for folder in folders:
+        back = folder.with_name(folder.name + "_back")
+        to_hf(folder.with_name(folder.name + "_saved"), folder, back)
+        assert_same_files(back, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("qwen3", ParallelDims(tp=2, pp=2)),
+        ("qwen3", ParallelDims(tp=4)),
+        ("qwen3", ParallelDims(pp=2, vpp=2)),
+        ("llama_tied_multi_head", ParallelDims(tp=2, pp=2)),
+        ("qwen3_moe", ParallelDims(dp=2, ep=2)),
+        ("qwen3_moe", ParallelDims(dp=4, ep=2, etp=2)),
+        ("qwen3_moe", ParallelDims(tp=2, pp=2, vpp=2, ep=2, etp=1)),
+    ],
+    ids=str,
+)
+def test_weights_come_back_from_every_layout(run_ranks, tmp_path, name, dims):
+    folder = make_family(name, tmp_path / name, num_hidden_layers=4, num_key_value_heads=4)
+    assert_they_come_back(run_ranks, [folder], dims)
+
+
+def test_weights_of_every_family_come_back_from_tensor_parallel_ranks(run_ranks, tmp_path):
+    folders = [make_family(name, tmp_path / name) for name in FAMILIES]
+    assert_they_come_back(run_ranks, folders, ParallelDims(tp=2))
+
+
+def as_megatron_loads(rank: int, folder, checkpoint) -> None:
+    """Megatron's own strict load, extra states and all, gives what the bridge loads from the Hugging Face folder."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from models.build import build_model
+    from models.conversion.bridge import Bridge
+    from models.conversion.hf_io import HFWeights
+    from models.hf_config import HFConfig
+
+    hf, dims = HFConfig.load(folder), ParallelDims()
+    found, expected = (build_model(hf, dims, torch.bfloat16) for _ in range(2))
+    Bridge(hf, expected, dims).load(HFWeights(folder))
+    state = dist_checkpointing.load(found[0].sharded_state_dict(), str(checkpoint), strict="raise_unexpected")
+    found[0].load_state_dict(state)
+    parameters = dict(found[0].named_parameters())
+    for name, parameter in expected[0].named_parameters():
+        assert torch.equal(parameters[name], parameter), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_megatron_finds_all_it_asks_for(run_ranks, tmp_path, name):
+    import torch
+
+    make_family(name, tmp_path / "model")
+    to_megatron(tmp_path / "model", tmp_path / "checkpoint", dtype=torch.bfloat16)
+    run_ranks(ParallelDims(), as_megatron_loads, tmp_path / "model", tmp_path / "checkpoint")
+
+
+def train_and_save(rank: int, folder, dims: ParallelDims) -> None:
+    from test_layouts import make_actor, ragged_block, share_of
+
+    from mrl.algorithms.losses import PPOClip
+
+    actor, block = make_actor(folder, dims), ragged_block(40)
+    actor.update(block, [share_of(block, dims, 40, rank)], PPOClip(), [1e-2])
+    actor.save(folder.with_name("checkpoint"))
+    actor.export_hf(folder.with_name("export"), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims"), [("tied", ParallelDims(tp=2, pp=2)), ("moe", ParallelDims(dp=2, ep=2))], ids=str
+)
+def test_a_training_checkpoint_becomes_what_the_run_exports(run_ranks, tmp_path, kind, dims):
+    make(kind, tmp_path / "model")
+    run_ranks(dims, train_and_save, tmp_path / "model", dims)
+    to_hf(tmp_path / "checkpoint", tmp_path / "model", tmp_path / "converted")
+    assert_same_files(tmp_path / "converted", tmp_path / "export")
+
+
+def logits_finding(rank: int, folder, limit: float):
+    from models.conversion import check
+    from models.hf_config import HFConfig
+
+    check.LOGITS_LIMIT = limit
+    return check.check_logits(HFConfig.load(folder))
+
+
+def test_logits_beyond_the_limit_are_found(run_ranks, tmp_path):
+    make("moe", tmp_path / "model")
+    (within,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)
+    (beyond,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-12)
+    assert within.good and not beyond.good

@@ -1,0 +1,114 @@
+"""The numbers themselves: a family's model in Megatron computes the logits of transformers."""
+
+import pytest
+from tiny_families import FAMILIES, SIZES, make_family
+
+from parallel.dims import ParallelDims
+
+LENGTHS = (37, 20)  # of two sequences in one pack
+
+
+def sequences():
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+
+
+def load(folder):
+    """(Megatron's model of `folder`, the bridge to its tensors)."""
+    import torch
+
+    from models.build import build_model
+    from models.conversion.bridge import Bridge
+    from models.conversion.hf_io import HFWeights, check_checkpoint
+
+    hf, dims = check_checkpoint(folder), ParallelDims()
+    chunks = build_model(hf, dims, torch.float32)
+    bridge = Bridge(hf, chunks, dims)
+    bridge.load(HFWeights(folder))
+    return chunks[0].eval(), bridge
+
+
+def logits_of(model):
+    """[tokens of both sequences, vocabulary] of Megatron's model, both sequences in one pack."""
+    import torch
+
+    from parallel.packing import Segment, pack
+
+    packed = pack([Segment(length) for length in LENGTHS], torch.device("cpu"))
+    tokens = torch.cat(sequences())[None]
+    return model(tokens, packed.position_ids[None], None, packed_seq_params=packed)[0, :, : SIZES["vocab_size"]]
+
+
+def expected_logits(model):
+    """The same of transformers' model, one sequence after the other."""
+    import torch
+
+    return torch.cat([model(sequence[None]).logits[0] for sequence in sequences()])
+
+
+def our_logits(rank: int, folder):
+    import torch
+
+    with torch.no_grad():
+        return logits_of(load(folder)[0]).numpy()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(run_ranks, tmp_path, name):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family(name, tmp_path)
+    with torch.no_grad():
+        expected = expected_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    assert expected.std() > 0.5, "logits near zero would hide everything"
+    (found,) = run_ranks(ParallelDims(), our_logits, folder)
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
+
+
+def loss(logits):
+    """Something that every logit has a part in."""
+    import torch
+
+    return (logits.log_softmax(-1) * torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)).sum()
+
+
+def our_gradients(rank: int, folder):
+    model, bridge = load(folder)
+    loss(logits_of(model)).backward()
+    return {name: gradient.numpy() for name, gradient in bridge.export(lambda parameter: parameter.grad)}
+
+
+def their_gradients(model) -> dict:
+    """By the names of the checkpoint, which has each expert's matrices apart."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        stem, is_stack, matrix = name.partition(".experts.")
+        if not is_stack:
+            found[name] = parameter.grad
+            continue
+        for expert, gradient in enumerate(parameter.grad):
+            matrices = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
+            for one, part in zip(matrices, gradient.chunk(len(matrices)), strict=True):
+                found[f"{stem}.experts.{expert}.{one}.weight"] = part
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, (prefix, _) in FAMILIES.items() if prefix != "Mixtral"])
+def test_gradients_are_those_of_transformers(run_ranks, tmp_path, name):
+    """Of every tensor, biases and tied embeddings too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loss(expected_logits(model)).backward()
+    (found,) = run_ranks(ParallelDims(), our_gradients, folder)
+    expected = their_gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        largest = gradient.abs().max().item()
+        assert largest > 1e-3, f"{name}: a gradient of zero proves nothing"
+        torch.testing.assert_close(torch.from_numpy(found[name]), gradient, rtol=0, atol=2e-5 * largest)

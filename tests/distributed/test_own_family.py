@@ -1,0 +1,48 @@
+"""A family in one file outside the repository: loaded, trained and exported as one of ours."""
+
+import json
+from pathlib import Path
+
+from models_for_layouts import groups_of_responses
+from tiny_families import make_family
+
+from models.families import llama
+from mrl.algorithms.losses import PPOClip
+from mrl.data.batching import CostModel
+from mrl.types import TrainBatch
+from mrl.workers.shares import Packing, plan_step
+from mrl.workers.spec import ModelSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+
+def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
+    """Gradient norm of one optimizer step; the weights before it go to `exported`."""
+    from mrl.workers.actor import Actor
+
+    block, groups = groups_of_responses()
+    batch = TrainBatch.of(block, groups)
+    step = plan_step(batch, dims, Packing(60, True, CostModel(1.0, 0.01)), "token_mean")
+    actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4), {}, family=family))
+    actor.export_hf(exported, {})
+    (report,) = actor.update(block, [step.shares[dims.coords(rank).dp]], PPOClip(), [1e-4])
+    return report.maxima["optim/grad_norm"]
+
+
+def test_a_family_from_a_file_trains_as_ours_does(run_ranks, tmp_path):
+    from safetensors.torch import load_file
+
+    text = Path(llama.__file__).read_text().replace("LlamaForCausalLM", "MineForCausalLM").replace("LLAMA =", "MINE =")
+    (tmp_path / "mine.py").write_text(text)
+    ours = make_family("llama_biased", tmp_path / "ours")
+    theirs = make_family("llama_biased", tmp_path / "theirs")
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(config | dict(architectures=["MineForCausalLM"])))
+
+    dims = ParallelDims(tp=2)
+    expected = run_ranks(dims, one_step, ours, dims, None, tmp_path / "a")
+    found = run_ranks(dims, one_step, theirs, dims, f"{tmp_path}/mine.py:MINE", tmp_path / "b")
+    assert found == expected and found[0] > 0
+    source, copy = load_file(theirs / "model.safetensors"), load_file(tmp_path / "b/model.safetensors")
+    assert source.keys() == copy.keys() and all(source[name].equal(copy[name]) for name in source)
+    assert json.loads((tmp_path / "b/config.json").read_text())["architectures"] == ["MineForCausalLM"]

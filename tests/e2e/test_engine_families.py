@@ -1,0 +1,50 @@
+"""Real SGLang servers of many families: their numbers, and weights pushed to them."""
+
+from typing import Any
+
+import pytest
+import torch
+from live_engines import connected
+from tiny_families import make_family
+
+from mrl.rollout.client import EngineClient, SamplingParams
+
+PROMPTS = [[3 + (7 * i + j) % 37 for j in range(1 + i % 9)] for i in range(12)]
+SAMPLING = SamplingParams(max_new_tokens=30, ignore_eos=True)
+LOGPROB_TOLERANCE = 1e-4
+EXPERTS = {"glm4_moe": dict(moe_intermediate_size=32), "deepseek_v3": dict(moe_intermediate_size=32)}
+
+
+@torch.no_grad()
+def gap(client: EngineClient, folder) -> float:
+    """Largest difference of a sampled token's log-probability from that of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model, largest = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), 0.0
+    for prompt, done in zip(PROMPTS, client.generate(PROMPTS, SAMPLING), strict=True):
+        logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+        ours = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        largest = max(largest, (ours - torch.tensor(done.logprobs)).abs().max().item())
+    return largest
+
+
+@pytest.mark.parametrize("name", ["llama_attention_biased", "qwen2_tied_multi_head", "glm4_moe", "deepseek_v3"])
+def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_path, name):
+    from safetensors.torch import load_file
+
+    from mrl.rollout.server import EngineServer, default_server_args
+
+    sizes: dict[str, Any] = dict(intermediate_size=64)  # on a CPU, SGLang pads others with zeros, in its checksums too
+    sizes |= EXPERTS.get(name, {})
+    first = make_family(name, tmp_path / "first", **sizes)
+    other = make_family(name, tmp_path / "other", initializer_range=0.15, **sizes)
+    args = default_server_args("float32", 64) | {"model_path": str(first), "random_seed": 0}
+    with EngineServer(args, tmp_path / "engine.log") as server:
+        server.wait_ready(timeout_s=180)
+        client = EngineClient(server.url, timeout_s=60)
+        assert gap(client, first) < LOGPROB_TOLERANCE < gap(client, other)
+
+        tensors = load_file(other / "model.safetensors")
+        with connected([client.url], other, tensors) as sync:
+            assert sync.push(version=1).tensors == len(tensors)
+        assert gap(client, other) < LOGPROB_TOLERANCE

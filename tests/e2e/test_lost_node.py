@@ -1,0 +1,40 @@
+"""A node of a cluster is lost while a run uses it: its ranks are started again on another, and the run goes on."""
+
+from contextlib import suppress
+
+import psutil
+import pytest
+from test_train import wait_for
+
+
+@pytest.fixture
+def cluster():
+    """A head without GPUs, and two nodes with one each: ranks have to be there, one node's at a time."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
+    yield made, [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    made.shutdown()
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline()).startswith("ray::TrainWorker")
+    return False
+
+
+def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, cluster):
+    made, nodes = cluster
+    run = start_mrl(
+        "train", *quickstart, f"cluster.address={made.address}", "trainer.max_steps=40", "checkpoint.every=5"
+    )
+    wait_for(
+        lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 6)
+    )
+    assert run.process.poll() is None, run.output()
+    (raylet,) = {process.ppid() for process in psutil.Process().children(recursive=True) if is_rank(process)}
+    (lost,) = [node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet]
+    made.remove_node(lost, allow_graceful=False)
+    assert run.finish(300).process.returncode == 0, run.output()
+    assert [line["step"] for line in run.metrics()] == list(range(1, 41))
+    assert "restart 1 of 5 at most" in run.output()

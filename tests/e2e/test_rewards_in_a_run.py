@@ -1,0 +1,58 @@
+"""A reward that raises, hangs and dies now and then costs failures that the metrics show; the run ends cleanly."""
+
+FUNCTION = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    match len(solution_str) % 4:
+        case 0:
+            raise RuntimeError("odd response")
+        case 1:
+            os._exit(1)
+    if solution_str.endswith("1"):
+        time.sleep(600)
+    return {"score": solution_str == ground_truth, "length": len(solution_str)}
+"""
+
+
+def test_failures_of_a_reward_do_not_end_the_run(start_mrl, inputs, tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    run = start_mrl(
+        "train",
+        "experiment=quickstart",
+        f"data.inputs.folder={inputs}",
+        "sft.train=null",
+        f"model.path={inputs}/model",
+        "rollout.prompts_per_step=4",
+        "trainer.max_steps=2",
+        "trainer.stop_reward=null",
+        "trainer.eval_rows=4",
+        "scoring.sample_timeout_s=0.5",
+        "reward=weighted",
+        "reward.parts.correct._target_=mrl.rewards.function.Function",
+        f"reward.parts.correct.path={tmp_path}/mine.py",
+        "reward.parts.overlong.cache_tokens=4",
+    ).finish()
+    assert run.process.returncode == 0, run.output()
+    steps = run.metrics()
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["reward/failed_fraction"] < 1 and -0.5 <= step["reward/mean"] <= 1
+        assert -1 <= step["reward/overlong_mean"] < 0 and step["reward/correct_length_mean"] >= 2
+    log = (run.folder / "logs/rollout.log").read_text()
+    assert "correct: RuntimeError: odd response" in log or "died (exit code 1)" in log
+    assert run.leftovers() == []
+
+
+def test_a_mistake_in_a_part_is_one_line_and_starts_nothing(start_mrl, inputs):
+    run = start_mrl(
+        "train",
+        "experiment=quickstart",
+        f"data.inputs.folder={inputs}",
+        "reward=weighted",
+        "reward.parts.correct.boxd=true",
+    ).finish(60)
+    assert run.process.returncode == 2
+    assert "reward.parts.correct.boxd: mrl.rewards.math.MathVerify has no argument 'boxd'" in run.output()
+    assert "did you mean 'boxed'?" in run.output() and "Traceback" not in run.output()
+    assert not (run.folder / "logs").exists()

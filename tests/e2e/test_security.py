@@ -1,0 +1,135 @@
+"""What a run lets in and what it lets out: who may talk to its processes, and where its secrets are written."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from conftest import tagged
+
+from mrl.secrets import engine_key
+
+OPEN = ("/health", "/ready", "/metrics")
+"""What SGLang answers to anyone; of these it is only told whether the engine works."""
+
+
+def listening(processes: list[psutil.Process]) -> dict[str, set[str]]:
+    """Address -> names of the processes that listen there."""
+    found: dict[str, set[str]] = {}
+    for process in processes:
+        try:
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.setdefault(connection.laddr.ip.removeprefix("::ffff:"), set()).add(process.name())
+        except psutil.Error:  # gone meanwhile
+            continue
+    return found
+
+
+def test_an_engine_does_nothing_for_who_has_no_key(engine):
+    url, key = engine.server.url, engine_key()
+    paths = httpx.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {key}"}).json()["paths"]
+    closed = {path: methods for path, methods in paths.items() if not path.startswith(OPEN)}
+    assert {
+        "/generate",
+        "/update_weights_from_tensor",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+    } <= closed.keys()
+    assert {"/pause_generation", "/begin_weight_update", "/flush_cache", "/server_info"} <= closed.keys()
+    with httpx.Client(base_url=url) as stranger, httpx.Client(headers={"authorization": "Bearer wrong"}) as guesser:
+        for path, methods in closed.items():
+            for method in methods:
+                assert stranger.request(method, path, json={}).status_code == 401, (method, path)
+        assert guesser.post(f"{url}/generate", json={}).status_code == 401
+    assert engine.client.health() and engine.client.weight_version()
+
+
+def test_an_engine_keeps_its_key_to_itself(engine):
+    key = engine_key()
+    assert key not in repr(engine.client.server_info())
+    assert key not in engine.server.log_path.read_text(errors="replace")
+    processes = engine.server.processes()
+    assert len(processes) >= 3 and not any(key in " ".join(process.cmdline()) for process in processes)
+    assert set(listening(processes)) == {"127.0.0.1"}
+    assert [
+        path for path in engine.server._scratch.path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
+    ] == []
+
+
+ASK_RAY = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_keys(b"", timeout=20)
+"""
+
+
+def asks_ray(address: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return subprocess.run(
+        [sys.executable, "-c", ASK_RAY, address], env=ours | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def ray_head(processes: list[psutil.Process]) -> tuple[str, Path]:
+    """Where it listens, and the folder of Ray's logs."""
+    (server,) = [process for process in processes if process.name() == "gcs_server"]
+    (port,) = {c.laddr.port for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    (logs,) = [word.partition("=")[2] for word in server.cmdline() if word.startswith("--log_dir=")]
+    return f"127.0.0.1:{port}", Path(logs)
+
+
+def holding(folder: Path, secrets: dict[str, str]) -> list[tuple[str, str]]:
+    """(file, name of a secret that is in it)."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [(str(path), name) for path in files for name, text in secrets.items() if text.encode() in path.read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def guarded(start_mrl, quickstart):
+    """A run with secrets in its environment and its config, with the most talkative logs; what was seen while it ran."""
+    planted = dict(
+        JUDGE_API_KEY="planted-judge", MRL_ENGINE_KEY="planted-engine-key", RAY_AUTH_TOKEN="planted-" + "f" * 32
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in planted.items():
+            patch.setenv(name, value)
+        secret = "sglang.served_model_name='${oc.env:JUDGE_API_KEY}'"  # SGLang says it, and wandb is told it
+        more = ["trainer.max_steps=100000", "trainer.save=false", "sglang.log_level=info", "tracking.wandb=true"]
+        run = start_mrl("train", *quickstart, secret, *more)
+    end = time.monotonic() + 240
+    while not (run.folder / "metrics.jsonl").exists() or not run.metrics():
+        assert run.process.poll() is None and time.monotonic() < end, run.output()
+        time.sleep(0.2)
+    processes = tagged(run.tag)
+    seen, (address, logs) = listening(processes), ray_head(processes)
+    stranger, owner = (
+        asks_ray(address, {"RAY_AUTH_MODE": "disabled"}),
+        asks_ray(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": planted["RAY_AUTH_TOKEN"]}),
+    )
+    run.process.terminate()
+    run.finish(60)
+    return dict(run=run, seen=seen, stranger=stranger, owner=owner, planted=planted, logs=logs)
+
+
+def test_a_run_on_one_machine_listens_on_loopback_only(guarded):
+    assert set(guarded["seen"]) == {"127.0.0.1"}, guarded["seen"]
+    assert {"gcs_server", "raylet", "sglang::scheduler"} <= guarded["seen"]["127.0.0.1"], "they were looked at"
+
+
+def test_ray_wants_the_runs_token(guarded):
+    assert guarded["owner"].returncode == 0, guarded["owner"].stderr
+    assert guarded["stranger"].returncode != 0 and "InvalidAuthToken" in guarded["stranger"].stderr
+
+
+def test_no_secret_is_written_by_a_run(guarded):
+    run = guarded["run"]
+    assert holding(run.folder, guarded["planted"]) == []
+    assert (guarded["logs"] / "gcs_server.out").exists() and holding(guarded["logs"], guarded["planted"]) == []
+    assert "oc.env:JUDGE_API_KEY" in (run.folder / "hydra/config.yaml").read_text(), "the config names where it is"
+    assert "server_args=" in (run.folder / "logs/engine_0.log").read_text(), "SGLang said its arguments"
+    assert list(run.folder.glob("wandb/offline-run-*")), "wandb got the config"

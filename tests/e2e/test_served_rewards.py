@@ -1,0 +1,92 @@
+"""Served rewards against real SGLang servers: a reward model's scores are Transformers'; a judge answers over the wire."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.data.tokenizer import byte_tokenizer
+from mrl.rewards.base import Response, Turn
+from mrl.rewards.judge import Judge
+from mrl.rewards.scorer import Scorer
+from mrl.rewards.served import RewardModel
+from mrl.rollout.server import EngineServer, default_server_args
+from mrl.secrets import ENGINE_KEY
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+TEXTS = ["4", "It is 4.", "I do not know", "x" * 150, "ä🦆"]
+
+
+def make_model(folder: Path, family: str, head: str):
+    """A tiny model of random weights with its tokenizer, in Hugging Face form."""
+    import transformers
+
+    tokenizer = byte_tokenizer()
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES,
+        head_dim=16,
+        vocab_size=len(tokenizer),
+        num_labels=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}For{head}")(config).float().eval()
+    tokenizer.model_max_length = 512
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def served(folder: Path, log: Path, **more):
+    args = default_server_args("float32", 512) | {"model_path": str(folder), "random_seed": 0} | more
+    with EngineServer(args, log) as server:
+        server.wait_ready(timeout_s=180)
+        yield server.url
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_reward_model_scores_as_in_transformers(tmp_path, family):
+    """Up to a constant for Qwen3, whose head has in SGLang a bias that no checkpoint sets."""
+    model = make_model(tmp_path / "model", family, "SequenceClassification")
+    prompt = [dict(role="user", content="2 + 2?")]
+    given = [Response("s", text, "4", prompt=prompt) for text in TEXTS]
+    given.append(Response("s", "4", "4", prompt=prompt, turns=(Turn("assistant", "?"), Turn("assistant", "4"))))
+    with served(tmp_path / "model", tmp_path / "engine.log", is_embedding=True) as url:
+        reward = RewardModel(url=url, tokenizer=str(tmp_path / "model"), attempts=1, api_key_env=ENGINE_KEY)
+        with Scorer(reward) as scorer:
+            scores = scorer(given)
+            too_long = scorer([Response("s", "x" * 600, "4", prompt=prompt)])[0]
+    expected = np.array([model(torch.tensor([reward.encode(r)])).logits[0, 0].item() for r in given])
+    found = np.array([s.value for s in scores])
+    assert [s.failure for s in scores] == [None] * len(given)
+    assert np.ptp(expected) > 0.1, "equal scores would show nothing"
+    offset = 0.0 if family == "Llama" else found[0] - expected[0]
+    assert np.abs(found - offset - expected).max() < 1e-4
+    assert "answered 400" in too_long.failure
+
+
+def test_a_judge_is_asked_over_the_wire(tmp_path):
+    """A tiny random model answers nonsense, in which any digit is taken for a grade."""
+    make_model(tmp_path / "model", "Qwen3", "CausalLM")
+    given = [Response("s", text, "4", prompt=[dict(role="user", content="2 + 2?")]) for text in TEXTS * 2]
+    template = "Grade {response} as an answer to {prompt}."
+    with served(tmp_path / "model", tmp_path / "engine.log", skip_tokenizer_init=False) as url:
+        common = dict(url=url, model="any", template=template, attempts=1, max_tokens=64, api_key_env=ENGINE_KEY)
+        with Scorer(Judge(**common, pattern=r"([0-9])", high=9.0, temperature=1.0)) as scorer:
+            anything = scorer(given)
+        with Scorer(Judge(**common, pattern=r"Final grade: ([0-9]+)")) as scorer:
+            nothing = scorer(given)
+        with Scorer(Judge(**common | dict(max_tokens=100_000))) as scorer:
+            refused = scorer(given[:1])[0]
+    assert any(s.failure is None and 0 <= s.value <= 1 for s in anything)
+    assert all("the judge's answer has no number like Final grade" in s.failure for s in nothing)
+    assert "answered 400" in refused.failure

@@ -1,0 +1,80 @@
+"""Weights between two processes on one GPU: shared slots by CUDA IPC, and hashes taken there. Run with `pytest -m gpu`.
+
+Everything runs in processes of its own: CUDA does not survive a fork.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+SENDER = """
+import pickle, sys, time
+from pathlib import Path
+import torch
+from models.conversion.box import Box
+from mrl.weight_sync.payload import checksum, fill, _weighted_sum
+from mrl.weight_sync.plan import Bucket, Piece
+from mrl.weight_sync.wires import CudaIpc
+
+folder = Path(sys.argv[1])
+shapes = [(300, 70), (5,), (64, 64)]
+pieces = [Piece(f"t{i}", Box.whole(s), "p", "bfloat16", 2) for i, s in enumerate(shapes)]
+torch.manual_seed(0)
+tensors = {p.name: torch.randn(p.box.sizes, device="cuda") for p in pieces}
+buckets = [Bucket(0, n, (0,), tuple(pieces)) for n in range(4)]
+outlet = CudaIpc(buckets[0].nbytes)
+(folder / "handle").write_bytes(pickle.dumps((outlet.handle(), buckets)))
+for bucket in buckets:
+    slot = outlet.slots[bucket.number % 2]
+    hashes = fill(slot, bucket, lambda piece: tensors[piece.name] + bucket.number)
+    assert hashes == tuple(
+        _weighted_sum((tensors[p.name] + bucket.number).bfloat16().view(-1).view(torch.uint8).cpu()) for p in pieces
+    )
+    outlet.send(bucket.number, bucket.nbytes, [0])
+    (folder / f"sent.{bucket.number}.part").write_bytes(pickle.dumps(hashes))
+    (folder / f"sent.{bucket.number}.part").rename(folder / f"sent.{bucket.number}")
+    while not (folder / f"acknowledged.{bucket.number}").exists():
+        time.sleep(0.01)
+"""
+
+RECEIVER = """
+import pickle, sys, time
+from pathlib import Path
+import torch
+from mrl.weight_sync.payload import checksum, views
+from mrl.weight_sync.wires import SharedSlots
+
+folder = Path(sys.argv[1])
+while not (folder / "handle").exists():
+    time.sleep(0.05)
+handle, buckets = pickle.loads((folder / "handle").read_bytes())
+inlet = SharedSlots({0: handle})
+for bucket in buckets:
+    while not (folder / f"sent.{bucket.number}").exists():
+        time.sleep(0.01)
+    hashes = pickle.loads((folder / f"sent.{bucket.number}").read_bytes())
+    data = inlet.take(0, bucket.number, bucket.nbytes)
+    mine = [torch.empty(p.box.sizes, dtype=torch.bfloat16, device="cuda") for p in bucket.pieces]
+    for target, piece in zip(mine, views(data, bucket)):
+        target.copy_(piece)
+    torch.cuda.current_stream().synchronize()
+    assert tuple(checksum(t) for t in mine) == hashes
+    (folder / f"acknowledged.{bucket.number}").touch()
+inlet.close()
+"""
+
+
+@pytest.mark.gpu
+def test_slots_are_shared_by_cuda_ipc(tmp_path):
+    programs = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for code in (SENDER, RECEIVER)
+    ]
+    try:
+        for program in programs:
+            _, errors = program.communicate(timeout=120)
+            assert program.returncode == 0, errors
+    finally:
+        for program in programs:
+            program.kill()

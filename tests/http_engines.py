@@ -1,0 +1,107 @@
+"""Small HTTP servers that answer as SGLang does, also in the ways that a real one cannot be made to."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from mrl.config import FaultsConfig
+from mrl.rollout.engines import Engines
+from mrl.rollout.spec import RolloutSpec
+
+BROKEN = 0
+"""In place of a status: the connection breaks."""
+
+
+class HttpEngine:
+    """Answers each prompt with its first token plus one.
+
+    `statuses`: of the first answers, before those of 200. `computing`: whether the scheduler shows signs of life.
+    """
+
+    def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
+        self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
+        self.inputs: list[list[int]] = []
+        self.seeds: list[int | None] = []
+        self.posts = self.busy = self.busiest = self.looks = 0
+        self._loop, ready = asyncio.new_event_loop(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
+        self._thread.start()
+        assert ready.wait(10)
+
+    def _serve(self, ready: threading.Event) -> None:
+        async def start() -> None:
+            app = web.Application()
+            app.router.add_post("/generate", self.generate)
+            app.router.add_get("/v1/loads", self.loads)
+            app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response()))
+            self._runner = web.AppRunner(app, handler_cancellation=True)  # where nobody waits any more
+            await self._runner.setup()
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+            ready.set()
+
+        self._loop.run_until_complete(start())
+        self._loop.run_forever()
+
+    async def loads(self, request: web.Request) -> web.Response:
+        self.looks += self.computing
+        return web.json_response({"loads": [{"timestamp": float(self.looks)}]})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.posts += 1
+        self.inputs += body["input_ids"]
+        self.seeds += [params.get("sampling_seed") for params in body["sampling_params"]]
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.busy -= 1
+        if self.statuses and (status := self.statuses.pop(0)) != 200:
+            if status == BROKEN and request.transport:
+                request.transport.abort()
+            return web.json_response({"error": {"message": "out of tokens"}}, status=status)
+        return web.json_response([self.answer(ids) for ids in body["input_ids"]])
+
+    def said(self, ids: list[int]) -> list[int]:
+        return [ids[0] + 1]
+
+    def answer(self, ids: list[int]) -> dict:
+        said = self.said(ids)
+        info = dict(
+            finish_reason={"type": "stop"},
+            output_token_logprobs=[[-0.5, token] for token in said],
+            weight_version="3",
+            cached_tokens=len(ids) - 1,
+        )
+        return {"output_ids": said, "meta_info": info}
+
+    def stop(self) -> None:
+        """Close its connections and its port."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+
+
+def spec_of(run_dir, **settings) -> RolloutSpec:
+    """What Engines are built from; prompts and rewards, which they do not look at, are left out."""
+    unused = dict(train=None, test=None, reward=None, estimator=None, keep=None, eval_rows=None, replay=None)
+    plain = dict(needs_greedy=False, old_from_rollout=False, record=False, prompts_per_step=1, responses_per_prompt=1)
+    sampling = dict(max_response_tokens=8, temperature=1.0, num_engines=0, engine_urls=(), engine_tp=1, seed=0)
+    ours = dict(model_path="", run_dir=str(run_dir), request_timeout_s=30.0, faults=FaultsConfig(engine_stall_s=30.0))
+    return RolloutSpec(**unused | plain | sampling | ours | settings)
+
+
+@contextmanager
+def asked(*servers: HttpEngine, **settings):
+    """Engines that these servers are, ready to be asked."""
+    engines = Engines(spec_of("none", engine_urls=tuple(server.url for server in servers), **settings))
+    engines.wait_ready(10)
+    try:
+        yield engines
+    finally:
+        engines.close()

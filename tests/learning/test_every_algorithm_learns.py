@@ -1,0 +1,96 @@
+"""Every algorithm in conf/algorithm raises the quickstart's reward. Run with `-m learning`: minutes for each.
+
+Curves, and a table of them, are left in outputs/learning; docs/algorithms.md shows those of one such run.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl.commands import hydra_app
+
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(1200)]
+
+OUTPUT = hydra_app.CONF.parent / "outputs/learning"
+ALGORITHMS = sorted(path.stem for path in (hydra_app.CONF / "algorithm").glob("*.yaml"))
+LAYOUTS = {"ppo": ["parallel.tp=2"], "gspo": ["parallel.pp=2"], "cispo": ["parallel.cp=2"]}
+GOAL, MAX_STEPS, SEED = 0.6, 80, 0  # from a reward of about 0.06
+
+
+@pytest.fixture(scope="module")
+def teacher(start_mrl, inputs, warm) -> Path:
+    """A model that a run has taught most of the task."""
+    run = start_mrl("train", *common(inputs, warm), "trainer.stop_reward=0.9", "trainer.max_steps=150").finish(600)
+    assert run.process.returncode == 0, run.output()
+    return run.folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """Algorithm -> its run's metrics by step; shown when all have run."""
+    found: dict[str, list[dict]] = {}
+    yield found
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    (OUTPUT / "table.md").write_text(table(found))
+    draw(found, OUTPUT / "curves.png")
+
+
+def common(inputs: Path, warm: Path) -> list[str]:
+    return [
+        *["experiment=quickstart", f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}"],
+        *[f"run.seed={SEED}", "trainer.eval_rows=128"],
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_quickstart_learns_with(start_mrl, inputs, warm, request, curves, algorithm):
+    own = LAYOUTS.get(algorithm, [])
+    if algorithm == "distill":
+        own = [f"teacher.path={request.getfixturevalue('teacher')}"]
+    goal = [f"trainer.stop_reward={GOAL}", f"trainer.max_steps={MAX_STEPS}", "trainer.save=false"]
+    run = start_mrl("train", *common(inputs, warm), f"algorithm={algorithm}", *own, *goal).finish(1000)
+    assert run.process.returncode == 0, run.output()
+    steps = run.metrics()
+    curves[algorithm] = steps
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    (OUTPUT / f"{algorithm}.json").write_text(json.dumps([step["reward/mean"] for step in steps]))
+    first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))
+    assert first < 0.2 and last >= GOAL, f"{algorithm}: {first:.3f} -> {last:.3f} in {len(steps)} steps"
+    gaps = [step["mismatch/logprob_abs_max"] for step in steps if "mismatch/logprob_abs_max" in step]
+    assert max(gaps) <= 1e-4, "engines hold what was trained"
+
+
+def table(curves: dict[str, list[dict]]) -> str:
+    """Markdown: reward at first, after 20 and 40 steps and in the end, steps until the goal, seconds a step."""
+    lines = [
+        "| algorithm | layout | first 3 | step 20 | step 40 | last 5 | steps | s a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, steps in sorted(curves.items()):
+        rewards = [step["reward/mean"] for step in steps]
+
+        def around(step: int, rewards: list[float] = rewards) -> str:
+            return f"{np.mean(rewards[step - 3 : step + 2]):.2f}" if len(rewards) >= step + 2 else ""
+
+        seconds = np.median([step["time/step_s"] for step in steps])
+        layout = " ".join(LAYOUTS.get(name, ["one process"])).replace("parallel.", "")
+        ends = f"{np.mean(rewards[:3]):.2f} | {around(20)} | {around(40)} | {np.mean(rewards[-5:]):.2f}"
+        lines.append(f"| {name} | {layout} | {ends} | {len(rewards)} | {seconds:.2f} |")
+    return "\n".join([*lines, f"\nSeed {SEED}; runs end at a mean reward of {GOAL} over five steps.", ""])
+
+
+def draw(curves: dict[str, list[dict]], path: Path) -> None:
+    """All curves in one picture."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
+    for name, steps in sorted(curves.items()):
+        axes.plot(range(1, len(steps) + 1), [step["reward/mean"] for step in steps], label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="quickstart, every algorithm")
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=120)

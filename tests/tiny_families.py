@@ -1,0 +1,102 @@
+"""A tiny random model of every family, in Hugging Face form; in it no norm is all ones and no bias all zeros."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+SIZES = dict(
+    vocab_size=41,  # a prime: every tensor-parallel size pads it
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.2,  # logits are of the order of 1
+    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=5000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,  # some waves are longer, some shorter, some between
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
+
+SIGMOID_EXPERTS = dict(
+    n_routed_experts=12,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=12,
+    routed_scaling_factor=1.7,
+    norm_topk_prob=True,
+    first_k_dense_replace=1,
+)
+LATENT = dict(
+    num_key_value_heads=4, q_lora_rank=12, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14
+)
+LATENT |= dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")  # SGLang needs these
+DEEPSEEK_ROPE = dict(
+    YARN_ROPE, factor=40.0, beta_fast=2, beta_slow=1, mscale=1.0, mscale_all_dim=0.707, rope_theta=500.0
+)
+
+# name -> (prefix of transformers' classes, fields of the config beside SIZES)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(head_dim=16)),
+    "llama_tied_multi_head": ("Llama", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama_biased": ("Llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)),
+    "llama_attention_biased": ("Llama", dict(attention_bias=True, rope_parameters=YARN_ROPE)),
+    "llama_mlp_biased": ("Llama", dict(mlp_bias=True)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied_multi_head": ("Qwen2", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(head_dim=16)),
+    "qwen3_biased": (
+        "Qwen3",
+        dict(head_dim=16, attention_bias=True, tie_word_embeddings=True, rope_parameters=YARN_ROPE),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3_moe_biased": (
+        "Qwen3Moe",
+        dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, attention_bias=True),
+    ),
+    "glm4_moe": ("Glm4Moe", SIGMOID_EXPERTS | dict(head_dim=16, attention_bias=True, use_qk_norm=True)),
+    "glm4_moe_plain": (
+        "Glm4Moe",
+        SIGMOID_EXPERTS | dict(n_routed_experts=6, n_group=1, topk_group=1, num_experts_per_tok=3),
+    ),
+    "deepseek_v3": ("DeepseekV3", SIGMOID_EXPERTS | LATENT | dict(rope_parameters=DEEPSEEK_ROPE)),
+    "deepseek_v3_plain": ("DeepseekV3", SIGMOID_EXPERTS | LATENT | dict(q_lora_rank=None, n_shared_experts=1)),
+    "mixtral": ("Mixtral", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
+    """Write the model of FAMILIES at `folder`; `overrides` are fields of its config. The same call writes the same weights."""
+    import torch
+    import transformers
+
+    prefix, fields = FAMILIES[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{prefix}Config")(**deepcopy(SIZES | fields | overrides))  # some write into it
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in tensor_name or "bias" in tensor_name:
+                tensor.add_(torch.randn_like(tensor) * (0.05 if "correction" in tensor_name else 0.2))
+    model.save_pretrained(folder)
+    return Path(folder)

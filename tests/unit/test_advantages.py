@@ -1,0 +1,286 @@
+"""Advantage estimators against their papers, written as plain loops, for groups of any size and rows in any order."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.algorithms.advantages import (
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    LogMeanExp,
+    PassAtK,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
+from mrl.algorithms.inputs import AdvantageInputs, Advantages, per_token
+from mrl.algorithms.token_advantages import GAE, OnPolicyDistillation, ReinforcePlusPlus
+
+
+def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageInputs:
+    """Groups of these sizes, rows in any order; rewards with ties, on last tokens and some on others."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(rng.permutation(100)[: len(sizes)], sizes)
+    if shuffled:
+        rng.shuffle(groups)
+    count = len(groups)
+    lengths = rng.integers(1, 6, count)
+    token_rewards = np.where(rng.random(lengths.sum()) < 0.3, rng.normal(size=lengths.sum()), 0.0)
+    ends = np.cumsum(lengths) - 1
+    token_rewards[ends] += rng.integers(0, 3, count) / 2
+    names = ("values", "old_logprobs", "teacher_logprobs")
+    columns = {name: rng.normal(size=lengths.sum()).astype(np.float32) for name in names}
+    parts = {"right": rng.integers(0, 2, count).astype(float), "short": rng.normal(size=count)}
+    return AdvantageInputs(token_rewards, groups, lengths, columns, rng.normal(size=count), parts)
+
+
+def loop_rewards(batch):
+    found, start = [], 0
+    for length in batch.lengths:
+        found.append(sum(batch.token_rewards[start : start + length]))
+        start += length
+    return found
+
+
+def by_group(batch, values, formula):
+    """`formula(values of the group, index in it, lengths of the group)` for each row."""
+    found = []
+    for row, group in enumerate(batch.groups):
+        members = [r for r in range(len(batch.groups)) if batch.groups[r] == group]
+        found.append(formula([values[m] for m in members], members.index(row), [batch.lengths[m] for m in members]))
+    return np.array(found)
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def std(x, ddof=1):
+    return math.sqrt(sum((v - mean(x)) ** 2 for v in x) / max(len(x) - ddof, 1))
+
+
+def loop_gpg(batch):
+    rewards = loop_rewards(batch)
+    varied = by_group(batch, rewards, lambda r, i, n: float(max(r) > min(r)))
+    centred = by_group(batch, rewards, lambda r, i, n: r[i] - mean(r))
+    return centred * len(rewards) / max(varied.sum(), 1)
+
+
+def loop_gdpo(batch):
+    total = 0.5 * by_group(batch, batch.parts["right"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
+    total = total + by_group(batch, batch.parts["short"], lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4))
+    return (total - mean(total)) / (std(total, ddof=0) + 1e-4)
+
+
+def loop_to_go(batch, values, factor):
+    found, start = np.zeros(len(values)), 0
+    for length in batch.lengths:
+        for t in range(start, start + length):
+            found[t] = sum(factor ** (u - t) * values[u] for u in range(t, start + length))
+        start += length
+    return found
+
+
+def loop_gae(batch, gamma, lam):
+    values, found, start = batch.columns["values"].astype(float), np.zeros(len(batch.token_rewards)), 0
+    for length in batch.lengths:
+        running = 0.0
+        for t in reversed(range(start, start + length)):
+            after = values[t + 1] if t + 1 < start + length else 0.0
+            running = batch.token_rewards[t] + gamma * after - values[t] + gamma * lam * running
+            found[t] = running
+        start += length
+    return found
+
+
+def others_mean(r, i):
+    rest = r[:i] + r[i + 1 :]
+    return mean(rest) if rest else r[i]
+
+
+def lead_over_others(r, i):
+    rest = r[:i] + r[i + 1 :]
+    return max(r) - max(rest) if rest else 0.0
+
+
+GROUPED = {
+    "grpo": (GRPO(), lambda r, i, n: (r[i] - mean(r)) / (std(r) + 1e-4)),
+    "grpo_population": (GRPO(ddof=0), lambda r, i, n: (r[i] - mean(r)) / (std(r, 0) + 1e-4)),
+    "dr_grpo": (GRPO(normalize_std=False), lambda r, i, n: r[i] - mean(r)),
+    "rloo": (RLOO(), lambda r, i, n: r[i] - others_mean(r, i)),
+    "reinforce_pp_baseline": (ReinforcePlusPlusBaseline(), lambda r, i, n: r[i] - mean(r)),
+    "opo": (OPO(), lambda r, i, n: r[i] - sum(a * b for a, b in zip(r, n, strict=True)) / sum(n)),
+    "pass_at_k": (PassAtK(), lambda r, i, n: lead_over_others(r, i)),
+    "log_mean_exp": (LogMeanExp(0.5), lambda r, i, n: r[i] - 0.5 * math.log(mean([math.exp(x / 0.5) for x in r]))),
+}
+BATCHWISE = {
+    "gpg": (GPG(), loop_gpg),
+    "gdpo": (GDPO(weights={"right": 0.5}), loop_gdpo),
+    "remax": (ReMax(), lambda b: np.array(loop_rewards(b)) - b.greedy_rewards),
+    "remax_to_go": (ReMax(to_go=True), lambda b: loop_to_go(b, b.token_rewards, 1.0) - b.greedy_rewards[b.rows]),
+    "reinforce_pp": (ReinforcePlusPlus(0.9), lambda b: loop_to_go(b, b.token_rewards, 0.9)),
+    "gae": (GAE(0.97, 0.8), lambda b: loop_gae(b, 0.97, 0.8)),
+    "distill": (
+        OnPolicyDistillation(coef=0.5),
+        lambda b: 0.5 * (b.columns["teacher_logprobs"].astype(float) - b.columns["old_logprobs"]),
+    ),
+    "minillm": (
+        OnPolicyDistillation(gamma=1.0),
+        lambda b: loop_to_go(b, b.columns["teacher_logprobs"].astype(float) - b.columns["old_logprobs"], 1.0),
+    ),
+}
+
+
+def reference(name, batch):
+    if name in GROUPED:
+        return by_group(batch, loop_rewards(batch), GROUPED[name][1])
+    return BATCHWISE[name][1](batch)
+
+
+def estimate(name, batch):
+    found = (GROUPED | BATCHWISE)[name][0](batch)
+    return found.advantages if isinstance(found, Advantages) else found
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("name", GROUPED | BATCHWISE)
+@settings(deadline=None, max_examples=25)
+@given(sizes=sizes, seed=st.integers(0, 10_000))
+def test_advantages_are_those_of_the_paper(name, sizes, seed):
+    batch = make_batch(seed, sizes)
+    np.testing.assert_allclose(estimate(name, batch), reference(name, batch), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", GROUPED | BATCHWISE)
+@settings(deadline=None, max_examples=15)
+@given(sizes=sizes, seed=st.integers(0, 10_000))
+def test_the_order_of_rows_does_not_matter(name, sizes, seed):
+    batch = make_batch(seed, sizes)
+    order = np.random.default_rng(seed).permutation(len(batch.groups))
+    tokens = np.concatenate([np.flatnonzero(batch.rows == row) for row in order])
+    moved = AdvantageInputs(
+        batch.token_rewards[tokens],
+        batch.groups[order],
+        batch.lengths[order],
+        {name: values[tokens] for name, values in batch.columns.items()},
+        batch.greedy_rewards[order],
+        {name: values[order] for name, values in batch.parts.items()},
+    )
+    np.testing.assert_allclose(
+        per_token(estimate(name, moved), moved), per_token(estimate(name, batch), batch)[tokens], rtol=1e-7, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", [*GROUPED, "gpg", "gdpo"])
+def test_a_response_alone_in_its_group_has_no_advantage(name):
+    batch = make_batch(0, [1, 1, 1])
+    assert (estimate(name, batch) == 0).all()
+
+
+@pytest.mark.parametrize("name", [*GROUPED, "gpg"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
+@pytest.mark.parametrize("size", [3, 7, 10])
+def test_equal_rewards_give_exactly_zero(name, reward, size):
+    """Not nearly: such responses are left out of training."""
+    batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int))
+    assert (estimate(name, batch) == 0).all()
+
+
+def test_grpo_of_right_and_wrong_answers():
+    batch = AdvantageInputs(np.array([1.0, 0, 0, 1]), np.array([7, 7, 7, 7]), np.ones(4, int))
+    np.testing.assert_allclose(GRPO(eps=0.0)(batch), np.array([1, -1, -1, 1]) * 0.5 / math.sqrt(1 / 3))
+    np.testing.assert_allclose(GRPO(eps=0.0, ddof=0)(batch), [1, -1, -1, 1])
+
+
+def test_gae_returns_are_advantages_and_values():
+    batch = make_batch(3, [2, 2])
+    found = GAE(0.97, 0.8)(batch)
+    np.testing.assert_allclose(found.returns, loop_gae(batch, 0.97, 0.8) + batch.columns["values"])
+    full = GAE(1.0, 1.0)(batch)
+    np.testing.assert_allclose(full.returns, loop_to_go(batch, batch.token_rewards, 1.0), atol=1e-12)  # Monte Carlo
+    one_step = GAE(0.9, 0.0)(batch)
+    np.testing.assert_allclose(one_step.advantages, loop_gae(batch, 0.9, 0.0))
+
+
+def test_opo_has_less_variance_than_the_mean_as_baseline():
+    """The gradient of a response is a sum of independent unit steps, one for each token: the case of the paper's derivation."""
+    rng = np.random.default_rng(0)
+    lengths, chosen = np.array([2, 30]), rng.integers(0, 2, 4000)
+    steps = np.sqrt(lengths[chosen]) * rng.normal(size=4000)  # norm grows as the root of the length
+    rewards = chosen.astype(float)
+    batch = AdvantageInputs(rewards, np.zeros(4000, int), np.ones(4000, int))
+    weighted = rewards - (lengths[chosen] * rewards).sum() / lengths[chosen].sum()
+    assert np.var(steps * weighted) < 0.3 * np.var(steps * GRPO(normalize_std=False)(batch))
+    tokens = np.concatenate([[0.0] * (n - 1) + [r] for n, r in zip(lengths[chosen], rewards, strict=True)])
+    found = OPO()(AdvantageInputs(tokens, np.zeros(4000, int), lengths[chosen]))
+    np.testing.assert_allclose(found, weighted, rtol=1e-9)
+
+
+def test_gpg_keeps_the_scale_when_groups_say_nothing():
+    rewards, groups = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
+    found = GPG()(AdvantageInputs(rewards, groups, np.ones(6, int)))
+    np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 6 / (6 - 4) times 0.5
+    scaled = GPG(normalize_std=True, eps=1e-12)(AdvantageInputs(rewards, groups, np.ones(6, int)))
+    np.testing.assert_allclose(scaled[:2], 3 * np.array([0.5, -0.5]) / math.sqrt(0.5))
+
+
+def test_log_mean_exp_tends_to_the_mean_and_does_not_overflow():
+    batch = make_batch(1, [4, 3])
+    np.testing.assert_allclose(LogMeanExp(1e6)(batch), GRPO(normalize_std=False)(batch), atol=1e-5)
+    big = AdvantageInputs(np.array([1000.0, 0.0]), np.zeros(2, int), np.ones(2, int))
+    np.testing.assert_allclose(LogMeanExp(0.1)(big), [0.1 * math.log(2), -1000 + 0.1 * math.log(2)])
+
+
+def test_gdpo_tells_apart_what_grpo_does_not():
+    """The paper's example: rewards (0, 1) and (0, 2) in groups of two look the same to GRPO."""
+    parts = {"a": np.array([0.0, 1.0, 0.0, 1.0]), "b": np.array([0.0, 0.0, 0.0, 1.0])}
+    total, groups = parts["a"] + parts["b"], np.array([0, 0, 1, 1])
+    batch = AdvantageInputs(total, groups, np.ones(4, int), parts=parts)
+    grpo, gdpo = GRPO(eps=1e-12)(batch), GDPO(eps=1e-12, normalize_batch=False)(batch)
+    np.testing.assert_allclose(grpo[1], grpo[3])
+    np.testing.assert_allclose(gdpo[3], 2 * gdpo[1])
+
+
+def test_gdpo_names_the_parts_that_there_are():
+    batch = make_batch(0, [2, 2])
+    with pytest.raises(ValueError, match=r"weights=.*wrong.*the reward has the parts right, short"):
+        GDPO(weights={"wrong": 1.0})(batch)
+    alone = AdvantageInputs(np.array([1.0, 0.0, 0.5, 0.5]), np.array([0, 0, 1, 1]), np.ones(4, int))
+    np.testing.assert_array_equal(GDPO()(alone), GDPO()(replace(alone, parts={"reward": alone.rewards})))
+
+
+def test_gdpo_gives_exactly_nothing_where_a_group_has_equal_parts():
+    rng = np.random.default_rng(0)
+    parts = {name: np.repeat(rng.normal(size=4), 3) for name in ("a", "b")}
+    parts["a"][:3] = [1.0, 2.0, 4.0]
+    batch = AdvantageInputs(parts["a"] + parts["b"], np.repeat(np.arange(4), 3), np.ones(12, int), parts=parts)
+    assert (GDPO()(batch)[3:] == 0).all() and (GDPO()(batch)[:3] != 0).all()
+
+
+def test_distillation_may_be_mixed_with_rewards():
+    batch = make_batch(2, [3, 2])
+    mixed = OnPolicyDistillation(coef=0.3, reward=GAE(), reward_coef=2.0)
+    gae, found = GAE()(batch), mixed(batch)
+    expected = (
+        0.3 * (batch.columns["teacher_logprobs"].astype(float) - batch.columns["old_logprobs"]) + 2.0 * gae.advantages
+    )
+    np.testing.assert_allclose(found.advantages, expected, rtol=1e-9)
+    np.testing.assert_allclose(found.returns, gae.returns)
+    assert mixed.needs == {"teacher_logprobs", "old_logprobs", "values"}
+    grouped = OnPolicyDistillation(coef=0.0, reward=GRPO())(batch)
+    np.testing.assert_allclose(grouped.advantages, GRPO()(batch)[batch.rows])
+    assert grouped.returns is None
+
+
+def test_advantages_of_a_wrong_shape_are_named():
+    batch = make_batch(2, [3, 2])
+    with pytest.raises(ValueError, match=r"shape \(2,\); expected one number for each of the 5 responses"):
+        per_token(np.zeros(2), batch)

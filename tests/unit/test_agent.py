@@ -1,0 +1,286 @@
+"""Responses of several turns on token ids: nothing is tokenised twice, what tools say is not the policy's, limits hold."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from mrl.data.tokenizer import byte_tokenizer
+from mrl.rewards.base import Score, Turn
+from mrl.rollout import recording
+from mrl.rollout.agent import Conversation, ToolAgent
+from mrl.rollout.batch import Batch
+from mrl.rollout.calls import Hermes, Markers
+from mrl.rollout.client import Completion, SamplingParams
+from mrl.rollout.tools import Calculator
+from mrl.rollout.trajectory import Group, Sample, Trajectory, to_block, to_scored, trajectories
+
+PROMPT = [1, 2, 3]
+
+
+def merging_tokenizer():
+    """Bytes, and one merge: the text 12 is a token of its own, so that 1 and 2 sampled one by one read back as another."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    plain = byte_tokenizer()
+    vocab = {token: number for token, number in plain.get_vocab().items() if number < 256} | {"12": 256}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[("1", "2")]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|start|>", "<|end|>", "<call>", "</call>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", additional_special_tokens=marks)
+    tokenizer.chat_template = plain.chat_template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return merging_tokenizer()
+
+
+def letters(tokenizer, text: str) -> list[int]:
+    """Tokens of a text, one by one: never merged."""
+    marks = ("<|start|>", "<|end|>", "<call>", "</call>", "<eos>")
+    ids = []
+    while text:
+        piece = next((mark for mark in marks if text.startswith(mark)), text[0])
+        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        text = text.removeprefix(piece)
+    return ids
+
+
+@dataclass
+class Engine:
+    """Says what it was given to say, token by token, and remembers what it was asked."""
+
+    tokenizer: object
+    lines: list[str]
+    inputs: list[list[int]] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    reason: str = "stop"
+
+    async def __call__(self, inputs: list[int], params: SamplingParams) -> Completion:
+        number = len(self.inputs)
+        self.inputs.append(inputs)
+        self.params.append(params)
+        ids = letters(self.tokenizer, self.lines[number])
+        reason = self.reason
+        if len(ids) >= params.max_new_tokens:
+            ids, reason = ids[: params.max_new_tokens], "length"
+        logprobs = [-(number + 1) - place / 1000 for place in range(len(ids))]
+        return Completion(
+            ids, logprobs, reason, str(7 + number), cached_tokens=max(0, len(inputs) - 10) if number else 0
+        )
+
+
+AGENT = ToolAgent({"calculator": Calculator()}, Markers("calculator"))
+
+
+def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, reason: str = "stop"):
+    engine = Engine(tokenizer, list(lines), reason=reason)
+    conversation: Conversation = agent.prepare(tokenizer)
+
+    async def run() -> Trajectory:
+        params = SamplingParams(max_new_tokens=room, temperature=0.5)
+        return await conversation(engine, PROMPT, params, asyncio.Semaphore(2))
+
+    return asyncio.run(run()), engine
+
+
+RESULT = "\n<|start|>tool\n{}<|end|>\n<|start|>assistant\n"
+
+
+def test_what_the_engine_emitted_is_appended_and_sent_back_as_it_came(tokenizer):
+    path, engine = respond(tokenizer, "12: <call>12+30</call>", "42<|end|>")
+    first, second = letters(tokenizer, "12: <call>12+30</call>"), letters(tokenizer, "42<|end|>")
+    between = tokenizer("<|end|>" + RESULT.format("42"), add_special_tokens=False)["input_ids"]
+    assert path.token_ids == first + between + second
+    assert engine.inputs == [PROMPT, PROMPT + first + between]
+    retokenised = tokenizer(tokenizer.decode(path.token_ids), add_special_tokens=False)["input_ids"]
+    assert len(retokenised) < len(path.token_ids), "the tokenizer would have merged: the test can see the difference"
+    assert path.turns == (Turn("assistant", "12: 12+30"), Turn("tool", "42"), Turn("assistant", "42"))
+
+
+def test_masks_and_logprobs_are_those_of_each_turns_own_request(tokenizer):
+    path, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
+    sizes = [5, 5, 2]
+    mine = [token for token, chosen in zip(path.token_ids, path.sampled, strict=True) if chosen]
+    assert mine == letters(tokenizer, "<call>1+1</call><call>2+2</call>4<|end|>")
+    assert path.logprobs == [-(turn + 1) - place / 1000 for turn, size in enumerate(sizes) for place in range(size)]
+    assert path.turn_ends == (4, 9, 11) and path.num_sampled == 12
+    assert path.weight_version == 7, "of the first token"
+    assert not path.truncated
+    assert [chosen for chosen, _ in path.spans] == [True, False, True, False, True]
+
+
+def test_a_turn_that_the_policy_closed_itself_gets_no_second_end(tokenizer):
+    tools, line = (
+        {"calculator": Calculator()},
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>',
+    )
+    path, engine = respond(tokenizer, line + "<|end|>", "6<|end|>", agent=ToolAgent(tools, Hermes()))
+    assert tokenizer.decode(engine.inputs[1][3:]) == line + "<|end|>" + RESULT.format("6")
+    assert engine.params[0].stop_token_ids == (), "the model's own end is enough"
+    other, engine = respond(tokenizer, line + "<eos>", "6<|end|>", agent=ToolAgent(tools, Hermes()))
+    assert tokenizer.decode(engine.inputs[1][3:]) == line + "<eos>" + RESULT.format("6"), (
+        "nor one that it closed otherwise"
+    )
+    assert [turn.text for turn in other.turns if turn.role == "tool"] == ["6"] and path.turns[-1].text == "6"
+
+
+def test_generation_stops_at_the_end_of_a_call_with_what_room_is_left(tokenizer):
+    path, engine = respond(tokenizer, "<call>1+1</call>", "2<|end|>", room=100)
+    end = tokenizer.convert_tokens_to_ids("</call>")
+    assert [params.stop_token_ids for params in engine.params] == [(end,), (end,)]
+    assert [params.temperature for params in engine.params] == [0.5, 0.5]
+    assert [params.max_new_tokens for params in engine.params] == [100, 100 - len(engine.inputs[1]) + len(PROMPT)]
+    assert len(path.token_ids) <= 100
+
+
+def test_a_response_without_a_call_is_one_turn(tokenizer):
+    path, engine = respond(tokenizer, "9<|end|>")
+    assert len(engine.inputs) == 1 and path.sampled is None and path.turns == (Turn("assistant", "9"),)
+    assert path.usage.tool_calls == 0 and path.usage.turns == 1
+
+
+@pytest.mark.parametrize("room", range(1, 60))
+def test_all_behind_the_prompt_fits_and_ends_with_the_policys_own_words(tokenizer, room):
+    path, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>", room=room)
+    whole, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
+    assert len(path.token_ids) <= room and path.token_ids == whole.token_ids[: len(path.token_ids)]
+    assert path.sampled is None or path.sampled[-1]
+    assert path.truncated == (len(path.token_ids) < len(whole.token_ids) or room == len(whole.token_ids))
+    assert len(path.logprobs) == (sum(path.sampled) if path.sampled else len(path.token_ids))
+
+
+def test_a_call_in_the_last_turn_is_not_answered(tokenizer):
+    path, engine = respond(tokenizer, *["<call>1+1</call>"] * 5, agent=replace(AGENT, max_turns=3))
+    assert len(engine.inputs) == 3 and path.truncated
+    assert path.usage.turns == 3 and path.usage.tool_calls == 2
+    assert [turn.role for turn in path.turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_a_long_result_is_cut(tokenizer):
+    path, engine = respond(tokenizer, "<call>9**90</call>", "?<|end|>", agent=replace(AGENT, max_tool_tokens=8))
+    (between,) = [ids for chosen, ids in path.spans if not chosen]
+    assert tokenizer.decode(between) == "<|end|>" + RESULT.format(str(9**90)[:5] + "...")
+    assert path.usage.tool_errors == 0 and len(engine.inputs) == 2
+
+
+@dataclass
+class Stuck:
+    release: threading.Event
+
+    def __call__(self, text: str) -> str:
+        self.release.wait(30)
+        return text
+
+
+def test_a_tool_that_raises_or_hangs_is_seen_by_the_model_and_counted(tokenizer):
+    stuck = Stuck(threading.Event())
+    slow = ToolAgent({"slow": stuck}, Markers("slow"), tool_timeout_s=0.2)
+    path, _ = respond(tokenizer, "<call>x</call>", "oh<|end|>", agent=slow)
+    stuck.release.set()
+    assert path.turns[1] == Turn("tool", "error: slow did not answer within 0.2 s") and path.turns[2].text == "oh"
+    bad, _ = respond(tokenizer, "<call>1/0</call>", "<call>1+1</call>", "2<|end|>")
+    assert bad.turns[1].text == "error: ZeroDivisionError: division by zero"
+    assert (bad.usage.tool_calls, bad.usage.tool_errors) == (2, 1)
+
+
+@pytest.mark.parametrize("lines", [["<call>1+1</call>", ""], [""]])
+def test_an_empty_turn_ends_the_run(tokenizer, lines):
+    with pytest.raises(RuntimeError, match=f"turn {len(lines)} of a response came back stop and empty or cut"):
+        respond(tokenizer, *lines)
+
+
+def test_an_aborted_turn_ends_the_run(tokenizer):
+    with pytest.raises(RuntimeError, match="turn 1 of a response came back abort"):
+        respond(tokenizer, "12", reason="abort")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(max_turns=0), "max_turns=0: must be greater than 0"),
+        (dict(tool_timeout_s=-1.0), "tool_timeout_s=-1.0"),
+        (dict(tools={}), "tools names no tool"),
+        (dict(tools={"calculator": 3}), "tools.calculator is int, which cannot be called"),
+        (dict(parser=Markers("abacus")), "parser.tool='abacus' is none of the tools; there is calculator"),
+        (dict(parser="hermes"), "parser is str; expected"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(change, why):
+    with pytest.raises(ValueError) as raised:
+        replace(AGENT, **change)
+    assert why in str(raised.value)
+
+
+def test_an_end_marker_that_is_no_single_token_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"rollout\.agent\.parser: '</tool>' should end a turn, but is 7 tokens"):
+        replace(AGENT, parser=Markers("calculator", end="</tool>")).prepare(tokenizer)
+
+
+def test_the_config_names_agent_tools_and_parser_by_target():
+    from mrl.plugin import construct
+
+    node = {
+        "_target_": "mrl.rollout.agent.ToolAgent",
+        "tools": {"calculator": {"_target_": "mrl.rollout.tools.Calculator", "max_bits": 64}},
+        "parser": {"_target_": "mrl.rollout.calls.Markers", "tool": "calculator"},
+    }
+    assert construct(node, "rollout.agent") == ToolAgent({"calculator": Calculator(max_bits=64)}, Markers("calculator"))
+    node["tools"]["calculator"]["max_bit"] = 3
+    with pytest.raises(ValueError, match=r"rollout\.agent\.tools\.calculator\.max_bit: .*did you mean 'max_bits'"):
+        construct(node, "rollout.agent")
+
+
+def samples_of(tokenizer) -> list[Sample]:
+    lines = [["<call>1+1</call>", "2<|end|>"], ["3<|end|>"], ["<call>1/0</call>", "<call>5</call>", "5<|end|>"]]
+    values = [(0.25, 0.5), None, (1.0, 2.0, 3.0)]
+    return [
+        Sample(row, PROMPT, respond(tokenizer, *said)[0], Score(1.0, turn_values=value))
+        for row, (said, value) in enumerate(zip(lines, values, strict=True))
+    ]
+
+
+def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
+    batch = Batch()
+    batch.add([Group(samples_of(tokenizer))], None)
+    numbers = batch.numbers()
+    usages = [sample.trajectory.usage for sample in samples_of(tokenizer)]
+    assert numbers["rollout/turns_mean"] == 2.0 and numbers["rollout/tool_calls_mean"] == 1.0
+    assert numbers["rollout/tool_errors_fraction"] == pytest.approx(1 / 3)
+    cached, inputs = (sum(vars(usage)[name] for usage in usages) for name in ("cached_tokens", "input_tokens"))
+    assert numbers["rollout/cached_tokens_fraction"] == pytest.approx(cached / inputs) and cached > 0
+
+
+def test_a_reward_of_a_turn_lies_at_its_last_token(tokenizer):
+    groups = [Group(samples_of(tokenizer))]
+    rewards = to_scored(groups).turn_rewards
+    lengths = [sample.trajectory.num_sampled for sample in groups[0].samples]
+    expected = [np.zeros(length) for length in lengths]
+    expected[0][[4, 6]], expected[1][1], expected[2][[4, 7, 9]] = (0.25, 0.5), 1.0, (1.0, 2.0, 3.0)
+    assert rewards.tolist() == np.concatenate(expected).tolist()
+
+
+def test_a_recorded_conversation_is_replayed_turn_by_turn(tokenizer, tmp_path):
+    samples = samples_of(tokenizer)
+    recording.write(tmp_path, 0, to_block([Group(samples)]))
+    block, _ = recording.read(tmp_path, 0)
+    again = trajectories(block, np.zeros(3, bool), np.full(3, 7))
+
+    def decode(rows):
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    for sample, path in zip(samples, again, strict=True):
+        live = sample.trajectory
+        assert path.token_ids == live.token_ids and path.turn_ends == live.turn_ends
+        assert path.sampled == (live.sampled or [True] * len(live.token_ids))
+        assert np.allclose(path.logprobs, live.logprobs)
+        assert [turn.role for turn in path.texts(decode)] == [turn.role for turn in live.turns]
+        mine = [[turn.text for turn in turns if turn.role == "assistant"] for turns in (path.texts(decode), live.turns)]
+        assert mine[0] == mine[1]

@@ -1,0 +1,69 @@
+"""Mistakes in `rollout.agent`, and what an agent means for the engines, are known before any process starts."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from mrl.commands import hydra_app
+from mrl.config_rules import from_hydra
+from mrl.plan import Plan, plan_training
+from mrl.rollout.calls import Markers
+from mrl.rollout.tools import Calculator
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    from mrl.data import calculator
+
+    folder = tmp_path_factory.mktemp("calculator") / "inputs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calculator, "NUM_TRAIN", 64)
+        calculator.make_inputs(folder)
+    return folder
+
+
+def plan(inputs, tmp_path, *overrides: str) -> Plan:
+    hydra_app.register_schema()
+    ours = ["experiment=calculator", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}"]
+    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        return plan_training(from_hydra(compose("config", [*ours, *overrides])))
+
+
+def test_the_experiment_has_its_agent_and_a_prefix_cache(inputs, tmp_path):
+    made = plan(inputs, tmp_path)
+    assert made.agent is not None and made.agent.max_turns == 2
+    assert made.agent.tools == {"calculator": Calculator()} and made.agent.parser == Markers("calculator")
+    assert made.server_args["disable_radix_cache"] is False
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["+sglang.disable_radix_cache=true", "weight_sync.pause_mode=in_place", "rollout.agent=null"],
+    ids=["the user says so", "weights change under a kept cache", "there is no agent"],
+)
+def test_there_is_no_prefix_cache_where(inputs, tmp_path, override):
+    assert plan(inputs, tmp_path, override).server_args["disable_radix_cache"] is True
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("+rollout.agent.parser.end='</tool>'", "rollout.agent.parser: '</tool>' should end a turn, but is 7 tokens"),
+        (
+            "+rollout.agent.max_turn=3",
+            "rollout.agent.max_turn: mrl.rollout.agent.ToolAgent has no argument 'max_turn'; did",
+        ),
+        ("rollout.agent.max_turns=0", "max_turns=0: must be greater than 0"),
+        ("rollout.agent.parser.tool=abacus", "parser.tool='abacus' is none of the tools; there is calculator"),
+        ("+rollout.agent.result_role=nobody", "it puts nothing around a result"),
+        (
+            "rollout.agent._target_=argparse.Namespace",
+            "expected mrl.rollout.agent.ToolAgent or a subclass",
+        ),
+        ("rollout.agent.tools.calculator._target_=mrl.nowhere.Tool", "rollout.agent.tools.calculator._target_"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(inputs, tmp_path, override, why):
+    with pytest.raises(ValueError) as raised:
+        plan(inputs, tmp_path, override)
+    assert why in str(raised.value)
+    assert not (tmp_path / "run").exists()

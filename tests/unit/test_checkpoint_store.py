@@ -1,0 +1,171 @@
+"""Checkpoints are whole or absent: whatever ends the writing, or the disk, or the bytes afterwards."""
+
+import json
+import logging
+import os
+import threading
+
+import pytest
+
+from mrl import checkpoint
+from mrl.checkpoint import STATE, Checkpoint, CheckpointStore, find
+
+
+def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
+    partial = store.begin()
+    (partial / "actor").mkdir()
+    (partial / "actor/__0_0.distcp").write_bytes(os.urandom(100 + step))
+    return store.commit(partial, step, {"progress": {"step": step}}, score)
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in store.folder.glob("step_*"))
+
+
+def test_the_newest_whole_checkpoint_is_found_by_looking(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+    assert store.latest() is None
+    for step in (9, 10, 100):
+        written(store, step)
+    latest = CheckpointStore(store.folder).latest()
+    assert latest and (latest.step, latest.state) == (100, {"progress": {"step": 100}})
+
+
+def torn_shard(folder):
+    with (folder / "actor/__0_0.distcp").open("r+b") as file:
+        file.truncate(50)
+
+
+TEARS = {
+    "a truncated shard": (torn_shard, r"has 50 bytes, was written with 120"),
+    "a missing shard": (lambda folder: (folder / "actor/__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
+    "half a state": (lambda folder: (folder / STATE).write_text('{"format": 1, "st'), "cannot be read"),
+    "no state": (lambda folder: (folder / STATE).unlink(), "has no state.json"),
+    "another format": (lambda folder: (folder / STATE).write_text('{"format": 7}'), "format 7, this version"),
+    "a state of something else": (lambda folder: (folder / STATE).write_text("[1]"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_refused_by_name(tmp_path, caplog, tear):
+    act, message = TEARS[tear]
+    store = CheckpointStore(tmp_path)
+    written(store, 10)
+    act(written(store, 20).path)
+    with caplog.at_level(logging.WARNING):
+        latest = store.latest()
+    assert latest and latest.step == 10
+    assert "step_000020" in caplog.text
+    with pytest.raises(ValueError, match=message):
+        find(str(tmp_path / "step_000020"))
+
+
+def test_what_was_not_committed_is_no_checkpoint_and_is_removed_by_the_next(tmp_path):
+    store = CheckpointStore(tmp_path)
+    written(store, 1)
+    left = store.begin()
+    (left / "actor").mkdir()
+    latest = store.latest()
+    assert latest and latest.step == 1 and find(str(tmp_path)).step == 1
+    store.begin()
+    assert not left.exists()
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    written(store, 1)
+    partial = store.begin()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(checkpoint.os, "fsync", full)
+        store.commit(partial, 2, {})
+    store.abandon(partial)
+    latest = store.latest()
+    assert steps(store) == [1] and latest and latest.step == 1 and not partial.exists()
+
+
+def test_the_last_ones_and_the_best_ones_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=2)
+    for step, score in enumerate([0.5, 0.9, 0.1, 0.8, 0.3, 0.2, None], 1):
+        written(store, step, score)
+    assert steps(store) == [2, 4, 6, 7]
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_torn_ones_take_nobodys_place(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (950, 1000):
+        torn_shard(written(store, step).path)
+    assert store.all_torn()
+    written(store, 50)
+    latest = store.latest()
+    assert latest and latest.step == 50 and not store.all_torn()
+
+
+def test_a_checkpoint_is_there_at_any_moment_while_it_is_replaced(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    written(store, 7)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: found.append(store.latest() is not None))
+    found: list[bool] = []
+    written(store, 7)
+    assert found and all(found)
+
+
+def test_a_copy_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
+    store, go_on = CheckpointStore(tmp_path, copy_to="file:///unused"), threading.Event()
+    monkeypatch.setattr(CheckpointStore, "_copy", lambda self, path: go_on.wait(60))
+    for step in (1, 2):
+        written(store, step)
+    assert "still under way" in caplog.text and not store.copied(0.01)
+    go_on.set()
+    assert store.copied(60)
+
+
+def test_a_torn_one_of_the_same_step_is_replaced(tmp_path):
+    store = CheckpointStore(tmp_path)
+    torn_shard(written(store, 20).path)
+    written(store, 20)
+    latest = store.latest()
+    assert latest and latest.step == 20
+
+
+def test_what_never_changes_is_linked_not_written_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    partial = store.begin()
+    assert not store.link_latest("reference", partial), "there is no checkpoint yet"
+    (partial / "reference").mkdir()
+    (partial / "reference/weights").write_bytes(b"w" * 1000)
+    first = store.commit(partial, 1, {})
+    partial = store.begin()
+    assert store.link_latest("reference", partial)
+    second = store.commit(partial, 2, {})
+    assert (second.path / "reference/weights").stat().st_ino == (first.path / "reference/weights").stat().st_ino
+    assert json.loads((second.path / STATE).read_text())["files"] == {"reference/weights": 1000}
+
+
+def test_whole_checkpoints_are_copied_where_the_user_says(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "own", copy_to=f"file://{tmp_path}/copies")
+    kept = written(store, 3)
+    assert store.copied(60)
+    copy = Checkpoint.read(tmp_path / "copies/step_000003")
+    assert copy.state == kept.state
+    assert (copy.path / "actor/__0_0.distcp").read_bytes() == (kept.path / "actor/__0_0.distcp").read_bytes()
+    broken = CheckpointStore(tmp_path / "own", copy_to="file:///proc/nowhere")
+    written(broken, 4)
+    assert broken.copied(60) and "was not copied to file:///proc/nowhere" in caplog.text
+    latest = broken.latest()
+    assert latest and latest.step == 4
+
+
+def test_a_user_may_name_a_run_its_checkpoints_or_one_of_them(tmp_path):
+    store = CheckpointStore(tmp_path / "run/checkpoints")
+    path = written(store, 5).path
+    assert {find(str(where)).step for where in (tmp_path / "run", store.folder, path)} == {5}
+    with pytest.raises(ValueError, match="no such folder"):
+        find(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        find(str(tmp_path / "empty"))

@@ -1,0 +1,240 @@
+import json
+import logging
+import re
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from mrl import metrics
+from mrl.plugin import plug_in
+from mrl.rewards import code, sandbox
+from mrl.rewards.base import Response, Score, Scores
+from mrl.rewards.code import REASONS, CodeExecution, find_code, part_name, read_cases
+from mrl.rewards.combine import Weighted
+from mrl.rewards.sandbox import Limits
+from mrl.rewards.scorer import Scorer
+from mrl.rewards.shape import Overlong
+
+pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
+
+DOUBLE = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2\n", "4\n", "10\n"]}
+ASSERTS = {"asserts": ["assert double(1) == 2", "assert double(4) == 8\nassert double(0) == 0"]}
+CALL = {"fn_name": "double", "inputs": [[1], [4]], "outputs": [2, 8]}
+
+
+def fenced(program: str) -> str:
+    return f"I think so:\n```python\n{program}\n```\nDone."
+
+
+def score(program: str, tests: dict, **arguments) -> Score:
+    row = Response(data_source="code", text=fenced(program), ground_truth=json.dumps(tests))
+    return CodeExecution(**arguments)([row])[0]
+
+
+def scored(value: float, reason: str | None = None) -> Score:
+    """The score of a program that first ended for this reason."""
+    reasons = {part_name(each): float(each == reason) for each in REASONS}
+    return Score(value, parts={"ended": float(reason is None), **reasons})
+
+
+@pytest.mark.parametrize(
+    "program, tests",
+    [
+        ("print(2 * int(input()))", DOUBLE),
+        ("if __name__ == '__main__':\n    print('  ', 2 * int(input()), '\\n\\n')", DOUBLE),
+        ("def double(x): return 2 * x", ASSERTS),
+        ("print('hello', end='')\ndef double(x): return 2 * x", ASSERTS),
+        ("def double(x): return 2 * x", {"functional": "assert double(1) == 2"}),
+        ("def double(x): return 2 * x", CALL),
+        ("class Solution:\n    def double(self, x): return 2 * x", CALL),
+        ("def add(a, b): return a + b", {"fn_name": "add", "inputs": ["[1, 2]\n[3]"], "outputs": ["[1, 2, 3]"]}),
+        ("def pair(x): return (x, None)", {"fn_name": "pair", "inputs": [["a"]], "outputs": [[["a", None]]]}),
+        ("def text(x): return x", {"fn_name": "text", "inputs": [["100"], ["hello"]], "outputs": ["100", "hello"]}),
+    ],
+)
+def test_a_right_program_earns_one(program, tests):
+    assert score(program, tests) == scored(1.0)
+    assert score(program, tests, partial=True) == scored(1.0)
+
+
+@pytest.mark.parametrize(
+    "program, tests, fraction",
+    [
+        ("x = int(input())\nprint(2 * x if x < 5 else 0)", DOUBLE, 2 / 3),
+        ("print(2)", DOUBLE, 1 / 3),
+        ("print('two')", DOUBLE, 0),
+        ("", DOUBLE, 0),
+        ("def double(x): return 2", ASSERTS, 1 / 2),
+        ("def double(x): return 2", CALL, 1 / 2),
+        ("def double(x): return float('nan')", CALL, 0),
+    ],
+)
+def test_a_wrong_answer_is_no_failure(program, tests, fraction):
+    assert score(program, tests) == scored(0.0)
+    assert score(program, tests, partial=True) == scored(pytest.approx(fraction))
+
+
+@pytest.mark.parametrize(
+    "program, reason, detail",
+    [
+        ("import os\nos.fork()", "forbidden", "PermissionError: [Errno 1] Operation not permitted"),
+        ("bytearray(1 << 40)", "memory", "MemoryError"),
+        ("print(1 / 0)", "wrong exit", "status 1, ZeroDivisionError: division by zero"),
+        ("while True: print(1)", "too much output", "more than 1048576 bytes"),
+        ("def double(x):", "wrong exit", "IndentationError: expected an indented block after function definition"),
+    ],
+)
+def test_a_program_that_does_not_end_normally_earns_zero_and_its_reason(program, reason, detail, caplog):
+    caplog.set_level(logging.DEBUG, logger="mrl.rewards.code")
+    assert score(program, DOUBLE) == scored(0.0, reason)
+    assert f"a program did not end well: {reason}: " in caplog.text and detail in caplog.text
+    assert f"1 programs did not end well: {reason} 1" in caplog.text
+
+
+def test_an_endless_program_is_stopped_at_the_limit_given():
+    assert score("while True: pass", DOUBLE, limits=Limits(wall_s=0.3)) == scored(0.0, "time limit")
+
+
+def test_a_crash_in_one_test_leaves_the_others_their_fraction():
+    result = score("x = int(input())\nassert x < 5, 'too large'\nprint(2 * x)", DOUBLE, partial=True)
+    assert result == scored(pytest.approx(2 / 3), "wrong exit")
+    crash = "x = int(input())\nif x == 5: raise SystemExit(1)\nprint(2 * x)"
+    row = Response("code", fenced(crash), json.dumps(DOUBLE), num_tokens=100)
+    with Scorer(CodeExecution(partial=True), workers=1) as scorer:
+        assert scorer([row]) == [scored(pytest.approx(2 / 3), "wrong exit")], "a worker process keeps it too"
+
+
+def test_a_crash_counts_in_a_sum_as_a_wrong_answer_does():
+    reward = Weighted({"code": CodeExecution(), "long": Overlong(100, 10)})
+    crash, wrong = (
+        Response("code", fenced(program), json.dumps(DOUBLE), num_tokens=95) for program in ("1 / 0", "print(0)")
+    )
+    scores = reward([crash, wrong])
+    assert [s.value for s in scores] == [-0.5, -0.5] and [s.failure for s in scores] == [None, None]
+    assert scores[0].parts["code_code_wrong_exit"] == 1.0 and scores[1].parts["code_ended"] == 1.0
+
+
+def test_reasons_are_metrics():
+    row = Response("code", fenced("1 / 0"), json.dumps(DOUBLE))
+    found = Scores.of(CodeExecution()([row, replace(row, text="no code")])).metrics()
+    metrics.check(found)
+    assert found["reward/code_wrong_exit_mean"] == found["reward/code_no_code_mean"] == 0.5
+    assert found["reward/ended_mean"] == found["reward/code_time_limit_mean"] == found["reward/failed_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "def double(x): raise SystemExit(0)",
+        "print = lambda *a: None",
+        "'''",
+        "if False:",
+        "import sys\nsys.stdin.read()\nexit()",
+    ],
+)
+@pytest.mark.parametrize("tests", [ASSERTS, CALL], ids=["asserts", "call"])
+def test_leaving_before_the_test_is_no_pass(program, tests):
+    assert score(program, tests, partial=True).value == 0.0
+
+
+def test_the_mark_of_a_pass_differs_from_run_to_run():
+    tails = {case.tail for _ in range(5) for case in read_cases(json.dumps(ASSERTS))}
+    assert len(tails) == 10
+
+
+def test_an_object_that_equals_everything_does_not_pass_a_call():
+    program = "class Anything(int):\n    def __eq__(self, other): return True\ndef double(x): return Anything(3)"
+    assert score(program, CALL) == scored(0.0)
+
+
+def test_a_result_that_cannot_be_read_does_not_pass_a_call():
+    program = "import json\njson.dumps = lambda value: '[' * 100_000\ndef double(x): return 2 * x"
+    assert score(program, CALL) == scored(0.0)
+
+
+def test_the_last_closed_python_block_is_the_program():
+    assert find_code("```python\n1\n```\n```py\n2\n```\n```\n3\n```\n```python\n4") == "2\n"
+    assert find_code("```Python3 \n1\n```") == "1\n"
+    assert find_code("print(1)") is None and find_code("```bash\nls\n```") is None
+
+
+def test_a_response_without_code_earns_zero_and_says_so():
+    row = Response("code", "print(2 * int(input()))", json.dumps(DOUBLE))
+    assert CodeExecution()([row]) == [scored(0.0, "no code")]
+    assert CodeExecution(whole_text=True)([row]) == [scored(1.0)]
+
+
+@pytest.mark.parametrize(
+    "ground_truth, message",
+    [
+        ("72", "no test cases in '72'; expected"),
+        ("{", "test cases cannot be read"),
+        ("{}", "no test cases"),
+        ('{"inputs": ["1"], "outputs": []}', "as many outputs as inputs"),
+        ('{"asserts": []}', "no test cases"),
+        ('{"inputs": 1, "outputs": 2}', "test cases cannot be read"),
+        ('{"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}', "test cases cannot be read"),
+        ('{"fn_name": "f", "inputs": [1], "outputs": [1]}', "arguments are 1, no list"),
+        ({"asserts": [1]}, "1 is no text of statements"),
+        ({"input": ["1"]}, r"no test cases in \{'input': \['1'\]\}; expected"),
+        (["1"], r"no test cases in \['1'\]; expected"),
+    ],
+)
+def test_a_row_without_test_cases_is_a_failure_of_that_row(ground_truth, message):
+    with pytest.raises(ValueError, match=message):
+        read_cases(ground_truth)
+    row = Response("code", fenced("print(2 * int(input()))"), DOUBLE)
+    bad, good = CodeExecution()([replace(row, ground_truth=ground_truth), row])
+    assert bad.value == 0.0 and re.search(message, bad.failure)
+    assert good == scored(1.0), "a ground truth may be an object"
+
+
+def test_a_sandbox_that_cannot_be_locked_is_a_failure(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("the sandbox could not be locked, nothing was run: no answer")
+
+    monkeypatch.setattr(code, "run", broken)
+    assert score("print(1)", DOUBLE).failure == "the sandbox could not be locked, nothing was run: no answer"
+
+
+def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
+    running, most, lock = 0, 0, threading.Lock()
+    real = code.run
+
+    def counted(*arguments):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        try:
+            return real(*arguments)
+        finally:
+            with lock:
+                running -= 1
+
+    monkeypatch.setattr(code, "run", counted)
+    tests = json.dumps({"inputs": [""], "outputs": ["1"]})
+    rows = [Response("code", fenced(f"import time\ntime.sleep(0.1)\nprint({i})"), tests) for i in range(6)]
+    begun = time.monotonic()
+    scores = CodeExecution(workers=3)(rows)
+    assert [each.value for each in scores] == [0, 1, 0, 0, 0, 0]
+    assert most == 3 and time.monotonic() - begun < 20
+
+
+def test_it_is_named_in_a_config_with_its_limits():
+    node = {"_target_": "mrl.rewards.code.CodeExecution", "partial": True, "limits": {"wall_s": 1.5, "threads": 4}}
+    assert plug_in(node, "reward") == CodeExecution(partial=True, limits=Limits(wall_s=1.5, threads=4))
+    with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is no limit of the sandbox"):
+        plug_in({**node, "limits": {"wal_s": 1}}, "reward")
+    with pytest.raises(ValueError, match="workers=0: expected at least 1"):
+        CodeExecution(workers=0)
+
+
+def test_a_machine_that_cannot_lock_code_in_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(sandbox, "why_unavailable", lambda: "the kernel offers no Landlock")
+    with pytest.raises(ValueError, match="untrusted code cannot be run on this machine: the kernel offers no Landlock"):
+        CodeExecution()

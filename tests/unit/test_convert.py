@@ -1,0 +1,373 @@
+"""`mrl convert`: exact, in bounded memory, taken up after an interruption, and nothing written where it cannot be done."""
+
+import io
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_families import FAMILIES, SIZES, make_family
+
+from models.conversion import check, convert, partial_folder
+from models.conversion.hf_export import write_export
+from models.conversion.hf_io import HFWeights
+from models.conversion.megatron_io import save_tensor
+from models.hf_config import HFConfig
+from mrl.commands.convert import main
+
+
+class Watcher:
+    """Counts the bytes, and interrupts after `limit` of them."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        self.limit, self.begun_with, self.done = limit, 0, 0
+
+    def begin(self, total_bytes: int, done_bytes: int) -> None:
+        self.total, self.begun_with, self.done = total_bytes, done_bytes, done_bytes
+
+    def advance(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        if self.done > self.limit:
+            raise KeyboardInterrupt
+
+
+def to_megatron(folder, output, watcher=None, **options) -> None:
+    convert.to_megatron(HFConfig.load(folder), output, watcher or Watcher(), **options)
+
+
+def to_hf(checkpoint, folder, output, watcher=None, **options) -> None:
+    convert.to_hf(checkpoint, HFConfig.load(folder), output, watcher or Watcher(), **options)
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(found, expected) -> None:
+    a, b = tensors_of(found), tensors_of(expected)
+    assert a.keys() == b.keys()
+    for name, tensor in b.items():
+        assert check.same_bytes(a[name], tensor), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_comes_back_byte_for_byte(tmp_path, name):
+    model = make_family(name, tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron", max_shard_bytes=20_000)
+    to_hf(tmp_path / "megatron", model, tmp_path / "back", max_shard_bytes=30_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert_same_tensors(tmp_path / "back", model)
+    assert check.check_round_trip(HFConfig.load(tmp_path / "back")).good
+    assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron").good
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "megatron", "model"]  # no partial folder is left
+
+
+def test_types_are_converted_and_the_config_says_so(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron", dtype=torch.bfloat16)
+    to_hf(tmp_path / "megatron", model, tmp_path / "back")
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(model).items()}
+    found = tensors_of(tmp_path / "back")
+    assert all(check.same_bytes(found[name], tensor) for name, tensor in expected.items())
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+    finding = check.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron")
+    assert finding.good and "float32 -> bfloat16" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "q_proj.weight': 'BF16', .*k_proj.weight': 'F32'.* dtype="),
+        (
+            "model.layers.1.self_attn.q_norm.weight",
+            r"0.self_attn.q_norm.weight \(torch.float32\) and .*1.self_attn.*dtype=",
+        ),
+    ],
+)
+def test_types_that_megatron_cannot_hold_apart_are_refused(tmp_path, name, message):
+    model = make_family("qwen3", tmp_path / "model")
+    change(model, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+    with pytest.raises(ValueError, match=message):
+        to_megatron(model, tmp_path / "out")
+    to_megatron(model, tmp_path / "out", dtype=torch.float32)
+    assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").good
+
+
+def test_a_buffer_stays_in_float32(tmp_path):
+    model = make_family("deepseek_v3", tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron", dtype=torch.bfloat16)
+    to_hf(tmp_path / "megatron", model, tmp_path / "back")
+    dtypes = HFWeights(tmp_path / "back").dtypes()
+    assert {dtype for name, dtype in dtypes.items() if "correction_bias" in name} == {"F32"}
+    assert {dtype for name, dtype in dtypes.items() if "correction_bias" not in name} == {"BF16"}
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_stands_beside_the_weights_goes_along(tmp_path):
+    from mrl.data.tiny_model import make_tiny_model
+    from mrl.data.tokenizer import byte_tokenizer
+
+    make_tiny_model(tmp_path / "model", byte_tokenizer(), context=64, initializer_range=0.1, seed=0)
+    (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}")
+    to_megatron(tmp_path / "model", tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "model", tmp_path / "back", max_shard_bytes=500_000)
+    without_weights = {p.name for p in (tmp_path / "model").iterdir()} - {"model.safetensors"}
+    assert {"chat_template.jinja", "tokenizer.json", "generation_config.json"} <= without_weights
+    for name in without_weights - {"config.json"}:
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+def test_transformers_loads_the_shards(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = make_family("qwen3_moe", tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", model, tmp_path / "back", max_shard_bytes=20_000)
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (model, tmp_path / "back"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("kind", ["to-megatron", "to-hf"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_interrupted_conversion_is_taken_up(tmp_path, kind, seed):
+    model = make_family("qwen3", tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron")
+    total, size = sum(t.nbytes for t in tensors_of(model).values()), 15_000
+
+    def run(watcher: Watcher) -> None:
+        if kind == "to-hf":
+            to_hf(tmp_path / "megatron", model, tmp_path / "out", watcher, max_shard_bytes=size)
+        else:
+            to_megatron(model, tmp_path / "out", watcher, max_shard_bytes=size)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Watcher(random.Random(seed).uniform(0.3, 0.95) * total))
+    assert not (tmp_path / "out").exists()
+    kept = {p.name: p.stat().st_ino for p in (tmp_path / "out.partial").glob("*[0-9]*.*") if p.suffix != ".unfinished"}
+    again = Watcher()
+    run(again)
+    assert kept and again.begun_with > 0 and again.done == total
+    assert all((tmp_path / "out" / name).stat().st_ino == inode for name, inode in kept.items()), "written twice"
+    assert not (tmp_path / "out.partial").exists()
+    if kind == "to-megatron":
+        assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").good
+    else:
+        assert_same_tensors(tmp_path / "out", model)
+
+
+class FullDisk(io.BytesIO):
+    """Takes some bytes, then `error`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, data) -> int:
+        if self.tell() > 500:
+            raise self.error
+        return super().write(data)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_what_stops_a_write_is_what_the_user_hears_of(error):
+    with pytest.raises(type(error)) as raised:
+        save_tensor(torch.ones(10**6), FullDisk(error))
+    assert raised.value is error
+
+
+def test_parts_of_another_source_are_refused(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+    with pytest.raises(KeyboardInterrupt):
+        to_megatron(model, tmp_path / "out", Watcher(50_000), max_shard_bytes=15_000)
+    with pytest.raises(ValueError, match=r"out\.partial .*dtype: 'None' then, 'torch.bfloat16' now.*remove it"):
+        to_megatron(model, tmp_path / "out", max_shard_bytes=15_000, dtype=torch.bfloat16)
+    make_family("qwen3", model, initializer_range=0.1)
+    with pytest.raises(ValueError, match=r"out\.partial .*model.safetensors has changed.*remove it"):
+        to_megatron(model, tmp_path / "out", max_shard_bytes=15_000)
+
+
+def test_one_output_has_one_writer(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+    with (
+        partial_folder.PartialFolder.beside(tmp_path / "out", {}),
+        pytest.raises(ValueError, match="being written by another process"),
+    ):
+        to_megatron(model, tmp_path / "out")
+
+
+def test_too_small_a_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    model = make_family("qwen3", tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    with pytest.raises(ValueError, match=r"0\.00 GB are free"):
+        to_megatron(model, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def peak_allocation(run) -> int:
+    """Most bytes that tensors held at once, beyond those before; mapped files are not counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    held = peak = 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=256)
+    peaks = {}
+    for layers in (2, 12):
+        model = make_family("qwen3", tmp_path / f"model{layers}", num_hidden_layers=layers, **sizes)
+        megatron, back = tmp_path / f"megatron{layers}", tmp_path / f"back{layers}"
+        peaks[layers] = [
+            peak_allocation(lambda m=model, o=megatron: to_megatron(m, o)),
+            peak_allocation(lambda c=megatron, m=model, o=back: to_hf(c, m, o)),
+        ]
+    largest = 2 * 256 * 64 * 4  # gate and up as one tensor
+    for few, many in zip(peaks[2], peaks[12], strict=True):
+        assert largest <= many <= 2.5 * largest and many < few + largest / 10
+
+
+def resident_bytes(path) -> int:
+    """Pages of the file that this process has in memory."""
+    lines, inside, total = Path("/proc/self/smaps").read_text().splitlines(), False, 0
+    for line in lines:
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_pages_of_the_source_are_given_back(tmp_path):
+    save_file({"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}, tmp_path / "model.safetensors")
+    weights = HFWeights(tmp_path)
+    a = weights["a"]
+    expected = a.sum()
+    assert resident_bytes(tmp_path / "model.safetensors") >= a.nbytes
+    weights.release("a")
+    assert resident_bytes(tmp_path / "model.safetensors") < a.nbytes / 10
+    assert a.sum() == expected  # it is read again
+
+
+def test_a_part_of_a_tensor_is_read_alone(tmp_path):
+    tensors = {"a": torch.randn(5, 7, 3), "odd": torch.randn(9).bfloat16(), "b": torch.randn(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = HFWeights(tmp_path)
+    assert torch.equal(weights.read("a", (1, 2, 0), (3, 4, 2)), tensors["a"][1:4, 2:6, 0:2])
+    assert torch.equal(weights["odd"], tensors["odd"]) and torch.equal(weights["b"], tensors["b"])
+    with pytest.raises(AssertionError, match="no part"):
+        weights.read("b", (2,), (3,))
+
+
+def test_an_export_holds_one_tensor_at_a_time_in_whatever_order(tmp_path):
+    import weakref
+
+    model = make_family("qwen3_moe", tmp_path / "model")
+    alive: list[weakref.ref] = []
+
+    def tensors():
+        for name, tensor in reversed(tensors_of(model).items()):
+            tensor = tensor.clone()
+            alive.append(weakref.ref(tensor))
+            assert sum(ref() is not None for ref in alive) <= 3  # the first, which tells the type; the last; this
+            yield name, tensor
+
+    write_export(tensors(), model, tmp_path / "export", {"note.txt": "hello"})
+    assert_same_tensors(tmp_path / "export", model)
+    assert (tmp_path / "export/note.txt").read_text() == "hello\n"
+
+
+def test_a_failed_export_leaves_nothing(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+
+    def tensors():
+        yield from list(tensors_of(model).items())[:3]
+        raise FloatingPointError("the run ended")
+
+    with pytest.raises(FloatingPointError):
+        write_export(tensors(), model, tmp_path / "export", {})
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def change(folder, edit) -> None:
+    tensors = tensors_of(folder)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_checkpoints_that_cannot_be_read_are_refused(tmp_path):
+    model = make_family("qwen3", tmp_path / "model")
+    with pytest.raises(ValueError, match="distributed checkpointing"):
+        to_hf(tmp_path / "nothing", model, tmp_path / "out")
+    to_megatron(model, tmp_path / "megatron")
+    other = make_family("qwen3", tmp_path / "other", vocab_size=SIZES["vocab_size"] + 1)
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of this model.*word_embeddings.weight is \[41, 32\], config.json"
+    ):
+        to_hf(tmp_path / "megatron", other, tmp_path / "out")
+    biased = make_family("qwen3_biased", tmp_path / "biased")
+    with pytest.raises(ValueError, match=r"linear_qkv\.bias is missing"):
+        to_hf(tmp_path / "megatron", biased, tmp_path / "out")
+    file = tmp_path / "megatron/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"__0_0.distcp has \d+ bytes, expected \d+"):
+        to_hf(tmp_path / "megatron", model, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_changed_weight_is_found(tmp_path, capsys):
+    model = make_family("qwen3", tmp_path / "model")
+    to_megatron(model, tmp_path / "megatron")
+    change(model, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][3, 4].add_(1e-6))
+    assert main(["check", f"model={model}", f"checkpoint={tmp_path / 'megatron'}", "logits=false"]) == 1
+    assert "1 of 19 tensors differ: decoder.layers.1.self_attention.linear_qkv.weight" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.slow
+def test_check_computes_logits_in_a_process_of_its_own(tmp_path, capfd):
+    model = make_family("qwen3", tmp_path / "model")
+    assert main(["check", f"model={model}"]) == 0
+    assert "logits / transformers" in capfd.readouterr().out
+
+
+def test_the_command_converts_there_and_back(tmp_path, capsys):
+    model = make_family("llama", tmp_path / "model")
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert main(["to-megatron", f"model={model}", f"output={there}"]) == 0
+    assert main(["to-hf", f"checkpoint={there}", f"model={model}", f"output={back}", "max_shard_bytes=2e4"]) == 0
+    assert_same_tensors(back, model)
+    assert main(["to-megatron", f"model={model}", f"output={there}"]) == 2
+    assert "exists already and is never replaced" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["to-megatorn"], "did you mean 'to-megatron'?"),
+        (["to-hf", "modle=a"], "unknown key 'modle' of mrl convert to-hf; did you mean 'model'?"),
+        (["to-hf", "model=a"], "needs checkpoint=DIR"),
+        (["to-hf", "model"], "expected KEY=VALUE"),
+        (["check", "model=a", "model=b"], "model= is given twice"),
+        (["check", "model=a", "logits=no"], "logits=no: expected true or false"),
+        (["to-megatron", "model=a", "output=b", "dtype=int8"], "dtype=int8: expected float32"),
+        (["to-megatron", "model=a", "output=b", "max_shard_bytes=0"], "expected a number of bytes above 0"),
+    ],
+)
+def test_mistakes_in_the_command_are_named(capsys, arguments, message):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_help_has_examples(capsys):
+    assert main(["--help"]) == 0 == main(["to-hf", "--help"])
+    assert "Examples:" in capsys.readouterr().out

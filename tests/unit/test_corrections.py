@@ -1,0 +1,200 @@
+"""Weights against off-policy samples, against loops; that no gradient flows through them; and filters of groups."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import loss_inputs, make_case
+
+from mrl.algorithms.corrections import LEVELS, MODES, IcePop, ImportanceSampling, OffPolicyMask, Product
+from mrl.algorithms.filters import NonzeroVariance, RewardRange
+from mrl.algorithms.kl import KLPenalty
+from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.mismatch import metrics, sums
+from mrl.algorithms.objective import Objective
+
+
+def reference(case, level, mode, low, high, veto=None):
+    """Weight, truncated and rejected of every token."""
+    found = []
+    for span in case.spans():
+        ratios = [math.exp(case.old[t]) / math.exp(case.rollout[t]) for t in range(span.start, span.stop)]
+        whole = math.prod(ratios)
+        vetoed = veto is not None and any(r < veto for r in ratios)
+        for own in ratios:
+            ratio = {"token": own, "sequence": whole, "geometric": whole ** (1 / len(ratios))}[level]
+            outside = not low <= ratio <= high
+            weight = {"truncate": min(max(ratio, low), high), "mask": ratio, "reject": 1.0}[mode]
+            rejected = vetoed or (outside and mode != "truncate")
+            found.append((0.0 if rejected else weight, outside and not rejected, rejected))
+    return np.array(found, float).T
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("veto", [None, 0.4])
+def test_weights_follow_the_definition(level, mode, veto):
+    touched = np.zeros(3)
+    for seed in range(5):
+        case = make_case(seed)
+        weights, numbers = ImportanceSampling(level, mode, 0.7, 1.3, veto)(loss_inputs(case))
+        expected = reference(case, level, mode, 0.7, 1.3, veto)
+        np.testing.assert_allclose(weights.numpy(), expected[0], rtol=1e-9)
+        reported = [
+            numbers[f"correction/{name}"].numpy() for name in ("weight_mean", "truncated_fraction", "rejected_fraction")
+        ]
+        np.testing.assert_allclose(reported, expected, rtol=1e-6)
+        touched += expected.sum(1)
+    assert (
+        touched[0] > 0
+        and (touched[1] > 0) == (mode == "truncate")
+        and (touched[2] > 0) == bool(mode != "truncate" or veto)
+    )
+
+
+def test_icepop_masks_tokens_on_both_sides():
+    case = make_case(1, spread=1.5)
+    expected = reference(case, "token", "mask", 0.5, 5.0)[0]
+    np.testing.assert_allclose(IcePop()(loss_inputs(case))[0].numpy(), expected, rtol=1e-9)
+    ratio = np.exp(case.old - case.rollout)
+    assert (ratio < 0.5).any() and (ratio > 5.0).any()
+    np.testing.assert_array_equal(expected == 0, (ratio < 0.5) | (ratio > 5.0))
+
+
+def test_without_bounds_the_weight_is_that_of_decoupled_ppo():
+    """Weighted by pi_prox / pi_behave, samples of the behaviour policy have the proximal policy's mean."""
+    rng = np.random.default_rng(0)
+    old, rollout = (torch.tensor(rng.normal(size=7)).log_softmax(0).numpy() for _ in range(2))
+    case = replace(make_case(0, lengths=(7,)), old=old, rollout=rollout)
+    weights, _ = ImportanceSampling(high=math.inf)(loss_inputs(case))
+    values = rng.normal(size=7)
+    assert (np.exp(rollout) * weights.numpy() * values).sum() == pytest.approx((np.exp(old) * values).sum())
+
+
+@pytest.mark.parametrize("correction", [ImportanceSampling(), ImportanceSampling("sequence"), OffPolicyMask()])
+def test_no_gradient_flows_through_weights(correction):
+    case = make_case(0)
+    logprobs = torch.tensor(case.logprobs, requires_grad=True)
+    inputs = replace(loss_inputs(case, logprobs), old_logprobs=logprobs)  # the worst case: both are the same tensor
+    weights, _ = correction(inputs)
+    assert not weights.requires_grad
+
+
+def test_long_responses_do_not_overflow():
+    case = make_case(0, lengths=(4000, 4000))
+    case.rollout[:4000], case.rollout[4000:] = case.old[:4000] - 1.0, case.old[4000:] + 1.0
+    weights, _ = ImportanceSampling("sequence", "truncate", high=2.0)(loss_inputs(case))
+    assert (weights[:4000] == 2.0).all() and (weights[4000:] == 0.0).all()
+    assert (ImportanceSampling("sequence", "mask")(loss_inputs(case))[0] == 0.0).all()
+
+
+def test_off_policy_mask_leaves_out_bad_responses_that_drifted():
+    case, delta = make_case(3, lengths=(3,) * 12), 0.1
+    weights, numbers = OffPolicyMask(delta)(loss_inputs(case))
+    expected = []
+    for span in case.spans():
+        steps = range(span.start, span.stop)
+        drift = sum(case.rollout[t] - case.logprobs[t] for t in steps) / len(steps)
+        expected += [0.0 if case.advantages[t] < 0 and drift > delta else 1.0 for t in steps]
+    assert weights.tolist() == expected and 0 < sum(expected) < len(expected)
+    assert (numbers["correction/rejected_fraction"].numpy() == 1 - np.array(expected)).all()
+
+
+def test_a_product_multiplies_weights_and_reports_either_cause():
+    case = make_case(4)
+    first, second = (
+        ImportanceSampling("geometric", "reject", 0.8, 1.2),
+        ImportanceSampling("token", "truncate", 0.0, 1.1),
+    )
+    weights, numbers = Product([first, second])(loss_inputs(case))
+    a, b = reference(case, "geometric", "reject", 0.8, 1.2), reference(case, "token", "truncate", 0.0, 1.1)
+    np.testing.assert_allclose(weights.numpy(), a[0] * b[0], rtol=1e-9)
+    np.testing.assert_allclose(numbers["correction/weight_mean"].numpy(), a[0] * b[0], rtol=1e-9)
+    np.testing.assert_array_equal(numbers["correction/rejected_fraction"].numpy(), np.maximum(a[2], b[2]))
+    np.testing.assert_array_equal(numbers["correction/truncated_fraction"].numpy(), np.maximum(a[1], b[1]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"level": "word"}, "level='word': expected one of token, sequence, geometric"),
+        ({"mode": "cut"}, "mode='cut': expected one of truncate, mask, reject"),
+        ({"low": 2.0, "high": 2.0}, "expected 0 <= low < high"),
+        ({"low": -1.0}, "expected 0 <= low < high"),
+    ],
+)
+def test_mistakes_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ImportanceSampling(**kwargs)
+
+
+def test_the_objective_weighs_the_policy_loss_alone():
+    case, entropy = make_case(2), np.random.default_rng(0).random(15)
+    inputs = replace(loss_inputs(case), entropy=torch.tensor(entropy))
+    kl = KLPenalty(coef=0.3, kind="k3")
+    objective = Objective(PPOClip(), ImportanceSampling(), kl, entropy_coef=0.01)
+    loss, numbers = objective(inputs)
+    weights = reference(case, "token", "truncate", 0.0, 2.0)[0]
+    penalty = kl.values(case.logprobs, case.columns["ref_logprobs"])
+    expected = PPOClip()(inputs)[0].numpy() * weights + 0.3 * penalty - 0.01 * entropy
+    np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-9)
+    np.testing.assert_allclose(numbers["policy/kl_ref"].numpy(), penalty, rtol=1e-9)
+    assert {"loss/clip_fraction", "correction/weight_mean"} <= set(numbers)
+    assert objective.needs == {"ref_logprobs"} and objective.uses_entropy and not objective.zero_without_advantage
+    assert objective.with_kl_coef(0.0).kl.coef == 0.0
+    assert Objective(PPOClip(), ImportanceSampling()).zero_without_advantage
+
+
+def test_mismatch_metrics_follow_their_definitions():
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(1.0, 400)
+    old = rollout + rng.normal(scale=0.2, size=400)
+    found = metrics({k: v.item() for k, v in sums(torch.tensor(old), torch.tensor(rollout)).items()})
+    ratios = [math.exp(a) / math.exp(b) for a, b in zip(old, rollout, strict=True)]
+    assert found["mismatch/kl"] == pytest.approx(sum(-math.log(r) for r in ratios) / 400)
+    assert found["mismatch/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 400)
+    assert found["mismatch/chi2"] == pytest.approx(sum(r**2 for r in ratios) / 400 - 1)
+    assert found["mismatch/ess_fraction"] == pytest.approx(sum(ratios) ** 2 / sum(r**2 for r in ratios) / 400)
+    perplexity = lambda x: math.exp(-sum(x) / len(x))  # noqa: E731
+    assert found["mismatch/ppl_ratio"] == pytest.approx(perplexity(old) / perplexity(rollout))
+
+
+def test_mismatch_divergences_are_right_on_average():
+    """Weighted by the engine's probabilities, the sums are the divergences themselves."""
+    rng = np.random.default_rng(1)
+    q, p = (torch.tensor(rng.normal(size=6)).softmax(0).numpy() for _ in range(2))  # engine, trainer
+    parts = [sums(torch.tensor(np.log(p[k : k + 1])), torch.tensor(np.log(q[k : k + 1]))) for k in range(6)]
+    found = metrics({name: sum(q[k] * parts[k][name].item() for k in range(6)) for name in parts[0]})
+    kl = sum(x * math.log(x / y) for x, y in zip(q, p, strict=True))
+    chi2 = sum((y - x) ** 2 / x for x, y in zip(q, p, strict=True))
+    assert found["mismatch/kl"] == pytest.approx(kl) and found["mismatch/k3"] == pytest.approx(kl)
+    assert found["mismatch/chi2"] == pytest.approx(chi2)
+    assert found["mismatch/ess_fraction"] == pytest.approx(1 / (1 + chi2))
+
+
+def test_mismatch_sums_add_up_and_nothing_sampled_is_nan():
+    old, rollout = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.9, -0.7])
+    whole, a, b = sums(old, rollout), sums(old[:1], rollout[:1]), sums(old[1:], rollout[1:])
+    for name in whole:
+        assert (a[name] + b[name]).item() == pytest.approx(whole[name].item(), rel=1e-12)
+    same = metrics({k: v.item() for k, v in sums(old, old).items()})
+    assert same == {f"mismatch/{k}": v for k, v in dict(kl=0, k3=0, chi2=0, ess_fraction=1, ppl_ratio=1).items()}
+    for nothing in (sums(old, torch.full((3,), math.nan)), sums(old[:0], old[:0])):
+        assert all(math.isnan(x) for x in metrics({k: v.item() for k, v in nothing.items()}).values())
+    far = metrics({k: v.item() for k, v in sums(torch.tensor([-900.0]), torch.tensor([-0.1])).items()})
+    assert far["mismatch/kl"] == pytest.approx(899.9) and far["mismatch/ppl_ratio"] == math.inf
+
+
+def test_filters_keep_what_can_teach():
+    keep = NonzeroVariance()
+    assert keep(np.array([0.0, 1.0])) and not keep(np.array([0.1, 0.1, 0.1])) and not keep(np.array([1.0]))
+    assert not keep(np.zeros(0)) and keep(np.array([0.0, 1e-12])) and not NonzeroVariance(1e-6)(np.array([0.0, 1e-12]))
+    between = RewardRange(0.25, 0.5)
+    assert (
+        between(np.array([0.0, 0.0, 0.0, 1.0])) and between(np.array([0.0, 1.0])) and not between(np.array([1.0, 1.0]))
+    )
+    assert not between(np.array([0.0, 0.0])) and not between(np.zeros(0))
+    with pytest.raises(ValueError, match=r"low=0\.9, high=0\.1: expected low <= high"):
+        RewardRange(0.9, 0.1)

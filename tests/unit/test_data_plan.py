@@ -1,0 +1,114 @@
+"""The data section of a config, as the plan of a run reads it: overrides, policies, lists of bad rows, defaults."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from mrl.commands import hydra_app
+from mrl.config_rules import from_hydra
+from mrl.data.arithmetic import make_inputs
+from mrl.plan import _check_prompts, _model_plan, origin
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan") / "made"
+    make_inputs(folder)
+    for name, rows in (("train", 40), ("test", 10)):
+        pq.write_table(pq.read_table(folder / f"{name}.parquet").slice(0, rows), folder / f"{name}.parquet")
+    lines = [json.dumps({"q": f"{n}+1=", "a": n + 1}) for n in range(20)]
+    (folder / "plain.jsonl").write_text("\n".join([*lines, "{oops", json.dumps({"q": "1" * 70, "a": 1})]))
+    return folder
+
+
+def config_of(inputs, tmp_path, *overrides):
+    """The quickstart's config with these overrides, as a command line has them."""
+    argv = hydra_app.checked(
+        ["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}", *overrides]
+    )
+    hydra_app.register_schema()
+    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        return from_hydra(hydra_compose("config", argv))
+
+
+def plan(inputs, tmp_path, *overrides):
+    """Its training and its held-out set."""
+    config = config_of(inputs, tmp_path, *overrides)
+    return _check_prompts(config, _model_plan(config, config.model.path))
+
+
+def plain(inputs):
+    return [f"data.train=[{inputs}/plain.jsonl]", "data.columns={prompt:q,ground_truth:a}", "data.test=[]"]
+
+
+def test_the_quickstart_has_its_prompts_and_its_held_out_set(inputs, tmp_path):
+    train, test = plan(inputs, tmp_path)
+    assert (len(train), len(test)) == (40, 10) and test.sets() == {"": range(10)}
+    assert not (tmp_path / "run").exists(), "nothing to list"
+
+
+def test_bad_and_overlong_rows_end_a_plan_unless_they_may_be_skipped(inputs, tmp_path):
+    listed = tmp_path / "run/bad_rows_train.jsonl"
+    with pytest.raises(ValueError, match=r"2 of 22 rows cannot be used:\n.*row 20: not a JSON.*\n.*row 21.*70 tokens"):
+        plan(inputs, tmp_path, *plain(inputs))
+    assert len(listed.read_text().splitlines()) == 2
+    with pytest.raises(
+        ValueError, match=r"1 of 22 rows.*\n.*70 tokens are more than the 57(.|\n)*set data.overlong=skip"
+    ):
+        plan(inputs, tmp_path, *plain(inputs), "data.bad_rows=skip")
+    train, test = plan(inputs, tmp_path, *plain(inputs), "data.bad_rows=skip", "data.overlong=skip")
+    assert (train.report.rows, train.report.kept, train.report.num_bad, train.report.num_overlong) == (22, 20, 1, 1)
+    assert [json.loads(line)["overlong"] for line in listed.read_text().splitlines()] == [False, True]
+    assert test is None and train.ground_truth(19) == "20"
+
+
+def test_a_mixture_and_named_sets_are_given_on_the_command_line(inputs, tmp_path):
+    doubling = f"doubling:{{files:[{inputs}/train.parquet],weight:3}}"
+    sums = f"sums:{{files:[{inputs}/plain.jsonl],columns:{{prompt:q,ground_truth:a}}}}"
+    train, test = plan(
+        inputs, tmp_path, "data.train=[]", f"data.mixture={{{doubling},{sums}}}",
+        f"data.test_sets.held_out=[{inputs}/test.parquet]", "data.bad_rows=skip", "data.overlong=skip",
+    )  # fmt: skip
+    assert test.sets() == {"": range(10), "held_out": range(10, 20)} and test.data_source(10) == "doubling"
+    assert train.sets() == {"doubling": range(40), "sums": range(40, 60)}
+    rows = next(train.stream(64, seed=0, shuffle=True))
+    assert (rows < 40).sum() == 48
+    with pytest.raises(ValueError, match=r"data.train and data.mixture are set"):
+        plan(inputs, tmp_path, f"data.mixture={{{doubling}}}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.overlong=filter", "data.overlong='filter': expected error or skip"),
+        ("data.bad_rows=skp", "data.bad_rows='skp': expected error or skip; did you mean skip"),
+        ("data.template_args.thinking=true", "data.template_args.thinking: not a variable of the chat template"),
+        ("data.chat_template=/nowhere.jinja", "data.chat_template=/nowhere.jinja: no such file"),
+        ("data.train=[]", "data.train must name at least one"),
+        (
+            "data.test=[/nowhere.parquet]",
+            "/nowhere.parquet: no such file; expected a .jsonl or .parquet file, or a folder",
+        ),
+    ],
+)
+def test_a_mistake_in_the_data_section_is_named(inputs, tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        plan(inputs, tmp_path, override)
+
+
+def test_prompts_leave_room_for_the_response(inputs, tmp_path):
+    with pytest.raises(ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that fit"):
+        plan(inputs, tmp_path, "data.max_prompt_tokens=4")
+    with pytest.raises(ValueError, match=r"the files: no row is left \(0 of 40 rows kept, 0 bad, 40 overlong\)"):
+        plan(inputs, tmp_path, "data.max_prompt_tokens=4", "data.overlong=skip")
+    assert len((tmp_path / "run/bad_rows_train.jsonl").read_text().splitlines()) == 40
+
+
+def test_a_warm_start_under_another_chat_template_is_another(inputs, tmp_path):
+    def made_from(*overrides):
+        return origin(config_of(inputs, tmp_path, *overrides))
+
+    assert len({str(made_from(o)) for o in ("run.seed=0", "data.template_args.x=1", "data.chat_template=a.jinja")}) == 3

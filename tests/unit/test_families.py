@@ -1,0 +1,247 @@
+"""Reading configs: every field is accounted for, an absent one means what it means in transformers, and families from outside."""
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import transformers
+from tiny_families import FAMILIES as TINY
+from tiny_families import LLAMA3_ROPE, SIZES, YARN_ROPE
+
+from models.families import FAMILIES, family_of, llama, load_family, located
+from models.hf_config import WITHOUT_INFLUENCE, HFConfig
+from models.spec import Architecture
+
+PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
+
+
+def saved(folder: Path, prefix: str, **fields) -> dict:
+    """config.json as transformers writes it."""
+    fields = deepcopy(fields)  # some write into it
+    config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+def read(fields: dict, path="config.json") -> Architecture:
+    config = HFConfig(path, fields)
+    return family_of(config).read(config)
+
+
+@pytest.fixture
+def fields(tmp_path):
+    """`fields(name)` -> the config.json of a tiny model."""
+
+    def of(name: str) -> dict:
+        prefix, its_own = TINY[name]
+        return saved(tmp_path, prefix, **(SIZES | its_own))
+
+    return of
+
+
+def test_every_family_has_a_tiny_model():
+    assert {f"{prefix}ForCausalLM" for prefix in PREFIXES} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
+    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # of its own 42 components half would be odd
+    found = saved(tmp_path, prefix, **fields)
+    assert read(found).num_layers == found["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_unknown_field_is_refused_by_name(fields, name):
+    known = fields(name)
+    read(known)
+    for value in (True, None, 0.5):
+        with pytest.raises(ValueError, match=rf"^config.json: scale_depth={value} is not known to \w+ForCausalLM here"):
+            read(known | dict(scale_depth=value))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_absent_field_means_what_it_means_in_transformers(tmp_path, fields, name):
+    """Without each field in turn: transformers fills in its default and writes it down; we read the same from both."""
+    known = fields(name)
+    refused = []
+    for left_out in known.keys() - {"architectures", "model_type"}:
+        part = {name: value for name, value in known.items() if name != left_out}
+        try:
+            found = read(part)
+        except ValueError as error:
+            spelling = {"num_local_experts": "num_experts"}.get(left_out, left_out)
+            assert re.match(rf"config.json: (field '{spelling}'|.*\b{spelling}=)", str(error))
+            refused.append(left_out)
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(part))
+        transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+        assert found == read(json.loads((tmp_path / "config.json").read_text())), left_out
+    assert {"hidden_size", "vocab_size"} <= set(refused), "sizes have no default"
+
+
+def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
+    ignored = [name for names in WITHOUT_INFLUENCE.values() for name in names]
+    assert len(ignored) == len(set(ignored))
+    for family in FAMILIES.values():
+        assert not family.defaults.keys() & set(ignored)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; expected 'silu'"),
+        ("llama", dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported; expected 0.0"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        ("llama", dict(quantization_config=dict(bits=4)), "quantization_config={'bits': 4} is not known"),
+        (
+            "llama",
+            dict(layer_types=["full_attention"] * 2),
+            "layer_types=['full_attention', 'full_attention'] is not known",
+        ),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+            "rope_type='dynamic' is not implemented",
+        ),
+        (
+            "llama",
+            dict(rope_parameters=YARN_ROPE | dict(mscale_dim=1)),
+            "mscale_dim=1 is not known to rope_type='yarn'",
+        ),
+        ("llama", dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)), "partial_rotary"),
+        ("llama", dict(rope_interleaved=True), "rope_interleaved=True is not supported; expected False"),
+        ("llama", dict(rope_theta=7.0), "rope_theta=7.0, and 5000.0 within the rotary embedding's parameters"),
+        ("llama", dict(rope_scaling=YARN_ROPE), "differ; remove one"),
+        ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
+        ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=['full_attention', 'sliding"),
+        ("qwen2", dict(use_mrope=True), "use_mrope=True is not supported"),
+        ("qwen2", dict(attention_bias=False), "attention_bias=False is not known to Qwen2ForCausalLM"),
+        ("qwen3", dict(layer_types=["full_attention"]), "for each of the 2 layers"),
+        ("glm4_moe", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported; expected True"),
+        (
+            "glm4_moe",
+            dict(num_experts_per_tok=6),
+            "ranked by their best two experts; expected 4 or 5 experts per token",
+        ),
+        ("glm4_moe_plain", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; expected at least 2"),
+        ("deepseek_v3", dict(rope_interleave=False), "rope_interleave=False is not supported; expected True"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax' is not supported; expected 'sigmoid'"),
+        ("deepseek_v3", dict(quantization_config=dict(bits=8)), "quantization_config={'bits': 8} is not supported"),
+        ("mixtral", dict(sliding_window=4096), "sliding_window=4096 is not supported; expected None"),
+        ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
+    ],
+)
+def test_what_a_family_does_not_implement_is_refused(fields, name, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(fields(name) | change)
+
+
+@pytest.mark.parametrize("rope", [SIZES["rope_parameters"], LLAMA3_ROPE, YARN_ROPE], ids=lambda r: r["rope_type"])
+def test_rotary_parameters_read_alike_in_the_spelling_of_transformers_4(fields, rope):
+    new = fields("llama") | dict(rope_parameters=rope)
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    scaling = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
+    old |= dict(rope_theta=rope["rope_theta"], rope_scaling=scaling if rope["rope_type"] != "default" else None)
+    assert read(old) == read(new)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama_mlp_biased", {}, "has mlp_bias, which SGLang leaves out"),
+        ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
+    ],
+)
+def test_what_the_engine_would_compute_otherwise_is_refused(fields, name, change, message):
+    config = HFConfig("config.json", fields(name) | change)
+    family = family_of(config)
+    with pytest.raises(ValueError, match=message):
+        family.check_engine(config, family.read(config))
+
+
+ALIKE = ["llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mixtral", "glm4_moe", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_the_engine_computes_alike_is_not_refused(fields, name):
+    config = HFConfig("config.json", fields(name))
+    family_of(config).check_engine(config, read(fields(name)))
+
+
+def test_fields_that_only_the_engine_needs_are_asked_for(fields):
+    left = {name: value for name, value in fields("deepseek_v3").items() if name != "topk_method"}
+    config = HFConfig("config.json", left)
+    with pytest.raises(
+        ValueError, match='SGLang needs fields that transformers leaves out; add "topk_method": "noaux_tc"'
+    ):
+        family_of(config).check_engine(config, read(left))
+
+
+def test_a_part_of_each_head_is_rotated_where_a_family_says_so():
+    config = HFConfig("c", dict(rope_theta=1e4), defaults=dict(partial_rotary_factor=0.5))
+    assert config.rope(16, partial=True).dim == 8
+    said = HFConfig("c", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)))
+    assert said.rope(16, partial=True).dim == 4
+
+
+OWN = Path(llama.__file__).read_text().replace("LlamaForCausalLM", "MineForCausalLM").replace("LLAMA =", "MINE =")
+
+
+def test_a_family_of_ones_own_is_read_from_its_file(tmp_path, fields, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    known = fields("llama_biased")
+    reference = f"{tmp_path}/mine.py:MINE"
+    config = HFConfig("config.json", known | dict(architectures=["MineForCausalLM"]), reference)
+    family = family_of(config)
+    assert family.read(config) == read(known)
+    assert family is load_family(reference)
+    monkeypatch.chdir(tmp_path)
+    assert located("mine.py:MINE") == reference
+    monkeypatch.syspath_prepend(tmp_path)
+    assert located("mine:MINE") == "mine:MINE" and load_family("mine:MINE").architecture == "MineForCausalLM"
+
+
+def test_the_family_that_the_documentation_shows_works(tmp_path, fields):
+    (text,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/families.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "shown.py").write_text(text)
+    known = fields("llama") | dict(architectures=["MineForCausalLM"], residual_scale=1.0)
+    reference = f"{tmp_path}/shown.py:MINE"
+    config = HFConfig("config.json", known, reference)
+    arch = family_of(config).read(config)
+    assert arch == read(fields("llama"))
+    assert family_of(config).hf_shapes(arch) == FAMILIES["LlamaForCausalLM"].hf_shapes(arch)
+    scaled = HFConfig("config.json", known | dict(residual_scale=0.5), reference)
+    with pytest.raises(ValueError, match=r"residual_scale=0.5 is not supported; expected 1.0"):
+        family_of(scaled).read(scaled)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("{folder}/none.py:MINE", "cannot be imported (FileNotFoundError"),
+        ("no.such.package:MINE", "cannot be imported (ModuleNotFoundError"),
+        ("{folder}/mine.py:YOURS", "has no YOURS; a Family is expected"),
+        ("{folder}/mine.py:translate", "is a function; a models.spec.Family is expected"),
+        ("{folder}/broken.py:MINE", "cannot be imported (ZeroDivisionError"),
+        ("{folder}/mine.py", "expected 'package.module:NAME' or '/path/file.py:NAME'"),
+        ("models.families.qwen2:QWEN2", "is a family of 'Qwen2ForCausalLM', but config.json says 'MineForCausalLM'"),
+    ],
+)
+def test_a_family_that_cannot_be_had_is_explained(tmp_path, reference, message):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    reference = reference.format(folder=tmp_path)
+    config = HFConfig("config.json", dict(architectures=["MineForCausalLM"]), reference)
+    with pytest.raises(ValueError, match=f"^model.family={re.escape(reference)}: .*{re.escape(message)}"):
+        family_of(config)
+
+
+def test_an_unknown_architecture_names_the_known_ones_and_the_way_out():
+    with pytest.raises(
+        ValueError, match=r"'MineForCausalLM' is not supported; known: DeepseekV3ForCausalLM, .*model.family"
+    ):
+        family_of(HFConfig("config.json", dict(architectures=["MineForCausalLM"])))

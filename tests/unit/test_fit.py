@@ -1,0 +1,203 @@
+"""What the loop does when processes are lost, or it is asked to leave: which steps are taken again, from which state."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mrl.algorithms.kl_control import KLControl
+from mrl.data.prompts import PromptStream
+from mrl.faults import Lost, Preempted
+from mrl.placement import Phases
+from mrl.trainer import Schedule, Trainer
+from mrl.types import Estimates, Rollouts
+
+
+class World:
+    """Trainers that hold a number of steps, in a world where something fails at a given point of a given step, once."""
+
+    def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
+        self.failures, self.weights, self.sampled, self.trained = failures, 0, [], []
+        self.saved: dict[int, dict] = {}
+        self.recoveries: list[int | None] = []
+        self.logged: list[int] = []
+        self.asked_to_leave = False
+
+    def reach(self, point: str) -> None:
+        if error := self.failures.pop((point, self.weights), None):
+            raise error
+
+    def generate(self, prompts, step):
+        rows = prompts.take(3)
+        self.reach("rollout")
+        assert step == self.weights
+        self.sampled.append((step, rows.tolist()))
+        numbers = np.ones(3, int)
+        return Rollouts(
+            block=rows.tolist(),
+            prompt_lengths=numbers,
+            response_lengths=numbers,
+            sampled_lengths=numbers,
+            rows=rows,
+            groups=np.arange(3),
+            digests=rows.astype(np.uint64),
+            truncated=np.zeros(3, bool),
+            weight_versions=np.full(3, step),
+            rewards=np.ones(3),
+        )
+
+    def estimate(self, columns, kl_coef, step):
+        self.reach("advantage")
+        return Estimates(None, np.zeros(3, bool), np.zeros(3, bool), {})
+
+    def evaluate(self, temperature):
+        self.reach("evaluate")
+        return {"": 0.5}
+
+    def update(self, rollouts, estimates, step, kl_coef):
+        self.reach("update")
+        self.trained = [*self.trained[: self.weights], rollouts.block]
+        self.weights += 1
+        return {"optim/lr": 0.1}
+
+    def push(self, version):
+        self.reach("push")
+        return {"weight_sync/version": float(version)}
+
+    def between_steps(self, state, metrics):
+        step = state["progress"]["step"]
+        if step % 4 == 0:
+            self.saved[step] = json.loads(json.dumps(state))  # as a file has it
+
+    def now(self, state):
+        self.saved[state["progress"]["step"]] = json.loads(json.dumps(state))
+
+    def finish(self, state):
+        self.now(state)
+
+    def recover(self, error, boundary):
+        """As mrl.recovery does: from memory where the trainers are as they were, else from the last checkpoint."""
+        self.recoveries.append(boundary and boundary["progress"]["step"])
+        if boundary is None:
+            boundary = self.saved[max(self.saved)]
+            self.weights = boundary["progress"]["step"]
+        return boundary
+
+    def log(self, step, metrics):
+        if "reward/mean" in metrics:
+            self.logged.append(step)
+        if self.asked_to_leave is step:
+            self.asked_to_leave = True
+
+    def rewind(self, step, evaluated=True):
+        self.logged = [logged for logged in self.logged if logged <= step]
+
+    def record(self, step, rollouts, drawn):
+        pass
+
+
+def trainer(world: World, **schedule) -> Trainer:
+    unused = SimpleNamespace(rewind=lambda step: None, record=lambda *_: None)
+    return Trainer(
+        prompts=PromptStream(10, 3, seed=0, shuffle=True),
+        generator=world,
+        scorers={},
+        actor=world,
+        critic=None,
+        kl=KLControl({}),
+        weight_sync=world,
+        phase=Phases(),
+        tracker=world,
+        ledger=unused,
+        saver=world,
+        recover=world.recover,
+        leaving=lambda: world.asked_to_leave is True,
+        schedule=Schedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
+    )
+
+
+@pytest.fixture
+def left_alone() -> World:
+    world = World({})
+    trainer(world).fit()
+    return world
+
+
+POINTS = [("rollout", True), ("advantage", True), ("evaluate", True), ("update", False), ("push", False)]
+PLACES = [(step, *point) for step in (0, 5, 6, 9) for point in POINTS if point[0] != "evaluate" or step % 3 == 0]
+
+
+@pytest.mark.parametrize("step, point, from_memory", PLACES)
+def test_whatever_is_lost_wherever_the_same_steps_are_trained_once(left_alone, step, point, from_memory):
+    world = World({(point, step): Lost("a process died")})
+    world.saved[0] = trainer(World({})).state_dict()
+    made = trainer(world)
+    result = made.fit()
+    assert world.trained == left_alone.trained and result.steps == 11
+    assert world.logged == list(range(1, 12)), "no step is missing from the metrics, and none is there twice"
+    memory = from_memory or (point == "push" and step == 0)  # the first push comes before any step
+    assert world.recoveries == [step if memory else None]
+    assert world.saved[11]["prompts"] == left_alone.saved[11]["prompts"]
+
+
+def test_losses_one_after_another_are_survived(left_alone):
+    failures = {
+        ("update", 2): Lost("1"),
+        ("rollout", 2): Lost("2"),
+        ("push", 7): Lost("3"),
+        ("advantage", 6): Lost("4"),
+    }
+    world = World(failures)
+    world.saved[0] = trainer(World({})).state_dict()
+    trainer(world).fit()
+    assert world.trained == left_alone.trained and not world.failures
+
+
+def test_other_errors_end_the_run():
+    with pytest.raises(ValueError, match="a mistake"):
+        trainer(World({("update", 3): ValueError("a mistake")})).fit()
+
+
+@pytest.mark.parametrize("point", ["rollout", "advantage"])
+def test_a_step_that_is_abandoned_is_saved_as_not_taken(left_alone, point):
+    world = World({(point, 5): Preempted("asked to leave")})
+    with pytest.raises(Preempted):
+        trainer(world).fit()
+    state = world.saved[5]
+    again = World({})
+    again.weights, again.trained = 5, world.trained
+    resumed = trainer(again)
+    resumed.load_state_dict(state)
+    assert resumed.fit().steps == 11 and again.trained == left_alone.trained
+
+
+def test_a_run_that_was_asked_to_leave_ends_after_its_step_and_is_saved():
+    world = World({})
+    world.asked_to_leave = 5
+    with pytest.raises(Preempted):
+        trainer(world).fit()
+    assert world.weights == 5 and world.saved[5]["progress"]["step"] == 5
+
+
+def test_a_resumed_run_evaluates_no_weights_twice():
+    world = World({})
+    trainer(world, max_steps=6).fit()
+    state = world.saved[6]
+    assert state["progress"]["after"] == {"eval/accuracy_sampled": 0.5, "eval/accuracy_greedy": 0.5}
+    again = World({("evaluate", 6): ValueError("measured already")})
+    again.weights = 6
+    made = trainer(again, max_steps=6)
+    made.load_state_dict(state)
+    assert made.fit().after == state["progress"]["after"]
+
+
+def test_only_phases_before_the_update_are_abandoned_and_only_long_steps():
+    made = trainer(World({}))
+    made.progress.step_s = 10.0
+    found = {}
+    for phase in ("rollout", "score", "advantage", "evaluate", "update", "weight_sync", "checkpoint"):
+        with made.phase(phase):
+            found[phase] = (made.abandons(grace_s=5), made.abandons(grace_s=60))
+    assert {name for name, (hurry, _) in found.items() if hurry} == {"rollout", "score", "advantage", "evaluate"}
+    assert not any(patient for _, patient in found.values()) and not made.abandons(5)

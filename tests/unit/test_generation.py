@@ -1,0 +1,314 @@
+"""Generations go on where they stopped, refuse other settings, and give every response its own seed."""
+
+import json
+import re
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from mrl.commands import generate as command
+from mrl.config import Config, GenerateConfig
+from mrl.config_rules import check, from_hydra
+from mrl.data.arithmetic import make_inputs, write_prompts
+from mrl.evaluation import questions
+from mrl.evaluation.engines import Asker
+from mrl.evaluation.generation import Generation, generate
+from mrl.evaluation.plan import plan_generation
+from mrl.evaluation.store import Store, read
+from mrl.rollout.client import Completion
+from mrl.rollout.server import EngineServer
+from mrl.weight_sync.control import EngineError
+
+
+class Engine:
+    """Stands in for a server: digits that follow from the seed alone; remembers how much it was asked at one time."""
+
+    url = "http://engine"
+
+    def __init__(self, delay_s: float = 0.0, fail_after: int | None = None) -> None:
+        self.delay_s, self.left = delay_s, fail_after
+        self.lock, self.now, self.most, self.asked = threading.Lock(), 0, 0, 0
+
+    def generate(self, input_ids, sampling, *, logprobs):
+        with self.lock:
+            self.now, self.asked = self.now + len(input_ids), self.asked + len(input_ids)
+            self.most = max(self.most, self.now)
+        time.sleep(self.delay_s)
+        with self.lock:
+            self.now -= len(input_ids)
+            if self.left is not None and self.asked > self.left:
+                raise EngineError("the engine died")
+        return [self.completion(params.seed, logprobs) for params in sampling]
+
+    def completion(self, seed: int, logprobs: bool) -> Completion:
+        tokens = [4 + int(digit) for digit in str(seed)[-4:]] + [2]
+        return Completion(tokens, [-0.5] * 5 if logprobs else [], "stop", "0")
+
+
+class Counting:
+    """Remembers what a generation tells of its progress."""
+
+    def begin(self, total, done):
+        self.total, self.done = total, done
+
+    def advance(self, responses, tokens):
+        self.done += responses
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart") / "inputs"
+    make_inputs(folder)
+    write_prompts(folder / "few.parquet", "few", list(range(3000, 3010)))
+    write_prompts(folder / "other.parquet", "other", list(range(4000, 4007)))
+    return folder
+
+
+@pytest.fixture
+def configure(inputs, tmp_path):
+    """`configure(**{"generate.samples": 3})` -> Config."""
+
+    def made(**overrides) -> Config:
+        base = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
+        needed = {
+            "run.dir": str(tmp_path / "run"),
+            "model.path": str(inputs / "model"),
+            "model.dtype": "float32",
+            "data.test": [str(inputs / "few.parquet"), str(inputs / "other.parquet")],
+            "reward": {"_target_": "mrl.rewards.math.ExactMatch"},
+            "algorithm.advantage": {"_target_": "mrl.algorithms.advantages.GRPO"},
+            "algorithm.loss": {"_target_": "mrl.algorithms.losses.PPOClip"},
+            "rollout.max_response_tokens": 7,
+            "generate.samples": 3,
+            "generate.prompts_per_file": 4,
+            "generate.output": str(tmp_path / "answers"),
+        }
+        for key, value in (needed | overrides).items():
+            OmegaConf.update(base, key, value, force_add=True)
+        return from_hydra(base)
+
+    return made
+
+
+def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
+    """What `mrl generate` does, once its engines are there."""
+    asked = plan.questions()
+    with plan.store as store:
+        store.bind(questions.digest(asked))
+        with Asker(engines or [Engine()], in_flight, logprobs=plan.config.generate.logprobs) as asker:
+            totals = Generation(plan, asked, asker, progress or Counting()).run()
+        store.finish(totals)
+    return totals
+
+
+def test_a_generation_holds_every_response_in_order(configure, inputs):
+    plan = plan_generation(configure(**{"generate.logprobs": True}))
+    totals = run(plan)
+    assert (totals["responses"], totals["prompts"], totals["files"]) == (51, 17, 5)
+    settings, rows = read(plan.store.folder)
+    assert settings["generate.samples"] == 3 and "own seed" in settings["determinism"]
+    few, other = str(inputs / "few.parquet"), str(inputs / "other.parquet")
+    places = [(few, row) for row in range(10)] + [(other, row) for row in range(7)]
+    assert [(r["file"], r["row"], r["sample"]) for r in rows] == [(*p, s) for p in places for s in range(3)]
+    first = rows[0]
+    assert first["prompt"] == [{"role": "user", "content": "2*3000="}] and first["ground_truth"] == "6000"
+    assert first["response"] == "".join(str(t - 4) for t in first["token_ids"][:-1]) and first["num_tokens"] == 5
+    assert first["logprobs"] == [-0.5] * 5 and json.loads(first["extra_info"]) == {"split": "few", "index": 0}
+    assert first["score"] == float(first["response"] == "6000") and first["failure"] is None and first["parts"] == {}
+
+
+def test_a_killed_generation_goes_on_and_equals_one_that_was_not(configure, tmp_path, monkeypatch):
+    whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
+    run(whole)
+    plan, write = plan_generation(configure()), Store.write
+
+    def dies_at_two(store, number, rows):
+        if number == 2:
+            (store.folder / "responses_000002.parquet.unfinished").write_bytes(b"half a file")
+            raise KeyboardInterrupt
+        write(store, number, rows)
+
+    monkeypatch.setattr(Store, "write", dies_at_two)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"was stopped; the same `mrl generate` with generate\.output="):
+        read(plan.store.folder)
+    engine, progress = Engine(), Counting()
+    run(plan_generation(configure()), engine, progress=progress)
+    assert engine.asked == 27 and progress.done == progress.total == 51, "two files of 4 prompts x 3 were there"
+    assert read(plan.store.folder)[1] == read(tmp_path / "whole")[1]
+    assert not list(plan.store.folder.glob("*.unfinished"))
+
+
+def test_a_finished_generation_says_so_and_starts_nothing(configure, capsys, monkeypatch):
+    run(plan_generation(configure()))
+    monkeypatch.setattr(EngineServer, "start", lambda self: pytest.fail("an engine was started"))
+    command.answer(plan_generation(configure()))
+    assert "is finished: 51 responses to 17 prompts" in capsys.readouterr().out
+
+
+def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
+    begun = configure()
+    with plan_generation(begun).store:
+        pass
+    for key, value, shown in [
+        ("generate.samples", 4, "generate.samples=3 then, 4 now"),
+        ("run.seed", 7, "run.seed=0 then, 7 now"),
+        ("reward._target_", "mrl.rewards.math.GSM8K", "reward="),
+        ("data.test", [str(inputs / "few.parquet")], "data.test="),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(shown)):
+            plan_generation(configure(**{key: value}))
+    plan_generation(configure(**{"rollout.num_engines": 3, "generate.requests_in_flight": 5}))  # decide nothing
+    few, times = inputs / "few.parquet", (inputs / "few.parquet").stat()
+    try:
+        few.touch()
+        with pytest.raises(ValueError, match=f"size and time of {few}"):
+            plan_generation(begun)
+    finally:
+        import os
+
+        os.utime(few, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files"):
+        plan_generation(configure(**{"generate.output": str(tmp_path / "full")}))
+
+
+def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    keys = {"data.chat_template": str(template), "data.max_prompt_tokens": 7, "data.overlong": "skip"}
+    with pytest.raises(EngineError):
+        run(plan_generation(configure(**keys)), Engine(fail_after=20), in_flight=1)
+    quiet = nullcontext(SimpleNamespace(begin=lambda *_: None, advance=lambda _: None))
+    template.write_text("{% for message in messages %}1{{ message['content'] }}{% endfor %}")
+    with pytest.raises(ValueError, match="was begun with other prompts, though of the same files: chat template"):
+        generate(plan_generation(configure(**keys | {"data.max_prompt_tokens": 20})), Counting(), quiet)
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    run(plan_generation(configure(**keys)))
+    assert read(tmp_path / "answers")[0]["data.chat_template"] == str(template)
+
+
+def test_a_row_keeps_its_number_and_seed_whatever_rows_and_sets_stand_beside_it(configure, inputs, tmp_path):
+    good = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    lines = [good, None, {"prompt": None}, good | {"prompt": "1+2="}, good | {"prompt": "1+3="}]
+    file = tmp_path / "gaps.jsonl"
+    file.write_text("".join((json.dumps(line) if line else "") + "\n" for line in lines))
+    keys = {"data.test": [str(file)], "data.bad_rows": "skip"}
+    alone = plan_generation(configure(**keys)).questions()
+    assert [(q.row, q.messages[0]["content"]) for q in alone] == [(0, "1+1="), (3, "1+2="), (4, "1+3=")]
+    few = str(inputs / "few.parquet")
+    sets = {"first": [few], "again": {"files": [few], "system": "1+"}}
+    beside = plan_generation(configure(**keys, **{"data.test_sets": sets})).questions()
+    assert {(q.set, q.place, q.file_number) for q in beside} == {("", 0, 0), ("first", 0, 1), ("again", 0, 2)}
+    assert [q.seed(0, 1) for q in beside[:3]] == [q.seed(0, 1) for q in alone]
+    assert len({q.seed(0, 0) for q in beside}) == len(beside) == 23
+    moved = plan_generation(configure(**{"data.test": [], "data.test_sets": sets})).questions()
+    assert [q.seed(0, 0) for q in moved] == [q.seed(0, 0) for q in beside[3:]]
+
+
+def test_two_processes_do_not_write_one_folder(configure):
+    plan = plan_generation(configure())
+    with plan.store, pytest.raises(ValueError, match="another process writes there"):
+        plan_generation(configure()).store.__enter__()
+    with plan_generation(configure()).store:
+        pass
+
+
+def test_a_seed_stays_with_its_response_and_no_two_share_one(configure):
+    asked = plan_generation(configure()).questions()
+    seeds = {question.seed(0, sample) for question in asked for sample in range(3)}
+    assert len(seeds) == 51 and all(0 <= seed < 2**63 for seed in seeds)
+    fewer = plan_generation(configure(**{"generate.rows": 2, "generate.output": "elsewhere"})).questions()
+    assert [(q.file_number, q.row) for q in fewer] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    by_place = {(q.file_number, q.row): q for q in asked}
+    assert all(q.seed(0, 1) == by_place[q.file_number, q.row].seed(0, 1) for q in fewer)
+    assert asked[0].seed(0, 0) != asked[0].seed(1, 0)
+
+
+def test_what_engines_are_asked_at_one_time_is_bounded_and_spread(configure):
+    engines = [Engine(delay_s=0.01) for _ in range(2)]
+    run(plan_generation(configure()), *engines, in_flight=5)
+    assert all(engine.most <= 5 for engine in engines) and sum(engine.asked for engine in engines) == 51
+    assert min(engine.asked for engine in engines) > 10
+    wide = Engine(delay_s=0.01)
+    with Asker([wide], 200, logprobs=False) as asker:
+        plan = plan_generation(configure())
+        request = (plan.questions()[0].tokens, replace(plan.sampling, seed=1))
+        done = [completion for future in asker.ask([request] * 1000) for completion in future.result()]
+    assert len(done) == 1000 and 64 < wide.most <= 200
+
+
+def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
+    plan = plan_generation(configure())
+    with pytest.raises(EngineError, match="the engine died"):
+        run(plan, Engine(fail_after=30), in_flight=1)
+    assert [plan.store.has(number) for number in range(5)] == [True, True, False, False, False]
+    engine = Engine()
+    run(plan_generation(configure()), engine)
+    assert engine.asked == 51 - 24
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"generate.temperature": 0.0}, "generate.samples=3 with generate.temperature=0: all would be the same"),
+        ({"generate.temperature": -1.0}, "generate.temperature=-1.0: must be 0 or more"),
+        ({"generate.top_p": 1.5}, "generate.top_p=1.5"),
+        ({"generate.rows": 0}, "generate.rows=0: must be 1 or more"),
+        ({"generate.samples": 1001}, "at most 1000"),
+        ({"evaluate.confidence": 1.0}, "evaluate.confidence=1.0: expected a probability"),
+        ({"evaluate.k": [0]}, "evaluate.k=[0]"),
+        ({"data.test": []}, "data.test must name at least one"),
+        ({"data.test": ["no.parquet"]}, "data.test: no.parquet: no such file"),
+        ({"generate.base": "base"}, "goes with a Megatron checkpoint"),
+        ({"sglang": {"enable_deterministic_inference": False}}, "use generate.deterministic"),
+        ({"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),
+        ({"reward": {"_target_": "mrl.rewards.math.ExactMatc"}}, "cannot be imported"),
+        ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(configure, overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_generation(configure(**overrides)).questions()
+
+
+def test_folders_that_are_no_model_say_what_to_name(configure, tmp_path):
+    run_dir = tmp_path / "trained"
+    (run_dir / "checkpoint").mkdir(parents=True)
+    (run_dir / "checkpoint/.metadata").touch()
+    with pytest.raises(ValueError, match=f"name {run_dir}/checkpoint"):
+        plan_generation(configure(**{"model.path": str(run_dir)}))
+    with pytest.raises(ValueError, match=r"neither config nor tokenizer; .*generate\.base=FOLDER"):
+        plan_generation(configure(**{"model.path": str(run_dir / "checkpoint")}))
+
+
+def test_a_megatron_checkpoint_is_served_as_the_model_it_came_from(configure, inputs, tmp_path):
+    from safetensors.torch import load_file
+
+    from models.conversion import convert
+    from models.hf_config import HFConfig
+
+    quiet = SimpleNamespace(begin=lambda *_: None, advance=lambda _: None)
+    convert.to_megatron(HFConfig.load(inputs / "model"), tmp_path / "megatron", quiet)
+    keys = {"model.path": str(tmp_path / "megatron"), "generate.base": str(inputs / "model")}
+    plan = plan_generation(configure(**keys))
+    assert len(plan.questions()) == 17, "tokenizer and context are those of the base"
+    served = plan.source.served(tmp_path / "served", nullcontext(quiet))
+    found, expected = (load_file(folder / "model.safetensors") for folder in (served, inputs / "model"))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+    next((tmp_path / "megatron").glob("*.distcp")).touch()
+    assert plan_generation(configure(**keys)).store.settings != plan.store.settings
+
+
+def test_greedy_takes_one_sample():
+    check_only = GenerateConfig(temperature=0.0, samples=1)
+    check(Config(generate=check_only))

@@ -1,0 +1,396 @@
+"""Losses against their papers, written as plain loops in float64; gradients against central differences."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import loss_and_gradient, loss_inputs, make_case, slopes
+
+from mrl.algorithms.covariance_losses import ClipCov, KLCov, covariances
+from mrl.algorithms.inputs import AdvantageInputs
+from mrl.algorithms.losses import CISPO, DPPO, SAPO, CrossEntropy, PolicyGradient, PPOClip, ValueLoss
+from mrl.algorithms.reduce import AGGREGATIONS, token_weights
+from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, GSPOToken
+
+# Each reference: (case, x, frozen, token t, its response's span) -> loss of the token. `x` are the log-probabilities, `frozen`
+# the same where the paper stops the gradient.
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def ppo(case, x, frozen, t, span, dual=None):
+    ratio, a = math.exp(x[t] - case.old[t]), case.advantages[t]
+    objective = min(ratio * a, clip(ratio, 0.8, 1.3) * a)
+    return -max(objective, dual * a) if dual and a < 0 else -objective
+
+
+def gradient_only(case, x, frozen, t, span):
+    return -case.advantages[t] * x[t]
+
+
+def cispo(case, x, frozen, t, span):
+    return -clip(math.exp(frozen[t] - case.old[t]), 0.0, 1.4) * case.advantages[t] * x[t]
+
+
+def sapo(case, x, frozen, t, span):
+    ratio, a = math.exp(x[t] - case.old[t]), case.advantages[t]
+    tau = 1.0 if a > 0 else 1.5
+    return -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def dppo(case, x, frozen, t, span):
+    a, moved = case.advantages[t], math.exp(frozen[t]) - math.exp(case.old[t])
+    inside = moved <= 0.15 if a > 0 else moved >= -0.1
+    return -min(math.exp(frozen[t]) / math.exp(case.old[t]), 1.3) * a * x[t] * inside
+
+
+def cross_entropy(case, x, frozen, t, span):
+    return -x[t]
+
+
+def sequence_ratio(case, x, span):
+    product = 1.0
+    for t in range(span.start, span.stop):
+        product *= math.exp(x[t]) / math.exp(case.old[t])
+    return product
+
+
+def gspo(case, x, frozen, t, span):
+    s, a = sequence_ratio(case, x, span) ** (1 / (span.stop - span.start)), case.advantages[t]
+    return -min(s * a, clip(s, 0.85, 1.1) * a)
+
+
+def gspo_token(case, x, frozen, t, span):
+    s = sequence_ratio(case, frozen, span) ** (1 / (span.stop - span.start))
+    s, a = s * math.exp(x[t]) / math.exp(frozen[t]), case.advantages[t]
+    return -min(s * a, clip(s, 0.85, 1.1) * a)
+
+
+def gmpo(case, x, frozen, t, span):
+    product = 1.0
+    for u in range(span.start, span.stop):
+        ratio, a = math.exp(x[u] - case.old[u]), case.advantages[u]
+        product *= abs(min(ratio * a, clip(ratio, math.exp(-0.4), math.exp(0.3)) * a))
+    sign = math.copysign(1.0, case.advantages[t])
+    return -sign * product ** (1 / (span.stop - span.start))
+
+
+def opmd(case, x, frozen, t, span):
+    whole = sum(x[u] - case.old[u] for u in range(span.start, span.stop))
+    return -case.advantages[t] * (x[t] - case.old[t]) + 0.7 / 2 * whole**2 / (span.stop - span.start)
+
+
+def topr(case, x, frozen, t, span):
+    a = case.advantages[t]
+    weight = min(1.0, sequence_ratio(case, frozen, span)) if a < 0 else 1.0
+    return -weight * a * x[t]
+
+
+def clip_cov(case, x, frozen, t, span):
+    return 0.0 if case.columns["clip_cov"][t] else -math.exp(x[t] - case.old[t]) * case.advantages[t]
+
+
+def clip_cov_of_the_authors(case, x, frozen, t, span):
+    return 0.0 if case.columns["clip_cov"][t] else ppo(case, x, frozen, t, span)
+
+
+def kl_cov(case, x, frozen, t, span, absolute=False):
+    d = x[t] - case.old[t]
+    kl = abs(d) if absolute else math.exp(d) - 1 - d
+    return -math.exp(d) * case.advantages[t] + 2.0 * case.columns["kl_cov"][t] * kl
+
+
+LOSSES = {
+    "ppo": (PPOClip(0.2, 0.3), ppo),
+    "ppo_dual": (PPOClip(0.2, 0.3, dual_clip=1.5), lambda *args: ppo(*args, dual=1.5)),
+    "policy_gradient": (PolicyGradient(), gradient_only),
+    "cispo": (CISPO(clip_low=1.0, clip_high=0.4), cispo),
+    "sapo": (SAPO(1.0, 1.5), sapo),
+    "dppo": (DPPO(0.1, 0.15, max_ratio=1.3), dppo),
+    "cross_entropy": (CrossEntropy(), cross_entropy),
+    "gspo": (GSPO(0.15, 0.1), gspo),
+    "gspo_token": (GSPOToken(0.15, 0.1), gspo_token),
+    "gmpo": (GMPO(0.4, 0.3), gmpo),
+    "opmd": (OPMD(tau=0.7), opmd),
+    "topr": (TOPR(), topr),
+    "clip_cov": (ClipCov(), clip_cov),
+    "clip_cov_of_the_authors": (ClipCov(clip_low=0.2, clip_high=0.3), clip_cov_of_the_authors),
+    "kl_cov": (KLCov(coef=2.0), kl_cov),
+    "kl_cov_abs": (KLCov(coef=2.0, kl="abs"), lambda *args: kl_cov(*args, absolute=True)),
+}
+ONE_ADVANTAGE = ("gmpo",)  # meant for responses whose tokens all have the same
+
+
+def total(reference, case, x, frozen, weights):
+    found = 0.0
+    for span in case.spans():
+        for t in range(span.start, span.stop):
+            found += weights[t] * reference(case, x, frozen, t, span)
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_and_gradient_are_those_of_the_paper(name, seed):
+    loss, reference = LOSSES[name]
+    case = make_case(seed, per_token=seed % 2 == 1 and name not in ONE_ADVANTAGE)
+    weights = np.random.default_rng(seed).random(len(case.old))
+    value, gradient = loss_and_gradient(loss, case, weights)
+    assert value == pytest.approx(total(reference, case, case.logprobs, case.logprobs, weights), rel=1e-10)
+    by_differences = slopes(lambda x: total(reference, case, x, case.logprobs, weights), case.logprobs)
+    np.testing.assert_allclose(gradient, by_differences, rtol=1e-6, atol=1e-8)
+
+
+def test_the_cases_reach_every_branch():
+    cases = [make_case(seed) for seed in range(4)]
+    for name in ("ppo", "cispo", "gspo", "gspo_token", "gmpo", "topr", "dppo"):
+        clipped = torch.cat([LOSSES[name][0](loss_inputs(case))[1]["loss/clip_fraction"] for case in cases])
+        assert 0 < clipped.mean() < 1, name
+    dual = torch.cat([LOSSES["ppo_dual"][0](loss_inputs(case))[1]["loss/dual_clip_fraction"] for case in cases])
+    assert 0 < dual.mean() < 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batches_add_up(name, aggregation):
+    loss, case = LOSSES[name][0], make_case(7)
+    by_row = token_weights(case.lengths, aggregation, max_tokens=9)
+    weights = by_row[case.rows]
+    value, gradient = loss_and_gradient(loss, case, weights)
+    parts, pieces = 0.0, np.full(len(weights), np.nan)
+    for rows in ([4, 1], [2], [0, 3]):
+        part = case.select(rows)
+        index = np.concatenate([np.arange(len(weights))[case.spans()[r]] for r in rows])
+        some, pieces[index] = loss_and_gradient(loss, part, weights[index])
+        parts += some
+    assert parts == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(pieces, gradient, rtol=1e-12, atol=1e-15)
+
+
+class TwoRanks:
+    """Adds up what two threads bring, each time both have brought it."""
+
+    def __init__(self):
+        self.barrier, self.slots = threading.Barrier(2, timeout=10), {}
+
+    def reduce(self, rank):
+        def add(values):
+            self.slots[rank] = values
+            self.barrier.wait()
+            both = self.slots[0] + self.slots[1]
+            self.barrier.wait()
+            return both
+
+        return add
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_response_cut_over_two_ranks_has_the_same_loss_and_gradient(name):
+    loss, case = LOSSES[name][0], make_case(11, per_token=name not in ONE_ADVANTAGE)
+    weights = np.random.default_rng(0).random(len(case.old))
+    value, gradient = loss_and_gradient(loss, case, weights)
+    ranks, logprobs, results = TwoRanks(), torch.tensor(case.logprobs, requires_grad=True), {}
+    index = [np.flatnonzero(np.arange(len(weights)) % 3 != 0), np.flatnonzero(np.arange(len(weights)) % 3 == 0)]
+
+    def run(rank):
+        own = index[rank]
+        inputs = loss_inputs(case.at(own), logprobs[own], case.rows[own], ranks.reduce(rank))
+        results[rank] = (loss(inputs)[0] * torch.tensor(weights[own])).sum()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = results[0] + results[1]
+    together.backward()
+    assert together.item() == pytest.approx(value, rel=1e-12)
+    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_is_the_objective_of_whole_responses(name, seed):
+    """Eq. 5: the mean over responses of min(s A, clip(s) A), without a word of tokens."""
+    case = make_case(seed)
+
+    def objective(x):
+        found = 0.0
+        for span in case.spans():
+            s, a = sequence_ratio(case, x, span) ** (1 / (span.stop - span.start)), case.advantages[span.start]
+            found -= min(s * a, clip(s, 0.85, 1.1) * a) / len(case.lengths)
+        return found
+
+    weights = token_weights(case.lengths, "sequence_mean")[case.rows]
+    value, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
+    assert value == pytest.approx(objective(case.logprobs), rel=1e-10)
+    np.testing.assert_allclose(gradient, slopes(objective, case.logprobs), rtol=1e-6, atol=1e-9)
+
+
+def test_opmd_is_the_squared_error_of_whole_responses_but_for_a_constant():
+    case, tau = make_case(3), 0.7
+
+    def squares(x):
+        found = 0.0
+        for span in case.spans():
+            whole = sum(x[u] - case.old[u] for u in range(span.start, span.stop))
+            found += (case.advantages[span.start] - tau * whole) ** 2 / (2 * tau)
+        return found / (len(case.lengths) * 9)
+
+    weights = token_weights(case.lengths, "fixed_length", max_tokens=9)[case.rows]
+    value, gradient = loss_and_gradient(OPMD(tau=tau), case, weights)
+    firsts = [case.advantages[span.start] for span in case.spans()]
+    constant = sum(a**2 for a in firsts) / (2 * tau) / (len(firsts) * 9)
+    assert value + constant == pytest.approx(squares(case.logprobs), rel=1e-10)
+    np.testing.assert_allclose(gradient, slopes(squares, case.logprobs), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_say_truly_whether_they_need_responses_without_advantage(name):
+    loss, zero = LOSSES[name][0], True
+    for seed in range(3):
+        case = make_case(seed)
+        case.advantages[:] = 0.0
+        value, gradient = loss_and_gradient(loss, case, np.ones(len(case.old)))
+        zero = zero and value == 0 and not gradient.any()
+    assert loss.zero_without_advantage == zero
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "cross_entropy" and not n.startswith("clip_cov")])
+def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient(name):
+    case = make_case(5)
+    case.old[:] = case.logprobs
+    weights = token_weights(case.lengths, "sequence_mean")[case.rows]
+    _, gradient = loss_and_gradient(LOSSES[name][0], case, weights)
+    np.testing.assert_allclose(gradient, -weights * case.advantages, rtol=1e-9, atol=1e-12)
+
+
+def test_a_response_without_tokens_does_no_harm():
+    for name, (loss, _) in LOSSES.items():
+        value, gradient = loss_and_gradient(loss, make_case(1, lengths=(2, 0, 3, 0)), np.ones(5))
+        assert math.isfinite(value) and np.isfinite(gradient).all(), name
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    case = make_case(0, spread=3.0)
+    loss, numbers = PPOClip(dual_clip=3.0)(loss_inputs(case))
+    bad = case.advantages < 0
+    assert (loss.numpy()[bad] <= -3.0 * case.advantages[bad] + 1e-12).all()
+    free, _ = PPOClip()(loss_inputs(case))
+    np.testing.assert_array_equal(numbers["loss/dual_clip_fraction"].numpy() > 0, free.numpy() != loss.numpy())
+    with pytest.raises(ValueError, match=r"dual_clip=1.0: must be greater than 1"):
+        PPOClip(dual_clip=1.0)
+
+
+@pytest.mark.parametrize("clip_value", [0.0, 0.2])
+def test_value_loss_is_half_the_larger_square(clip_value):
+    rng = np.random.default_rng(0)
+    old, returns = rng.normal(size=20), rng.normal(size=20)
+    values = torch.tensor(old + rng.normal(scale=0.3, size=20), requires_grad=True)
+
+    def reference(v):
+        found = []
+        for x, o, r in zip(v, old, returns, strict=True):
+            kept = o + clip(x - o, -clip_value, clip_value) if clip_value else x
+            found.append(max((x - r) ** 2, (kept - r) ** 2) / 2)
+        return found
+
+    loss = ValueLoss(clip_value)(values, torch.tensor(returns), torch.tensor(old))
+    np.testing.assert_allclose(loss.detach().numpy(), reference(values.tolist()), rtol=1e-12)
+    loss.sum().backward()
+    by_differences = slopes(lambda v: sum(reference(v)), values.detach().numpy().copy())
+    np.testing.assert_allclose(values.grad.numpy(), by_differences, rtol=1e-6, atol=1e-8)
+
+
+def batch_of(size: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    old = (-rng.exponential(2.0, size)).astype(np.float32)
+    lengths = np.array([size // 2, size - size // 2])
+    return AdvantageInputs(np.zeros(size), np.array([0, 0]), lengths, {"old_logprobs": old}), rng.normal(
+        size=size
+    ).astype(np.float32)
+
+
+def loop_covariances(advantages, logprobs):
+    mean_a, mean_l = sum(map(float, advantages)) / len(advantages), sum(map(float, logprobs)) / len(logprobs)
+    return [(float(a) - mean_a) * (float(b) - mean_l) for a, b in zip(advantages, logprobs, strict=True)]
+
+
+def test_kl_cov_selects_the_largest_covariances_of_the_whole_rollout():
+    batch, advantages = batch_of(500)
+    cov = loop_covariances(advantages, batch.columns["old_logprobs"])
+    np.testing.assert_allclose(covariances(advantages, batch.columns["old_logprobs"]), cov, rtol=1e-9, atol=1e-12)
+    assert sum(cov) / len(cov) == pytest.approx(
+        np.cov(advantages, batch.columns["old_logprobs"], ddof=0)[0, 1], rel=1e-4
+    )
+    column = KLCov(fraction=0.02).extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"]
+    assert set(np.flatnonzero(column)) == set(sorted(range(500), key=lambda t: -cov[t])[:10])
+    assert column.dtype == np.float32 and column.sum() == 10
+    assert KLCov().extra_columns(batch, advantages, np.random.default_rng(0))["kl_cov"].sum() == 1  # one at least
+
+
+def test_clip_cov_draws_from_the_covariances_between_its_bounds():
+    batch, advantages = batch_of(500)
+    cov = loop_covariances(advantages, batch.columns["old_logprobs"])
+    candidates = {t for t in range(500) if 1.0 < cov[t] < 5.0}
+    assert len(candidates) > 30
+    draw = lambda seed, fraction: ClipCov(fraction).extra_columns(batch, advantages, np.random.default_rng(seed))  # noqa: E731
+    first, again, other = draw(1, 0.03)["clip_cov"], draw(1, 0.03)["clip_cov"], draw(2, 0.03)["clip_cov"]
+    assert first.sum() == 15 and set(np.flatnonzero(first)) <= candidates
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert set(np.flatnonzero(draw(0, 1.0)["clip_cov"])) == candidates
+    assert draw(0, 1e-9)["clip_cov"].sum() == 1
+    assert ClipCov(low=1e6, high=1e7).extra_columns(batch, advantages, np.random.default_rng(0))["clip_cov"].sum() == 0
+
+
+@pytest.mark.parametrize("loss", [ClipCov(), KLCov()])
+def test_selecting_from_no_tokens_selects_none(loss):
+    empty = AdvantageInputs(np.zeros(0), np.zeros(0, int), np.zeros(0, int), {"old_logprobs": np.zeros(0, np.float32)})
+    (column,) = loss.extra_columns(empty, np.zeros(0, np.float32), np.random.default_rng(0)).values()
+    assert column.shape == (0,)
+
+
+def test_kl_cov_knows_two_estimates():
+    with pytest.raises(ValueError, match="kl='k9': expected k3 or abs"):
+        KLCov(kl="k9")
+
+
+def test_kl_cov_estimate_has_the_gradient_of_the_divergence_from_the_old_policy():
+    """Over samples of the old policy: r - 1 - log r is right in value and gradient of KL(old || pi)."""
+    rng = np.random.default_rng(0)
+    logits, old_logits = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5))
+    logp, old = logits.log_softmax(0), old_logits.log_softmax(0)
+    case = make_case(0, lengths=(5,))
+    case.old[:], case.advantages[:], case.columns["kl_cov"][:] = old.numpy(), 0.0, 1.0
+    loss, _ = KLCov()(loss_inputs(case, logp))
+    (old.exp() * loss).sum().backward()
+    p, q = old.exp().numpy(), logp.exp().detach().numpy()
+    assert (old.exp() * loss).sum().item() == pytest.approx(sum(p * (np.log(p) - np.log(q))), rel=1e-9)
+    np.testing.assert_allclose(logits.grad.numpy(), q - p, rtol=1e-9)
+
+
+def test_token_weights_give_the_declared_means():
+    lengths, losses = np.array([1, 3, 0, 4]), [np.array([2.0]), np.arange(3.0), np.zeros(0), np.ones(4)]
+
+    def weigh(how, **kwargs):
+        return sum((w * x).sum() for w, x in zip(token_weights(lengths, how, **kwargs), losses, strict=True))
+
+    assert weigh("token_mean") == pytest.approx(np.concatenate(losses).mean())
+    assert weigh("sequence_mean") == pytest.approx((2.0 + 1.0 + 0.0 + 1.0) / 4)
+    assert weigh("fixed_length", max_tokens=10) == pytest.approx((2.0 + 3.0 + 0.0 + 4.0) / (4 * 10))
+    with pytest.raises(ValueError, match="expected one of token_mean"):
+        token_weights(lengths, "mean")
+    with pytest.raises(ValueError, match="max_tokens=None"):
+        token_weights(lengths, "fixed_length")
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_token_weights_bear_batches_without_tokens(aggregation, lengths):
+    weights = token_weights(np.array(lengths, np.int64), aggregation, max_tokens=4)
+    assert weights.shape == (len(lengths),) and np.isfinite(weights).all()

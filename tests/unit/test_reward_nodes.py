@@ -1,0 +1,268 @@
+"""Rewards as a config names them: a user's function, sums of rewards, and what is said of mistakes in either."""
+
+import pickle
+import re
+import textwrap
+import time
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from mrl.commands import hydra_app
+from mrl.config_rules import from_hydra
+from mrl.data.tokenizer import byte_tokenizer
+from mrl.plugin import construct, plug_in
+from mrl.rewards.base import Response, Score, as_score
+from mrl.rewards.combine import Weighted
+from mrl.rewards.function import Function
+from mrl.rewards.math import GSM8K, ExactMatch
+from mrl.rewards.scorer import Scorer, check_reward
+
+# The form of verl's own verl/utils/reward_score/gsm8k.py and of the functions that its users write.
+VERL = """
+import re
+
+
+def extract_solution(solution_str):
+    found = re.findall("#### (\\\\-?[0-9\\\\.\\\\,]+)", solution_str)
+    return found[-1].replace(",", "").replace("$", "") if found else None
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    answer = extract_solution(solution_str=solution_str)
+    if answer is None:
+        return 0
+    return 1.0 if answer == ground_truth else 0.1
+
+
+def with_parts(data_source, solution_str, ground_truth, extra_info, method="strict", **kwargs):
+    correct = compute_score(data_source, solution_str, ground_truth) == 1.0
+    return {"score": correct - 0.5 * (method == "harsh"), "acc": correct, "pred": solution_str, "n/a": len(solution_str)}
+
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    import asyncio
+
+    await asyncio.sleep(30 if solution_str == "hang" else 0.2)
+    if solution_str == "raise":
+        raise RuntimeError("no judge")
+    return solution_str == ground_truth
+
+
+def without_score(data_source, solution_str, ground_truth, extra_info):
+    return {"reward": 1.0}
+
+
+def positional(a, b, c, d):
+    return 1.0
+
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "my_reward.py"
+    path.write_text(VERL)
+    return str(path)
+
+
+def of_texts(*texts: str) -> list[Response]:
+    return [Response("gsm8k", text, "72", {"index": i}, group=i) for i, text in enumerate(texts)]
+
+
+def node(file, **more):
+    return {"_target_": "mrl.rewards.function.Function", "path": file} | more
+
+
+def test_a_function_of_verl_works_unchanged(file):
+    with Scorer(plug_in(node(file), "reward"), workers=1) as scorer:
+        assert [s.value for s in scorer(of_texts("so #### 72", "so #### 7,3", "72"))] == [1.0, 0.1, 0.0]
+
+
+def test_a_dict_gives_parts_and_args_are_passed(file):
+    with Scorer(Function(file, "with_parts", {"method": "harsh", "other": 1}), workers=1) as scorer:
+        right, wrong = scorer(of_texts("#### 72", "#### 1"))
+    assert right == Score(0.5, parts={"acc": 1.0, "n_a": 7.0}) and wrong.value == -0.5
+
+
+def test_coroutine_functions_wait_side_by_side(file):
+    with Scorer(Function(file, "later", timeout_s=1.5), workers=1) as scorer:
+        scorer(of_texts("72"))
+        start = time.monotonic()
+        scores = scorer(of_texts(*["72"] * 40, "raise", "hang"))
+        assert time.monotonic() - start < 4, "one after another they take 8 s"
+    assert [s.value for s in scores] == [1.0] * 40 + [0.0, 0.0]
+    assert scores[40].failure == "RuntimeError: no judge" and scores[41].failure == "no answer within 1.5 s."
+
+
+def test_a_dict_without_a_score_is_a_failure(file):
+    with Scorer(Function(file, "without_score"), workers=1) as scorer:
+        assert scorer(of_texts("x"))[0].failure == "the function gave a dict without 'score'; it has reward."
+
+
+def test_a_function_of_a_module_can_be_named(file, tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/rewards.py").write_text(VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Scorer(Function("my_package.rewards"), workers=1) as scorer:
+        assert scorer(of_texts("#### 72"))[0].value == 1.0
+    with pytest.raises(ValueError, match=re.escape("name=join: join(a, *p) cannot be called as join(data_source")):
+        Function("posixpath", "join")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(path="/nowhere/x.py"), "path=/nowhere/x.py: there is no such file."),
+        (dict(path="no.such.module"), "path=no.such.module: cannot be imported (ModuleNotFoundError"),
+        (dict(name="compute_scor"), "has no such function; did you mean 'compute_score'?"),
+        (dict(name="LIMIT"), "this is int, not a function"),
+        (dict(name="positional"), "positional(a, b, c, d) cannot be called as positional(data_source, solution_str"),
+        (dict(args={"solution_str": 1}), "args.solution_str: compute_score gets this for each response"),
+        (dict(args={"metod": 1}), "args.metod: compute_score(data_source"),
+        (dict(nam="x"), "reward.nam: mrl.rewards.function.Function has no argument 'nam'; did you mean 'name'?"),
+    ],
+)
+def test_mistakes_in_naming_a_function_are_found_before_anything_starts(file, more, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        construct(node(file) | more, "reward")
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
+    (tmp_path / "broken.py").write_text("import sys\nsys.exit(2)")
+    with pytest.raises(ValueError, match=r"broken.py: cannot be imported \(SystemExit: 2\)"):
+        Function(str(tmp_path / "broken.py"))
+
+
+def test_a_file_that_fails_only_in_a_worker_is_a_recorded_failure(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text(
+        textwrap.dedent("""
+        import multiprocessing
+        if multiprocessing.parent_process():
+            raise RuntimeError("not here")
+        def compute_score(**given):
+            return 1.0
+        """)
+    )
+    with Scorer(Function(str(path)), workers=1) as scorer:
+        assert "RuntimeError: not here" in scorer(of_texts("x"))[0].failure
+
+
+def weighted(**changes):
+    base = {
+        "_target_": "mrl.rewards.combine.Weighted",
+        "parts": {
+            "math": {"_target_": "mrl.rewards.math.GSM8K", "strict": False},
+            "exact": {"_target_": "mrl.rewards.math.ExactMatch"},
+        },
+        "weights": {"math": 2.0, "exact": -0.5},
+    }
+    return base | changes
+
+
+def test_a_sum_is_built_from_nodes_and_adds_up():
+    reward = plug_in(weighted(), "reward")
+    assert reward == Weighted({"math": GSM8K(strict=False), "exact": ExactMatch()}, {"math": 2.0, "exact": -0.5})
+    both, one, none = reward(of_texts("72", "so 72", "71"))
+    assert (both.value, one.value, none.value) == (1.5, 2.0, 0.0)
+    assert both.parts == {"math": 1.0, "exact": 1.0} and one.parts == {"math": 1.0, "exact": 0.0}
+    assert plug_in(weighted(weights={}), "reward")(of_texts("72"))[0].value == 2.0
+
+
+def test_sums_of_sums_and_values_of_turns():
+    inner = Weighted({"exact": ExactMatch()})
+    assert Weighted({"a": inner})(of_texts("72"))[0].parts == {"a": 1.0, "a_exact": 1.0}
+    check_reward(Weighted({"a": inner}))
+    reward = Weighted({"turns": lambda rs: [], "whole": lambda rs: []}, {"turns": 1.0, "whole": 10.0})
+    (total,) = reward.combine({"turns": [Score.of_turns((1.0, 2.0, 3.0))], "whole": [Score(0.5)]})
+    assert total.turn_values == (1.0, 2.0, 8.0) and total.value == 11.0
+    assert total.terms == {"turns": 6.0, "whole": 0.5}
+
+
+def test_only_the_parts_of_a_sum_are_terms_and_each_response_has_them_all():
+    judge = [Score(0.5, parts={"num_chars": 900.0}), Score.failed("no answer", {"num_chars": 7.0})]
+    scores = Weighted({"judge": ExactMatch(), "exact": ExactMatch()}).combine(
+        {"judge": judge, "exact": [Score(1.0)] * 2}
+    )
+    assert [score.terms for score in scores] == [{"judge": 0.5, "exact": 1.0}, {"judge": 0.0, "exact": 1.0}]
+    assert scores[0].parts == {"judge": 0.5, "exact": 1.0, "judge_num_chars": 900.0}
+    assert scores[1].parts == {"exact": 1.0, "judge_num_chars": 7.0} and scores[1].failure == "judge: no answer"
+    (response,) = of_texts("72")
+    assert [as_score(score, response) for score in scores] == scores, "a reward around the sum may pass them on"
+
+
+def part(**arguments):
+    return {"math": {"_target_": "mrl.rewards.math.GSM8K"} | arguments}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(parts=part(strikt=True), weights={}),
+            "reward.parts.math.strikt: mrl.rewards.math.GSM8K has no argument 'strikt'; did you mean 'strict'?",
+        ),
+        (
+            dict(parts=part(_target_="mrl.rewards.math.GSM9K"), weights={}),
+            "reward.parts.math._target_=mrl.rewards.math.GSM9K: cannot be imported",
+        ),
+        (dict(wieghts={}), "reward.wieghts: mrl.rewards.combine.Weighted has no argument 'wieghts'; did you mean"),
+        (dict(weights={"maths": 1.0}), "weights.maths: there is no part of this name; did you mean 'math'?"),
+        (dict(weights={"math": 1.0}), "weights.exact is missing"),
+        (dict(weights={"math": "much", "exact": 1}), "weights.math='much': expected a number"),
+        (dict(parts={}), "parts is empty"),
+        (dict(parts={"math": "mrl.rewards.math.GSM8K"}, weights={}), "parts.math: expected a reward"),
+        (dict(parts={"Math!": {"_target_": "mrl.rewards.math.GSM8K"}}, weights={}), "parts.Math!: a name is made of"),
+    ],
+)
+def test_a_mistake_inside_a_sum_names_its_key(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plug_in(weighted(**changes), "reward")
+
+
+def test_nodes_in_lists_are_built_too():
+    built = construct(
+        {"_target_": "mrl.rewards.base.Turn", "role": [{"_target_": "mrl.rewards.math.GSM8K"}], "text": ""}, "k"
+    )
+    assert built.role == [GSM8K()]
+    bad = {
+        "_target_": "mrl.rewards.base.Turn",
+        "role": [{"_target_": "mrl.rewards.math.GSM8K", "stric": 1}],
+        "text": "",
+    }
+    with pytest.raises(ValueError, match=re.escape("k.role.0.stric")):
+        construct(bad, "k")
+
+
+CHOICES = {
+    "exact_match": [],
+    "gsm8k": ["reward.strict=false"],
+    "math": ["reward.boxed=true"],
+    "multiple_choice": ["reward.letters=ABCD"],
+    "function": ["reward.path={file}", "reward.args={{}}"],
+    "weighted": ["reward.weights.overlong=0.2", "reward.parts.correct.boxed=true"],
+    "judge": ["reward.url=http://h:1", "reward.model=m"],
+    "reward_model": ["reward.url=http://h:1", "reward.tokenizer={tokenizer}"],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
+    """Also in place of the reward that an experiment chooses."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    hydra_app.register_schema()
+    overrides = [o.format(file=file, tokenizer=tmp_path) for o in CHOICES[name]]
+    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        argv = ["experiment=gsm8k", "model.path=m", "run.dir=out", f"reward={name}", *overrides]
+        config = from_hydra(compose("config", hydra_app.checked(argv)))
+    reward = plug_in(config.reward, "reward")
+    check_reward(reward)
+    assert pickle.loads(pickle.dumps(reward)) == reward
+
+
+def test_no_file_in_conf_reward_is_left_untested():
+    others = {"code"}  # has tests of its own
+    assert {path.stem for path in (hydra_app.CONF / "reward").glob("*.yaml")} - others == CHOICES.keys()

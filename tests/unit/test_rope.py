@@ -1,0 +1,141 @@
+"""Rotary embeddings: the frequencies of transformers, bit for bit, and nothing taken for granted in a config."""
+
+import re
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from parallel.rope import rope_of
+
+LLAMA31 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+    rope_theta=5e5,
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768, rope_theta=1e6)
+DEEPSEEK = dict(
+    YARN,
+    factor=40.0,
+    original_max_position_embeddings=4096,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=0.707,
+    rope_theta=1e4,
+)
+KNOWN = [
+    dict(rope_type="default", rope_theta=5e3),
+    dict(rope_type="linear", factor=2.5, rope_theta=1e4),
+    LLAMA31,
+    LLAMA31 | dict(factor=32.0, original_max_position_embeddings=64, rope_theta=1e4),
+    YARN,
+    YARN | dict(attention_factor=0.8),
+    YARN | dict(factor=0.5, beta_fast=24.0, beta_slow=2.0),
+    YARN | dict(beta_fast=None, mscale=1.0),
+    YARN | dict(truncate=False, rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096),
+    YARN | dict(original_max_position_embeddings=6),  # the ramp is a step
+    DEEPSEEK,
+]
+
+
+def theirs(parameters: dict, dim: int) -> tuple[torch.Tensor, float]:
+    config = LlamaConfig(
+        head_dim=dim,
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=parameters.get("original_max_position_embeddings", 64),
+        rope_parameters=dict(parameters),
+    )
+    if parameters["rope_type"] == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
+def test_frequencies_and_amplitude_are_those_of_transformers(parameters, dim):
+    rope = rope_of(parameters, dim)
+    expected, amplitude = theirs(parameters, dim)
+    assert torch.equal(rope.inv_freq(), expected)
+    assert rope.amplitude == amplitude
+    torch.testing.assert_close(rope.inv_freq(torch.float64), expected.double(), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
+def test_frequencies_in_float64_are_those_of_transformers_in_float64(monkeypatch, parameters, dim):
+    """transformers asks for torch.float and torch.float32 by name: under those names it gets float64 here."""
+    found = rope_of(parameters, dim).inv_freq(torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    expected, _ = theirs(parameters, dim)
+    monkeypatch.undo()
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("parameters", [p for p in KNOWN if not p.keys() & {"attention_factor", "mscale"}], ids=str)
+def test_the_engine_turns_by_the_same_angles(parameters):
+    """SGLang takes `attention_factor` under another name, and cannot do without a beta_fast of None."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    theirs = get_rope(64, 64, 256, parameters["rope_theta"], rope_scaling=dict(parameters)).cos_sin_cache[:256]
+    rope = rope_of(parameters, 64)
+    angles = torch.outer(torch.arange(len(theirs)).float(), rope.inv_freq())
+    ours = torch.cat([angles.cos(), angles.sin()], -1) * rope.amplitude
+    atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # there it divides the positions
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dim", "message"),
+    [
+        (dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), 16, "rope_type='dynamic' is not implemented; known:"),
+        (dict(rope_type="longrope", rope_theta=1e4), 16, "rope_type='longrope' is not implemented"),
+        (dict(rope_type="default", rope_theta=1e4, factor=2.0), 16, "factor=2.0 is not known to rope_type='default'"),
+        (YARN | dict(beta_quick=3), 16, "beta_quick=3 is not known to rope_type='yarn'"),
+        (dict(rope_type="linear", rope_theta=1e4), 16, "factor is missing; rope_type='linear' needs it"),
+        (dict(rope_type="linear", rope_theta=1e4, factor=None), 16, "factor=None of the rotary embedding"),
+        (dict(rope_type="linear", rope_theta=1e4, factor="2"), 16, "factor='2' of the rotary embedding"),
+        (dict(rope_type="linear", rope_theta=1e4, factor=0.0), 16, "factor=0.0 of the rotary embedding"),
+        (LLAMA31 | dict(low_freq_factor=4.0), 16, "low_freq_factor=4.0 of the rotary embedding: less than"),
+        (dict(rope_type="default", rope_theta=1e4), 15, "turns 15 components of a head in pairs"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(parameters, dim, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rope_of(parameters, dim)
+
+
+def test_only_the_first_components_of_a_head_turn_where_the_rotation_is_partial():
+    """As in transformers' GLM-4.5, each token by its position in its own sequence."""
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    from parallel import device
+
+    device.install()
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from parallel.modules import PackedRotaryEmbedding
+    from parallel.packing import Segment, pack
+
+    rope = rope_of(dict(rope_type="default", rope_theta=50.0), 8)
+    packed = pack([Segment(5), Segment(3)], torch.device("cpu"))
+    rotary = PackedRotaryEmbedding(rope)
+    angles = rotary(rotary.get_rotary_seq_len(None, None, None, None, packed))  # [8, 1, 8]
+    heads = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0))  # [tokens, heads, head_dim]
+    found = _apply_rotary_pos_emb_bshd(heads, angles)
+
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    turns = torch.outer(positions.float(), rope.inv_freq()).repeat(1, 2)[None]
+    expected, _ = apply_rotary_pos_emb(
+        heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], turns.cos(), turns.sin()
+    )
+    torch.testing.assert_close(found, expected[0].transpose(0, 1))
+    assert torch.equal(found[..., 8:], heads[..., 8:]) and not torch.allclose(found[1, :, :8], heads[1, :, :8])

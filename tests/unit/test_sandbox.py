@@ -1,0 +1,583 @@
+import marshal
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl.rewards import jail, sandbox
+from mrl.rewards.sandbox import Limits, Outcome, run, run_python
+
+pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch):
+    """Every run leaves no process, no folder and no open file behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert not list((tmp_path / "runs").iterdir())
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert not [each for each in psutil.process_iter() if _is_ours(_command(each))]
+
+
+def _is_ours(command: list[str]) -> bool:
+    """Whether a process was started from here: other tests may run programs at the same time."""
+    return jail.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def short(source: str, wall_s: float = 20.0, **limits) -> Outcome:
+    """Run it; it ends in time, whatever it does."""
+    begun = time.monotonic()
+    outcome = run_python(source, Limits(wall_s=wall_s, **limits))
+    assert time.monotonic() - begun < wall_s + 10  # a busy machine starts processes slowly
+    return outcome
+
+
+# -- Good programs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_reads_stdin_and_prints():
+    outcome = run("import sys\nprint(sum(int(x) for x in sys.stdin.read().split()))", "1 2\n3\n", Limits())
+    assert (outcome.reason, outcome.stdout, outcome.returncode, outcome.failure) == ("ok", "6\n", 0, None)
+
+
+@pytest.mark.parametrize(
+    "read", ["input()", "open(0).readline()", "open('/dev/stdin').readline()", "__import__('sys').stdin.readline()"]
+)
+def test_every_way_to_read_a_line_works(read):
+    outcome = run(f"print({read}.strip() + '!')", "hello\nrest\n", Limits())
+    assert outcome.stdout == "hello!\n", outcome
+
+
+def test_the_usual_modules_can_be_imported():
+    source = """
+import math, collections, itertools, re, heapq, json, random, bisect, functools, string, decimal, fractions, datetime, typing
+import dataclasses, statistics, operator, copy, sys, hashlib, zlib, asyncio, concurrent.futures, sqlite3, unittest
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+async def later():
+    await asyncio.sleep(0)
+    return Point(3).x
+
+heap = [3, 1, 2]
+heapq.heapify(heap)
+print(heap[0], math.comb(4, 2), json.dumps(sorted({'b': 1})), asyncio.run(later()), 0 <= random.random() < 1, __name__)
+"""
+    assert short(source).stdout == '1 6 ["b"] 3 True __main__\n'
+
+
+def test_a_few_threads_and_deep_recursion_work():
+    threads = """
+from concurrent.futures import ThreadPoolExecutor
+print(sum(ThreadPoolExecutor(8).map(lambda x: x * x, range(10))))
+"""
+    deep = """
+import sys, threading
+sys.setrecursionlimit(10**6)
+def depth(n): return 0 if n == 0 else 1 + depth(n - 1)
+threading.stack_size(1 << 27)
+thread = threading.Thread(target=lambda: print(depth(50000)))
+thread.start()
+thread.join()
+"""
+    assert short(threads).stdout == "285\n"
+    assert short(deep).stdout == "50000\n"
+
+
+def test_its_own_folder_takes_files():
+    source = """
+import os, tempfile
+open('a.txt', 'w').write('one')
+os.rename('a.txt', 'b.txt')
+with tempfile.NamedTemporaryFile('w+') as file:
+    file.write('two'); file.seek(0)
+    print(open('b.txt').read(), file.read(), os.listdir('.') != [])
+os.remove('b.txt')
+print(os.listdir('.'))
+"""
+    assert short(source).stdout == "one two True\n[]\n"
+
+
+def test_exit_ends_a_program_as_site_would():
+    assert short("print(1)\nexit()\nprint(2)").stdout == "1\n"
+    assert short("quit(3)").failure == "wrong exit: status 3"
+
+
+def test_output_that_is_no_text_arrives_as_replacement_signs():
+    outcome = short("import os\nos.write(1, b'a\\xff\\x00b')")
+    assert (outcome.reason, outcome.stdout) == ("ok", "a\N{REPLACEMENT CHARACTER}\x00b")
+
+
+def test_a_lone_surrogate_in_the_source_does_no_harm():
+    assert short("print('\udc80')").stdout == "?\n"
+
+
+def test_an_error_is_shown_with_the_programs_own_lines_only():
+    outcome = short("def f(x):\n    return 1 / x\nf(0)\n")
+    assert outcome.failure == "wrong exit: status 1, ZeroDivisionError: division by zero"
+    assert "return 1 / x" in outcome.stderr and "jail" not in outcome.stderr
+    assert short("x = = 1").failure == "wrong exit: status 1, SyntaxError: invalid syntax"
+
+
+def test_a_further_folder_can_be_imported_from(tmp_path):
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "helper.py").write_text("value = 7")
+    source = "import helper\nprint(helper.value)"
+    assert "No module named 'helper'" in short(source).detail
+    assert run(source, "", Limits(), path=(str(tmp_path / "library"),)).stdout == "7\n"
+
+
+# -- Limits ---------------------------------------------------------------------------------------------------------------
+
+
+def test_endless_work_and_endless_sleep_end_at_their_limits():
+    assert short("while True: pass", wall_s=0.3).failure == "time limit: more than 0.3 s"
+    assert short("import time\ntime.sleep(1e6)", wall_s=0.3).reason == "time limit"
+    assert short("while True: pass", cpu_s=1).failure == "cpu limit: more than 1 s"
+    ignored = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert short(ignored, cpu_s=1).reason == "cpu limit"
+
+
+def test_closed_descriptors_do_not_hide_a_program_from_its_time_limit():
+    closing = (
+        "import os, time\nfor each in range(64):\n    try: os.close(each)\n    except OSError: pass\ntime.sleep(1e6)"
+    )
+    assert short(closing, wall_s=0.3).reason == "time limit"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_flood_of_output_is_cut_and_not_kept(stream):
+    outcome = short(f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)", output_bytes=50_000)
+    assert outcome.failure == "too much output: more than 50000 bytes"
+    assert len(getattr(outcome, stream)) == 50_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["bytearray(1 << 33)", "x = []\nwhile True: x.append(' ' * (1 << 22))", "import mmap\nmmap.mmap(-1, 1 << 33)"],
+)
+def test_more_memory_than_allowed_is_refused(source):
+    assert short(source, memory_bytes=256 << 20).reason == "memory"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "file = open('a', 'wb')\nwhile True: file.write(bytes(1 << 20))",
+        "for i in range(10**6): open(str(i), 'wb').write(bytes(1 << 20))",
+        "for i in range(10**6): open(str(i), 'wb')",
+        "import os\nkept = []\nfor i in range(60):\n"
+        "    kept.append(open('a', 'wb')); kept[-1].write(bytes(1 << 20)); os.remove('a')\nimport time\ntime.sleep(19)",
+    ],
+    ids=["one", "many", "empty", "removed"],
+)
+def test_more_files_than_allowed_end_it(source):
+    assert short(source, disk_bytes=4 << 20).reason == "too much on disk"
+
+
+MAPPED = """
+import mmap, os, time
+file = os.open("a", os.O_RDWR | os.O_CREAT, 0o600)
+os.posix_fallocate(file, 0, 1 << 20)
+kept = mmap.mmap(file, 4096)
+for each in range(3, 40):
+    try: os.close(each)
+    except OSError: pass
+REMOVE
+time.sleep(PAUSE)
+"""
+
+
+def test_a_removed_file_cannot_hide_in_memory():
+    """Neither removed nor replaced; a mapped file that still has its name is counted like any other."""
+    for remove in ('os.remove("a")', 'open("b", "w").close(); os.replace("b", "a")'):
+        outcome = short(MAPPED.replace("REMOVE", remove).replace("PAUSE", "19"))
+        assert outcome.failure == "too much on disk: a removed file is still mapped into memory"
+    assert short(MAPPED.replace("REMOVE", "").replace("PAUSE", "0.1")).reason == "ok"
+
+
+HIDDEN = """
+import ctypes, os, threading, time
+def later():
+    time.sleep(0.3)  # the first thread has ended, and /proc shows nothing of it
+    for each in range(6):
+        file = os.open("a", os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(file, 0, 1 << 20)
+        os.remove("a")
+    time.sleep(19)
+threading.Thread(target=later).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # exit: of this thread alone
+"""
+
+
+def test_files_of_a_thread_that_outlives_the_first_are_counted():
+    assert short(HIDDEN, disk_bytes=4 << 20).failure == "too much on disk: more than 4194304 bytes"
+
+
+def test_a_file_with_two_names_is_counted_once():
+    source = "import os\nopen('a', 'wb').write(bytes(3 << 20))\nos.link('a', 'b')\nimport time\ntime.sleep(0.2)"
+    assert short(source, disk_bytes=4 << 20).reason == "ok"
+
+
+def test_a_program_whose_files_cannot_be_seen_is_stopped(monkeypatch):
+    real = os.scandir
+
+    def refused(path):
+        if str(path).endswith("/fd"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(sandbox.os, "scandir", refused)
+    assert short("import time\ntime.sleep(19)").failure == "forbidden: its open files cannot be looked at"
+
+
+def test_many_open_files_of_mrl_itself_do_no_harm():
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1300:
+        pytest.skip("a process may not have so many files here")
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]  # select() would end at 1024
+    try:
+        assert short("print(1)").stdout == "1\n"
+    finally:
+        for each in kept:
+            os.close(each)
+
+
+@pytest.mark.parametrize("stack", ["", "threading.stack_size(1 << 15)"])
+def test_a_thread_bomb_is_stopped(stack):
+    source = f"import threading, time\n{stack}\nwhile True: threading.Thread(target=time.sleep, args=(1e6,)).start()"
+    assert short(source).reason == "too many threads"
+
+
+@pytest.mark.parametrize(
+    "limits, message",
+    [
+        ({"wall_s": 0}, r"wall_s=0: expected a number above 0"),
+        ({"cpu_s": 1.5}, r"cpu_s=1.5: expected a whole number"),
+        ({"memory_bytes": 1000}, r"memory_bytes=1000: expected a whole number above 67108864"),
+        ({"wal_s": 3}, r"'wal_s' is no limit of the sandbox; did you mean 'wall_s'"),
+    ],
+)
+def test_limits_in_which_nothing_could_run_are_refused(limits, message):
+    with pytest.raises(ValueError, match=message):
+        Limits.of(limits)
+
+
+# -- What is forbidden ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nwhile True: os.fork()",
+        "import multiprocessing\nmultiprocessing.Process(target=print).start()",
+        "import subprocess\nsubprocess.run(['/bin/ls'])",
+        "import os\nos.system('ls') and os.fork()",
+        "import os\nos.execv('/bin/ls', ['ls'])",
+        "import os\nos.posix_spawn('/bin/ls', ['ls'], {})",
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    while True: pass",
+        "import os\nos.kill(os.getppid(), 9)",
+        "import os\nos.kill(-1, 9)",
+        "import os\nos.kill(0, 9)",
+        "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
+        "import fcntl, os\nfcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+        "import os\nos.sched_setaffinity(os.getppid(), [0])",
+        "import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+        "import os\nos.memfd_create('a')",
+        "import os\nos.pidfd_open(os.getppid())",
+        "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)",
+    ],
+)
+def test_other_processes_are_out_of_reach(source):
+    outcome = short(source)
+    assert outcome.reason == "forbidden", outcome
+    assert "Error" in outcome.detail
+
+
+def test_raw_system_calls_find_no_way_round():
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+SIGCHLD, PARENT = 17, os.getppid()
+for call in CALLS:
+    result = libc.syscall(*call)
+    print(call[0], result, ctypes.get_errno())
+"""
+    calls = {  # fork, vfork, clone, clone3, clone under x32, io_uring_setup, pidfd_open, ptrace, bpf, unshare, keyctl, mount;
+        # a thread with descriptors of its own (clone, close_range), and what would hide them (prctl)
+        "x86_64": "[(57,), (58,), (56, SIGCHLD, 0, 0, 0, 0), (435, 0, 0), (0x40000039,), (425, 8, 0), (434, PARENT, 0),"
+        " (101, 16, PARENT, 0, 0), (321, 0, 0, 0), (272, 0x10000000), (250, 0, 0), (165, 0, 0, 0, 0, 0),"
+        " (56, 0x10900, 0, 0, 0, 0), (436, 50, 60, 2), (157, 4, 0)]",
+        "aarch64": "[(220, SIGCHLD, 0, 0, 0, 0), (435, 0, 0), (425, 8, 0), (434, PARENT, 0), (117, 16, PARENT, 0, 0),"
+        " (280, 0, 0, 0), (97, 0x10000000), (219, 0, 0), (40, 0, 0, 0, 0, 0), (220, 0x10900, 0, 0, 0, 0), (436, 50, 60, 2),"
+        " (167, 4, 0)]",
+    }[os.uname().machine]
+    outcome = short(source.replace("CALLS", calls))
+    lines = [line.split() for line in outcome.stdout.splitlines()]
+    assert outcome.reason == "ok" and len(lines) >= 9, outcome
+    assert all((result, error) in {("-1", "1"), ("-1", "38")} for _, result, error in lines), outcome.stdout
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86_64 alone has a second way into the kernel")
+def test_the_32_bit_entry_to_the_kernel_is_shut():
+    source = """
+import ctypes, mmap
+memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+memory.write(bytes.fromhex("b802000000 cd80 c3"))  # mov eax, 2 (fork); int 0x80; ret
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))())
+"""
+    assert short(source).failure == "forbidden: a system call of another architecture"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "open({!r}).read()",
+        "import os\nos.symlink({!r}, 'a')\nopen('a').read()",
+        "import os\nos.link({!r}, 'a')\nopen('a').read()",
+    ],
+)
+def test_a_secret_outside_cannot_be_read(tmp_path, way):
+    secret = tmp_path / "secret"
+    secret.write_text("do-not-tell")
+    outcome = short(way.format(str(secret)))
+    assert outcome.reason == "forbidden" or "cross-device link" in outcome.detail  # what Landlock says of hard links
+    assert str(secret) in outcome.detail and "do-not-tell" not in outcome.stdout + outcome.stderr
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/etc/shadow",
+        "../" * 12 + "etc/hosts",
+        "/proc/self/environ",
+        "/proc/self/mem",
+        "/proc/1/cmdline",
+        str(Path(__file__)),
+    ],
+)
+def test_files_of_the_machine_cannot_be_read(path):
+    assert (
+        short(f"open({path!r}, 'rb').read(1)").failure
+        == f"forbidden: PermissionError: [Errno 13] Permission denied: {path!r}"
+    )
+
+
+@pytest.mark.parametrize("folder", ["/", "..", "/proc", "/root", "/etc", "/tmp"])
+def test_folders_of_the_machine_cannot_be_listed(folder):
+    if Path(folder).exists():
+        assert short(f"import os\nos.listdir({folder!r})").reason == "forbidden"
+
+
+def test_the_parents_environment_stays_its_own(monkeypatch):
+    monkeypatch.setenv("MRL_TEST_SECRET", "do-not-tell")
+    outcome = short("import os\nprint(dict(os.environ))\nopen(f'/proc/{os.getppid()}/environ').read()")
+    assert outcome.reason == "forbidden"
+    assert "do-not-tell" not in outcome.stdout and set(eval(outcome.stdout)) <= {"LC_CTYPE"}
+
+
+def test_a_descriptor_of_the_parent_is_not_inherited(tmp_path):
+    (tmp_path / "open").write_text("do-not-tell")
+    with open(tmp_path / "open") as file:
+        os.set_inheritable(file.fileno(), True)
+        source = "import os\nfor each in range(3, 256):\n    try: print(each, os.fstat(each).st_mode)\n    except OSError: pass"
+        assert short(source).stdout == ""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "open({!r}, 'w')",
+        "open({!r}, 'a')",
+        "import os\nos.open({!r}, os.O_RDONLY | os.O_TRUNC)",
+        "import os\nos.truncate({!r}, 0)",
+        "import os\nos.remove({!r})",
+        "import os\nos.rename({!r}, 'mine')",
+        "import os\nos.chmod({!r}, 0o777)",
+        "import os\nos.chown({!r}, 1, 1)",
+        "import os\nos.utime({!r}, (0, 0))",
+        "import os\nos.setxattr({!r}, 'user.a', b'1')",
+        "open({!r} + '-new', 'w')",
+        "import os\nos.mkdir({!r} + '-new')",
+    ],
+)
+def test_nothing_outside_can_be_changed(tmp_path, way):
+    target = tmp_path / "kept"
+    target.write_text("kept")
+    before = target.stat()
+    outcome = short(way.format(str(target)))
+    after = target.stat()
+    assert outcome.reason == "forbidden", outcome
+    assert target.read_text() == "kept"
+    assert (before.st_mode, before.st_mtime, before.st_uid) == (after.st_mode, after.st_mtime, after.st_uid)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "runs"]
+
+
+def test_the_standard_library_cannot_be_emptied():
+    outcome = short("import os\nos.open(os.__file__, os.O_RDONLY | os.O_TRUNC)")
+    assert outcome.reason == "forbidden" and Path(os.__file__).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket\nsocket.create_connection(('127.0.0.1', {}))",
+        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{}')",
+        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'a', ('127.0.0.1', {}))",
+    ],
+)
+def test_a_local_server_is_not_reached(source):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        outcome = short(source.format(server.getsockname()[1]))
+        assert outcome.reason != "ok" and "Operation not permitted" in outcome.detail
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_socket_of_the_machine_is_not_reached(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        server.listen()
+        outcome = short(f"import socket\na, b = socket.socketpair()\na.connect({str(tmp_path / 'socket')!r})")
+    assert outcome.failure == "forbidden: PermissionError: [Errno 1] Operation not permitted"
+
+
+def test_a_crash_and_its_own_signal_are_told_as_what_they_are():
+    assert short("import ctypes\nctypes.string_at(0)").failure == "killed: signal 11 (Segmentation fault)"
+    assert short("import os\nos.kill(os.getpid(), 9)").failure == "killed: signal 9 (Killed)"
+    assert short("import os\nos.abort()").failure == "killed: signal 6 (Aborted)"
+
+
+def test_a_limit_cannot_be_raised_again():
+    outcome = short("import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))")
+    assert "not allowed to raise maximum limit" in outcome.detail
+
+
+def test_it_dies_with_the_process_that_started_it(tmp_path):
+    program = "import time\ntime.sleep(100)"
+    starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, Limits(wall_s=100))"
+    process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        begun = time.monotonic()
+        while not (
+            inside := [each for each in psutil.Process(process.pid).children() if jail.__file__ in _command(each)]
+        ):
+            assert time.monotonic() - begun < 20, "the run did not start"
+            time.sleep(0.02)
+        time.sleep(0.3)
+    finally:
+        process.kill()
+        process.wait()
+    assert not psutil.wait_procs(inside, timeout=3)[1]
+
+
+# -- Fails closed ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_kernels_help_nothing_is_run(monkeypatch):
+    monkeypatch.setattr(jail, "landlock_abi", lambda: 0)
+    sandbox.why_unavailable.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="cannot be run on this machine: the kernel offers no Landlock"):
+            run_python("print(1)")
+    finally:
+        monkeypatch.undo()
+        sandbox.why_unavailable.cache_clear()
+    assert sandbox.why_unavailable() is None
+
+
+def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
+    broken = tmp_path / "jail.py"
+    broken.write_text(
+        Path(jail.__file__).read_text().replace("(_RESTRICT_SELF, ruleset, 0)", "(_RESTRICT_SELF, 999, 0)")
+    )
+    monkeypatch.setattr(jail, "__file__", str(broken))
+    with pytest.raises(
+        RuntimeError, match=r"could not be locked, nothing was run: OSError: .*Landlock: Bad file descriptor"
+    ):
+        run_python(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("abi", [1, 2, 3, 4, 5])
+def test_an_older_landlock_holds_as_well(monkeypatch, tmp_path, abi):
+    older = tmp_path / "jail.py"
+    older.write_text(Path(jail.__file__).read_text().replace("return max(0, ", f"return min({abi}, "))
+    monkeypatch.setattr(jail, "__file__", str(older))
+    (tmp_path / "kept").write_text("kept")
+    ways = [
+        "open(path)",
+        "open(path, 'a')",
+        "os.truncate(path, 0)",
+        "os.open(os.__file__, os.O_TRUNC)",
+        "os.remove(path)",
+    ]
+    for way in [*ways, "os.kill(os.getppid(), 9)", "__import__('socket').socket()"]:
+        assert short(f"import os\npath = {str(tmp_path / 'kept')!r}\n{way}").reason == "forbidden", way
+    assert (tmp_path / "kept").read_text() == "kept" and Path(os.__file__).stat().st_size > 0
+    assert short("open('a', 'w').write('b')\nprint(open('a').read())").stdout == "b\n"
+
+
+@pytest.mark.parametrize(
+    "header, column",
+    [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)],
+)
+def test_the_numbers_are_those_of_the_kernels_headers(header, column):
+    if not Path(header).exists():
+        pytest.skip(f"{header} is not installed")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())
+    numbers = {name: int(number) for name, number in found}
+    entries = [entry.split()[-3:] for line in jail.DENIED.splitlines() for entry in line.strip(",").split(",") if entry]
+    assert len(entries) > 100
+    for name, *columns in entries:
+        assert columns[column] == str(numbers.get(name, "-")), name
+    calls = ["clone", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "open", "openat"]
+    assert [rule[0][column] for rule in jail.judged(1)] == [numbers.get(name) for name in calls]
+
+
+@pytest.mark.parametrize("machine", jail.ARCHITECTURES)
+def test_the_filters_jumps_stay_inside_it(machine):
+    program = jail.seccomp_program(machine, pid=42)
+    steps = [program[i : i + 8] for i in range(0, len(program), 8)]
+    assert len(program) % 8 == 0 and len(steps) < 4096
+    for at, step in enumerate(steps):
+        code, if_true, if_false = int.from_bytes(step[:2], sys.byteorder), step[2], step[3]
+        if code in (0x15, 0x35):
+            assert at + 1 + max(if_true, if_false) < len(steps)
+    assert int.from_bytes(steps[-1][:2], sys.byteorder) == 0x06
+
+
+def test_runs_side_by_side_do_not_disturb_each_other():
+    outcomes: dict[int, Outcome] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: outcomes.update({i: run(f"print(int(input()) * {i})", "7", Limits())}))
+        for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [outcomes[i].stdout for i in range(12)] == [f"{7 * i}\n" for i in range(12)]

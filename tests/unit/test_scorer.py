@@ -1,0 +1,402 @@
+"""A reward that raises, hangs, dies or answers nonsense costs its own responses a recorded failure, never the run."""
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import psutil
+import pytest
+
+from mrl import metrics
+from mrl.rewards.base import Response, Score, Scores, Turn
+from mrl.rewards.combine import Weighted
+from mrl.rewards.concurrent import gather
+from mrl.rewards.math import ExactMatch
+from mrl.rewards.scorer import Scorer, check_reward
+
+
+def of_texts(*texts: str, per_group: int = 2) -> list[Response]:
+    return [Response("source", text, "1", group=i // per_group) for i, text in enumerate(texts)]
+
+
+def misbehave(text: str) -> float:
+    """What the text says."""
+    match text:
+        case "raise":
+            raise KeyError("no such thing")
+        case "exit":
+            sys.exit(3)
+        case "hang":
+            time.sleep(600)
+        case "spin":
+            return float(9**9**9)  # never returns to the interpreter
+        case "die":
+            os._exit(7)
+        case "crash":
+            ctypes.string_at(0)
+        case "fill":
+            return float(len(bytearray(3 * 2**30)))
+        case "nan":
+            return math.nan
+        case "text":
+            return "0.5"  # type: ignore[return-value]
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Single:
+    """Scores each response by itself."""
+
+    per_sample: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        return [misbehave(r.text) for r in responses]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A user's class that says nothing of itself: called with everything at once."""
+
+    def __call__(self, responses):
+        return [misbehave(r.text) for r in responses]
+
+
+REASONS = {
+    "raise": "KeyError: 'no such thing'",
+    "exit": "SystemExit: 3",
+    "hang": "no score within 0.5 s",
+    "spin": "no score within 0.5 s",
+    "die": "died (exit code 7)",
+    "crash": "died (exit code -11)",
+    "fill": "MemoryError",
+    "nan": "expected a finite number, got 'nan'",
+    "text": "expected a finite number, got '0.5' (str)",
+}
+
+
+@pytest.fixture(scope="module")
+def single():
+    with Scorer(Single(), workers=2, sample_timeout_s=0.5, memory_gb=2) as scorer:
+        yield scorer
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_only_the_guilty_response_fails(single, fault):
+    scores = single(of_texts("fine", fault, "fine", "fine"))
+    assert [s.value for s in scores] == [1.0, 0.0, 1.0, 1.0]
+    assert [s.failure is None for s in scores] == [True, False, True, True]
+    assert REASONS[fault] in scores[1].failure
+
+
+def test_a_whole_batch_is_narrowed_down_to_the_guilty():
+    texts = ["fine"] * 12
+    texts[3], texts[8] = "raise", "die"
+    with Scorer(Batch(), workers=2, sample_timeout_s=5) as scorer:
+        scores = scorer(of_texts(*texts))
+    assert [i for i, s in enumerate(scores) if s.failure] == [3, 8]
+    assert sum(s.value for s in scores) == 10
+
+
+CALLS: list[int] = []
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Notes how many responses each call has; raises where the text says so."""
+
+    in_process: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        CALLS.append(len(responses))
+        return [misbehave(r.text) for r in responses]
+
+
+def test_nothing_is_called_again_that_was_answered():
+    """All of them, then each prompt's, then the two of the guilty prompt; a value that is no number is an answer."""
+    CALLS.clear()
+    scores = Scorer(Counted())(of_texts("fine", "nan", "raise", "fine", "fine", "fine"))
+    assert CALLS == [6, 2, 2, 2, 1, 1]
+    assert [s.failure is None for s in scores] == [True, False, False, True, True, True]
+    CALLS.clear()
+    Scorer(Counted())(of_texts("raise", per_group=1))
+    assert CALLS == [1], "one response cannot be narrowed down"
+
+
+def test_a_batch_that_hangs_is_ended_and_narrowed_down():
+    start = time.monotonic()
+    with Scorer(Batch(), workers=2, sample_timeout_s=0.3) as scorer:
+        scores = scorer(of_texts("fine", "hang", "fine", "fine"))
+    assert [s.value for s in scores] == [1.0, 0.0, 1.0, 1.0]
+    assert time.monotonic() - start < 10
+
+
+def test_the_whole_call_has_a_deadline():
+    """Ten that hang and two workers would take 50 s."""
+    with Scorer(Single(), workers=2, sample_timeout_s=10) as scorer:
+        assert scorer(of_texts("fine"))[0].value == 1.0
+        scorer.timeout_s = 1.5
+        start = time.monotonic()
+        scores = scorer(of_texts("fine", *["hang"] * 10))
+        assert time.monotonic() - start < 25
+        assert scores[0].value == 1.0 and all(s.failure for s in scores[1:])
+        assert any("scoring.timeout_s" in s.failure for s in scores[1:])
+        scorer.timeout_s = 60
+        assert scorer(of_texts("fine", "fine"))[1].value == 1.0, "the pool is usable afterwards"
+
+
+def test_what_an_in_process_reward_has_not_begun_at_the_deadline_has_failed():
+    """One response at a time, 0.3 s each: all of them would take 9 s."""
+
+    class Slow(Single):
+        in_process: ClassVar[bool] = True
+
+        def __call__(self, responses):
+            time.sleep(0.3)
+            return super().__call__(responses)
+
+    start = time.monotonic()
+    scores = Scorer(Slow(), timeout_s=1.0)(of_texts(*["fine"] * 30))
+    assert time.monotonic() - start < 6
+    done = sum(s.failure is None for s in scores)
+    assert 1 <= done <= 4, "the one that began last is waited for"
+    assert all("scoring.timeout_s" in s.failure for s in scores[done:])
+
+
+def test_workers_can_be_started_ahead():
+    with Scorer(Single(), workers=2) as scorer:
+        scorer.start()
+        assert len(workers_of(os.getpid())) >= 2
+        assert scorer(of_texts("fine"))[0].value == 1.0
+    Scorer(ExactMatch()).start()  # needs none
+
+
+def test_an_empty_list_has_no_scores(single):
+    assert single([]) == []
+
+
+def test_megabytes_of_text_pass(single):
+    scores = single(of_texts("x" * 20_000_000, "\x00\ud7ff🦆" * 1000))
+    assert [s.value for s in scores] == [1.0, 1.0]
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """One value too few whenever a response says so."""
+
+    in_process: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        return [1.0] * (len(responses) - any(r.text == "forget" for r in responses))
+
+
+def test_a_wrong_number_of_values_is_a_failure_of_the_guilty():
+    scores = Scorer(Forgetful())(of_texts("a", "b", "forget", "d"))
+    assert [s.value for s in scores] == [1.0, 1.0, 0.0, 1.0]
+    assert scores[2].failure == "the reward gave 0 values for 1 responses."
+
+
+@dataclass(frozen=True)
+class BestOfGroup:
+    """1 for the longest response to each prompt: wrong for anything less than the group."""
+
+    whole_groups: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        [misbehave(r.text) for r in responses]
+        longest = {r.group: max(len(o.text) for o in responses if o.group == r.group) for r in responses}
+        return [float(len(r.text) == longest[r.group]) for r in responses]
+
+
+def test_a_reward_that_compares_never_sees_a_part_of_a_group():
+    with Scorer(BestOfGroup(), workers=1) as scorer:
+        scores = scorer(of_texts("short", "longer", "raise", "quite long", "long", "longest"))
+    assert [s.value for s in scores] == [0, 1, 0, 0, 0, 1]
+    assert [bool(s.failure) for s in scores] == [False, False, True, True, False, False]
+
+
+async def waiting(responses):
+    """A coroutine function is a reward as well."""
+    await asyncio.sleep(0.01)
+    return [misbehave(r.text) for r in responses]
+
+
+def test_an_async_reward_is_awaited():
+    with Scorer(waiting, workers=1, sample_timeout_s=5) as scorer:
+        scores = scorer(of_texts("fine", "raise"))
+    assert [s.value for s in scores] == [1.0, 0.0] and "KeyError" in scores[1].failure
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Values of the kinds that libraries give."""
+
+    in_process: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        return [True, 2, np.float32(0.5), np.array([3.0]), np.array([1.0, 2.0]), None]
+
+
+def test_numbers_of_any_kind_are_values():
+    scores = Scorer(Numbers())(of_texts(*"abcdef"))
+    assert [s.value for s in scores] == [1.0, 2.0, 0.5, 3.0, 0.0, 0.0]
+    assert [bool(s.failure) for s in scores] == [False] * 4 + [True] * 2
+
+
+@dataclass(frozen=True)
+class PerTurn:
+    """Rewards for each assistant turn; wrong ones where the text says so."""
+
+    in_process: ClassVar[bool] = True
+
+    def __call__(self, responses):
+        return [
+            Score(9.0, turn_values=(1.0, 2.0)) if r.text == "bad" else Score.of_turns((1.0, 2.0)) for r in responses
+        ]
+
+
+def test_values_of_turns_are_checked():
+    turns = (Turn("assistant", "look up"), Turn("tool", "42"), Turn("assistant", "it is 42"))
+    given = [Response("s", "ok", "42", turns=turns), Response("s", "bad", "42", turns=turns), Response("s", "ok", "42")]
+    good, bad, single_turn = Scorer(PerTurn())(given)
+    assert good.turn_values == (1.0, 2.0) and good.value == 3.0
+    assert "value 9.0 is not the sum 3.0 of turn_values" in bad.failure
+    assert "2 turn_values for 1 assistant turns" in single_turn.failure
+
+
+def test_parts_of_a_sum_may_run_in_different_ways():
+    reward = Weighted(
+        {"exact": ExactMatch(), "slow": Single(), "wait": waiting}, {"exact": 2.0, "slow": 1.0, "wait": 0.5}
+    )
+    with Scorer(reward, workers=2, sample_timeout_s=5) as scorer:
+        right, wrong, dies = scorer(of_texts("1", "2", "die"))
+    assert (right.value, wrong.value, dies.value) == (3.5, 1.5, 0.0)
+    assert right.parts == {"exact": 1.0, "slow": 1.0, "wait": 1.0}
+    assert "slow: " in dies.failure and dies.parts["exact"] == 0.0
+
+
+@dataclass(frozen=True)
+class Raises:
+    """Raises what a plain `except Exception` does not catch, or gives what no number can be made of."""
+
+    what: str
+    in_process: bool = False
+
+    def __call__(self, responses):
+        if self.what == "interrupt":
+            raise KeyboardInterrupt
+        if self.what == "group":
+            raise BaseExceptionGroup("several", [KeyboardInterrupt()])
+        if self.what == "cancelled":
+            raise asyncio.CancelledError("by itself")
+        return [10**400 if self.what == "large" else Score(1.0, parts=None) for _ in responses]
+
+
+@pytest.mark.parametrize(
+    ("reward", "failure"),
+    [
+        (Raises("interrupt"), "KeyboardInterrupt"),
+        (Raises("group"), "BaseExceptionGroup: several"),
+        (Raises("cancelled"), "CancelledError: by itself"),
+        (Raises("cancelled", in_process=True), "CancelledError: by itself"),
+        (Raises("large", in_process=True), "the reward gave no score: int"),
+        (Raises("parts", in_process=True), "the reward gave no score: 'NoneType' object has no attribute 'items'"),
+    ],
+)
+def test_what_is_no_ordinary_exception_is_a_failure_too(reward, failure):
+    with Scorer(reward, workers=1, timeout_s=20) as scorer:
+        (score,) = scorer(of_texts("1"))
+    assert score.value == 0.0 and failure in score.failure
+
+
+def test_a_call_that_cancels_itself_is_told_from_one_that_is_late():
+    async def cancels():
+        raise asyncio.CancelledError("by itself")
+
+    async def waits():
+        await asyncio.sleep(30)
+
+    mine, late = asyncio.run(gather([cancels, waits], concurrency=2, deadline_s=0.2))
+    assert mine.failure == "CancelledError: by itself" and "not scored within 0.2 s" in late.failure
+
+
+def test_the_driver_gets_columns_and_declared_metrics():
+    scores = Scores.of([Score(1.0, parts={"a": 1.0}), Score.failed("x" * 1000), Score(0.5, parts={"a": 0.0})], 0.25)
+    assert scores.values.tolist() == [1.0, 0.0, 0.5] and scores.failed.tolist() == [False, True, False]
+    found = scores.metrics()
+    metrics.check(found)
+    assert found["reward/mean"] == 0.5 and found["reward/a_mean"] == 0.5
+    assert found["reward/failed_fraction"] == pytest.approx(1 / 3) and found["spent/reward_s"] == 0.25
+    assert metrics.label("reward/a_mean") == "a"
+
+
+def test_a_worker_that_is_killed_while_it_waits_is_no_ones_failure():
+    with Scorer(Single(), workers=1, sample_timeout_s=5) as scorer:
+        assert scorer(of_texts("fine"))[0].value == 1.0
+        for worker in workers_of(os.getpid()):
+            worker.kill()
+        time.sleep(0.5)
+        assert [s.value for s in scorer(of_texts("fine", "fine"))] == [1.0, 1.0]
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Grandchildren: processes that the fork server made."""
+    return [w for child in psutil.Process(pid).children() for w in child.children()]
+
+
+OWNER = """
+import json, os, sys, threading, time
+import psutil, test_scorer
+from mrl.rewards.scorer import Scorer
+scorer = Scorer(test_scorer.Single(), workers=3, sample_timeout_s=600)
+threading.Thread(target=scorer, args=(test_scorer.of_texts("hang", "spin"),), daemon=True).start()
+while len(test_scorer.workers_of(os.getpid())) < 3: time.sleep(0.05)
+time.sleep(1)
+print(json.dumps([p.pid for p in psutil.Process().children(recursive=True)]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed():
+    """Neither workers that wait, nor one that sleeps, nor one that never returns to the interpreter."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.path.dirname(__file__)])}
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
+        pids = json.loads(owner.stdout.readline())
+        assert len(pids) >= 4 and all(psutil.pid_exists(pid) for pid in pids)
+        os.kill(owner.pid, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:
+            time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_reward_that_cannot_work_is_refused_before_anything_starts():
+    def local(responses):
+        return []
+
+    with pytest.raises(ValueError, match="cannot be sent to a worker process"):
+        check_reward(local)
+    with pytest.raises(ValueError, match="cannot be called with a list of responses"):
+        check_reward(of_nothing)
+    check_reward(Weighted({"a": ExactMatch(), "b": Single()}))
+
+
+def of_nothing():
+    return []

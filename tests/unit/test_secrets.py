@@ -1,0 +1,140 @@
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from mrl.commands import hydra_app
+from mrl.config_rules import from_hydra
+from mrl.secrets import HIDDEN, authorization, is_secret, redacted, refuse_literals
+
+
+def test_names_of_secrets_are_known_and_names_of_tokens_are_not():
+    secrets = (
+        "api_key",
+        "API_KEY",
+        "OPENAI_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "hf_token",
+        "HF_TOKEN",
+        "token",
+        "Authorization",
+    )
+    secrets += (
+        "password",
+        "ssl_keyfile_password",
+        "client_secret",
+        "MRL_ENGINE_KEY",
+        "RAY_AUTH_TOKEN",
+        "WANDB_API_KEY",
+    )
+    secrets += (
+        "x-api-key",
+        "X-Api-Key",
+        "proxy-authorization",
+        "X-Auth-Token",
+        "PGPASSWORD",
+        "ssl_passphrase",
+        "passphrase",
+        "api_keys",
+        "access_tokens",
+        "passwords",
+        "client-secrets",
+    )
+    others = (
+        "api_key_env",
+        "max_tokens",
+        "tokenizer",
+        "eos_token",
+        "key",
+        "num_key_value_heads",
+        "stop_token_ids",
+        "tokens",
+        "stop-tokens",
+        "eos-token",
+        "max_new_tokens",
+        "keys",
+        "PWD",
+    )
+    assert [name for name in secrets if not is_secret(name)] == []
+    assert [name for name in others if is_secret(name)] == []
+
+
+LITERALS = {
+    "a plain value": {"reward": {"api_key": "abc"}},
+    "one in a list": {"reward": {"parts": [{"headers": {"Authorization": "Bearer abc"}}]}},
+    "a default of the variable": {"token": "${oc.env:NAME,abc}"},
+    "a part of the text": {"password": "${oc.env:NAME}-abc"},
+    "a number": {"password": 1234},
+    "a header": {"reward": {"headers": {"X-Api-Key": "abc"}}},
+}
+
+
+@pytest.mark.parametrize("config", LITERALS.values(), ids=LITERALS)
+def test_a_secret_that_is_written_out_is_refused_with_the_cure(config):
+    with pytest.raises(ValueError, match=r"holds a secret.* set .*='\$\{oc.env:[A-Z_]+\}'") as refusal:
+        refuse_literals(config)
+    assert "abc" not in str(refusal.value) and "1234" not in str(refusal.value)
+
+
+def test_a_secret_from_the_environment_or_from_another_key_is_fine():
+    refuse_literals(
+        {"api_key": "${oc.env:NAME}", "headers": {"authorization": "Bearer ${oc.env:NAME}"}, "password": ""}
+    )
+    refuse_literals({"token": "${oc.env:NAME,null}", "secret": "${reward.secret}", "a": {"api_key": None}})
+
+
+def test_the_command_line_refuses_a_secret_before_anything_is_written():
+    with pytest.raises(ValueError, match=r"reward.api_key holds a secret"):
+        hydra_app.checked(["reward.api_key=abc"])
+    with pytest.raises(ValueError, match=r"data.template_args.api_key holds a secret"):
+        hydra_app.checked(["data.template_args={api_key: abc}"])
+    argv = ["++reward.api_key='${oc.env:NAME}'"]
+    assert hydra_app.checked(argv) == argv
+
+
+BROKEN_KEYS = ["planted\n", " planted", "plan ted", "plan\tted", "plant\u00e9d", "\x7fplanted", ""]
+
+
+@pytest.mark.parametrize("key", BROKEN_KEYS)
+def test_a_key_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(monkeypatch, capsys, key):
+    """An HTTP client would raise at each request, with the whole header in its words."""
+    monkeypatch.setenv("MRL_ENGINE_KEY", key)
+    assert hydra_app.run(["model.path=m"], lambda config: None) == 2
+    told = capsys.readouterr().err
+    assert "the key in the environment variable MRL_ENGINE_KEY" in told and "plant" not in told and "ted" not in told
+    monkeypatch.setenv("MRL_ENGINE_KEY", "sk-a_b.c~d+e/f==")
+    assert authorization() == {"authorization": "Bearer sk-a_b.c~d+e/f=="}
+
+
+def test_a_config_file_with_a_secret_is_refused():
+    with pytest.raises(ValueError, match=r"sglang\.ssl_keyfile_password holds a secret"):
+        from_hydra(OmegaConf.create({"sglang": {"ssl_keyfile_password": "abc"}}))
+
+
+def test_a_config_file_with_a_secret_leaves_no_copy_in_the_runs_folder(tmp_path):
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\nsglang:\n  ssl_keyfile_password: abc-planted\n"
+    )
+    line = [sys.executable, "-m", "mrl.cli", "train", "--config-dir", str(tmp_path / "conf"), "experiment=mine"]
+    done = subprocess.run([*line, f"run.dir={tmp_path / 'run'}", "model.path=m"], capture_output=True, text=True)
+    assert done.returncode == 2 and "sglang.ssl_keyfile_password holds a secret" in done.stderr, done.stderr
+    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "planted" in file.read_text()] == []
+    assert "planted" not in done.stderr + done.stdout
+
+
+def test_what_is_written_of_a_config_has_no_secret_by_name_or_by_value(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cret-value")
+    monkeypatch.setenv("SHORT_API_KEY", "a")
+    config = {
+        "run": {"name": "a name", "seed": 0},
+        "reward": {"api_key": "anything", "url": "http://judge?key=s3cret-value", "parts": [{"token": 5}, "a"]},
+        "betas": (0.9, 0.95),
+    }
+    assert redacted(config) == {
+        "run": {"name": "a name", "seed": 0},
+        "reward": {"api_key": HIDDEN, "url": f"http://judge?key={HIDDEN}", "parts": [{"token": HIDDEN}, "a"]},
+        "betas": (0.9, 0.95),
+    }
+    assert config["reward"]["api_key"] == "anything", "a copy"

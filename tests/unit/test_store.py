@@ -1,0 +1,65 @@
+"""Stores listen on one address, and the weight sync believes only what this run wrote there."""
+
+import os
+import pickle
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from mrl.weight_sync.channel import Channel
+from mrl.weight_sync.errors import PeerError
+from parallel.store import host_store
+
+
+def reaches(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
+def test_a_store_listens_on_its_own_address_only():
+    store = host_store("127.0.0.1", 0, timedelta(seconds=5))
+    assert reaches("127.0.0.1", store.port) and not reaches("127.0.0.2", store.port)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        host_store("127.0.0.1", taken.getsockname()[1], timedelta(seconds=5))
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def channels():
+    hosted, port = Channel.host("127.0.0.1", "session", 5.0)
+    return hosted, Channel.join("127.0.0.1", port, "session", 5.0)
+
+
+def test_what_one_end_puts_the_other_gets(channels):
+    channels[0].put("plan/0", {"buckets": [1, 2]})
+    assert channels[1].get("plan/0") == {"buckets": [1, 2]} and channels[1].peek("plan/1") is None
+
+
+def test_a_value_that_another_wrote_is_not_unpickled(channels, tmp_path):
+    hosted, joined = channels
+    hosted.store.set("wires", pickle.dumps(Harm(tmp_path / "harm")))
+    with pytest.raises(PeerError, match="wires on the control channel was not written by this run"):
+        joined.get("wires")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_value_does_not_pass_under_another_name(channels):
+    hosted, joined = channels
+    hosted.put("open", "yes")
+    hosted.store.set("dead", hosted.store.get("open"))
+    with pytest.raises(PeerError, match="dead on the control channel"):
+        joined.get("dead")

@@ -1,0 +1,244 @@
+"""Which bytes go where: engine layouts against hand-made ones, and plans played through with plain tensors."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from models.families.mixtral import MIXTRAL
+from models.families.qwen3 import QWEN3
+from models.families.qwen3_moe import QWEN3_MOE
+from models.spec import Architecture
+from mrl.weight_sync.layout import VOCAB_PADDING, EngineLayout, Topology
+from mrl.weight_sync.plan import compile_plan, even_stages, owners
+from parallel.dims import ParallelDims
+from parallel.rope import Rope
+
+LAYERS, KV_HEADS, EXPERTS, VOCAB = 4, 2, 4, 41
+SIZES = dict(vocab=VOCAB, hidden=8, ffn=16, q=8 * 4, kv=KV_HEADS * 4, head_dim=4, experts=EXPERTS, moe_ffn=8)
+MOE = dict(num_moe_experts=EXPERTS, moe_layer_freq=[0, 1, 1, 1])
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def architecture(family, tied=False) -> Architecture:
+    moe = {} if family is QWEN3 else MOE if family is QWEN3_MOE else MOE | dict(moe_layer_freq=[1] * LAYERS)
+    transformer = dict(num_layers=LAYERS, num_attention_heads=8, num_query_groups=KV_HEADS, **moe)
+    return Architecture(VOCAB, 64, Rope(rope_theta=1e4, dim=4), tied, transformer, SIZES)
+
+
+def tensors_of(family, arch) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in family.hf_shapes(arch).items()}
+
+
+def held_by(layout, rank, tensors) -> dict[str, torch.Tensor]:
+    """The parameters of an engine's rank, filled from whole tensors by its layout."""
+    filled = {name: torch.zeros(shape) for name, shape in layout.shapes(rank).items()}
+    for part in layout.rank(rank):
+        place = part.place(part.box)
+        filled[part.param][place.slices] = tensors[part.name][part.box.slices].view(place.sizes)
+    return filled
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_dense_projections_are_fused_by_rank(tp):
+    arch = architecture(QWEN3)
+    tensors = tensors_of(QWEN3, arch)
+    q, k, v, o, gate, up = (
+        tensors[f"model.layers.1.{name}_proj.weight"]
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
+    )
+    layout = EngineLayout.of(QWEN3, arch, Topology(tp))
+    for rank in range(tp):
+        filled = held_by(layout, rank, tensors)
+        heads = min(tp, KV_HEADS)  # with more ranks than key/value heads each head is there on several
+        mine = [t.chunk(n)[rank * n // tp] for t, n in ((q, tp), (k, heads), (v, heads))]
+        assert torch.equal(filled["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(mine))
+        assert torch.equal(filled["model.layers.1.self_attn.o_proj.weight"], o.chunk(tp, 1)[rank])
+        both = torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]])
+        assert torch.equal(filled["model.layers.1.mlp.gate_up_proj.weight"], both)
+        assert torch.equal(filled["model.norm.weight"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("family", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_experts_are_stacked_and_cut_as_the_engine_does(family, tp, ep):
+    """w13 [E, 2 * ffn, hidden]: each rank has its rows of gate, then its rows of up; w2 [E, hidden, ffn]: its columns.
+
+    With ep=2 and tp=4, ranks 0 and 1 share the first half of the experts.
+    """
+    arch = architecture(family)
+    tensors = tensors_of(family, arch)
+    block, parts = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    if family is MIXTRAL:
+        block, parts = "block_sparse_moe", ("w1", "w3", "w2")
+    prefix = f"model.layers.1.{block}.experts."
+    gate, up, down = (torch.stack([tensors[f"{prefix}{e}.{p}.weight"] for e in range(EXPERTS)]) for p in parts)
+    size, count, cuts = 8 * ep // tp, EXPERTS // ep, tp // ep
+    layout = EngineLayout.of(family, arch, Topology(tp, ep))
+    for rank in range(tp):
+        filled = held_by(layout, rank, tensors)
+        group, cut = rank // cuts, rank % cuts
+        whole, mine = slice(group * count, (group + 1) * count), slice(cut * size, (cut + 1) * size)
+        assert torch.equal(filled[f"{prefix}w13_weight"], torch.cat([gate[whole, mine], up[whole, mine]], 1))
+        assert torch.equal(filled[f"{prefix}w2_weight"], down[whole, :, mine])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(6, 2, 3), (6, 3, 2), (3, 3, 2), (12, 3, 4)])
+def test_ranks_that_cannot_share_the_heads_are_refused(heads, kv_heads, tp):
+    arch = architecture(QWEN3)
+    arch = replace(arch, transformer=arch.transformer | dict(num_attention_heads=heads, num_query_groups=kv_heads))
+    with pytest.raises(
+        ValueError, match=rf"{tp} ranks cannot share {heads} query heads and {kv_heads} key/value heads"
+    ):
+        EngineLayout.of(QWEN3, arch, Topology(tp))
+
+
+def test_groups_of_data_parallel_attention_each_hold_all_of_it():
+    arch = architecture(QWEN3)
+    tensors = tensors_of(QWEN3, arch)
+    layout, alone = EngineLayout.of(QWEN3, arch, Topology(4, dp=2)), EngineLayout.of(QWEN3, arch, Topology(2))
+    whole, mlp = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    for rank in range(4):
+        mine = held_by(layout, rank, tensors)
+        assert torch.equal(mine[whole], held_by(alone, rank % 2, tensors)[whole])
+        assert torch.equal(mine[mlp], tensors[mlp].chunk(4, 1)[rank])
+
+
+def test_vocabulary_is_padded_and_then_cut():
+    arch = architecture(QWEN3)
+    tensors = tensors_of(QWEN3, arch)
+    padded = torch.cat([tensors["lm_head.weight"], torch.zeros(VOCAB_PADDING - VOCAB, 8)])
+    layout = EngineLayout.of(QWEN3, arch, Topology(2))
+    ranks = [held_by(layout, rank, tensors)["lm_head.weight"] for rank in range(2)]
+    assert torch.equal(torch.cat(ranks), padded) and len(ranks[0]) == len(ranks[1])
+
+
+def test_tied_embeddings_fill_an_output_layer_that_the_engine_keeps():
+    arch = architecture(QWEN3, tied=True)
+    tensors = tensors_of(QWEN3, arch)
+    layout = EngineLayout.of(QWEN3, arch, Topology(1))
+    assert "lm_head.weight" not in layout.shapes(0)
+    filled = held_by(layout.with_output_copy(), 0, tensors)
+    assert torch.equal(filled["lm_head.weight"], filled["model.embed_tokens.weight"])
+
+
+def test_an_expert_is_not_taken_for_a_plain_mlp():
+    names = EngineLayout.of(QWEN3_MOE, architecture(QWEN3_MOE), Topology()).engine_names
+    dense, moe = "model.layers.0.mlp.", "model.layers.1.mlp."
+    assert names[f"{dense}up_proj.weight"] == (
+        f"{dense}gate_up_proj.weight",
+        (f"{dense}gate_proj.weight", f"{dense}up_proj.weight"),
+    )
+    expert = f"{moe}experts.1."
+    assert names[f"{expert}up_proj.weight"] == (
+        f"{moe}experts.w13_weight",
+        (f"{expert}gate_proj.weight", f"{expert}up_proj.weight"),
+    )
+    assert names[f"{moe}gate.weight"] == (f"{moe}gate.weight", (f"{moe}gate.weight",))
+
+
+dims_of = st.builds(
+    dict,
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    vpp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    dp=st.sampled_from([1, 2, 3]),
+    ep=st.sampled_from([1, 2, 4]),
+    etp=st.sampled_from([None, 1, 2]),
+)
+
+
+def trainer_dims(axes, family) -> ParallelDims:
+    """Dimensions that Megatron would take; others are not looked at."""
+    if family is QWEN3:
+        axes = axes | dict(ep=1, etp=None)
+    if axes["pp"] == 1:
+        axes = axes | dict(vpp=1)
+    try:
+        return ParallelDims(**axes)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    axes=dims_of,
+    family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL]),
+    topology=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
+    num_engines=st.integers(1, 3),
+    bucket_bytes=st.sampled_from([64, 400, 10_000, 1 << 20]),
+    dtype=st.sampled_from(list(BYTES)),
+    tied=st.booleans(),
+)
+def test_every_engine_rank_gets_every_byte_once_from_an_owner(
+    axes, family, topology, num_engines, bucket_bytes, dtype, tied
+):
+    dims, arch = trainer_dims(axes, family), architecture(family, tied)
+    tensors, rows = tensors_of(family, arch), family.entries(arch)
+    layout = EngineLayout.of(family, arch, Topology(*topology))
+    owned = owners(rows, SIZES, dims, even_stages(LAYERS, dims))
+    plan = compile_plan(owned, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
+    assert all(0 < b.nbytes <= bucket_bytes + 16 * len(b.pieces) for b in plan.buckets)
+    for bucket in plan.buckets:
+        for piece in bucket.pieces:
+            holders = [o for o in owned[piece.name] if o.box.intersect(piece.box) == piece.box]
+            assert len(holders) == 1 and bucket.sender in holders[0].ranks, "senders send what they have"
+    received = 0
+    for engine_rank in range(num_engines * topology[0]):
+        filled = {n: torch.full(s, torch.nan) for n, s in layout.shapes(engine_rank % topology[0]).items()}
+        for bucket, places in plan.of_receiver(engine_rank):
+            for piece, place in zip(bucket.pieces, places, strict=True):
+                target = filled[place.param][place.box.slices]
+                assert target.isnan().all(), "nothing arrives twice"
+                target.copy_(tensors[piece.name][piece.box.slices].view(place.box.sizes))
+                received += piece.nbytes
+        for name, expected in held_by(layout, engine_rank % topology[0], tensors).items():
+            assert torch.equal(filled[name].nan_to_num(0.0), expected), name
+    assert received == plan.least_bytes
+
+
+@pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_replicas_share_the_sending(family, dp):
+    """Every rank sends, and none more than its share and one piece."""
+    axes = dict(tp=2, pp=2, dp=dp, **(dict(ep=2, etp=1) if family is QWEN3_MOE else {}))
+    dims, arch = ParallelDims(**axes), architecture(family)
+    owned = owners(family.entries(arch), SIZES, dims, even_stages(LAYERS, dims))
+    plan = compile_plan(owned, EngineLayout.of(family, arch, Topology(2)), 1, lambda _: ("float32", 4), 1 << 20)
+    load = defaultdict(int)
+    for bucket in plan.buckets:
+        load[bucket.sender] += bucket.nbytes
+    largest = max(piece.nbytes for bucket in plan.buckets for piece in bucket.pieces)
+    for stage in range(
+        2
+    ):  # stages hold different layers; replicas and, of what is not cut, tensor-parallel ranks share
+        loads = [load[rank] for rank in range(dims.world_size) if dims.coords(rank).pp == stage]
+        assert min(loads) > 0 and max(loads) - min(loads) <= 2 * largest
+
+
+def test_the_order_of_buckets_cannot_lock_up():
+    """Two slots a sender, receivers that take buckets one by one in plan order: everything arrives."""
+    dims, arch = ParallelDims(tp=2, pp=2, dp=2, ep=2), architecture(QWEN3_MOE)
+    owned = owners(QWEN3_MOE.entries(arch), SIZES, dims, even_stages(LAYERS, dims))
+    plan = compile_plan(owned, EngineLayout.of(QWEN3_MOE, arch, Topology(2, 2)), 2, lambda _: ("float32", 4), 200)
+    queues = {rank: [bucket for bucket, _ in plan.of_receiver(rank)] for rank in range(4)}
+    taken: dict[tuple[int, int], set[int]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in queues.items():
+            if not queue:
+                continue
+            bucket = queue[0]
+            before = [b for b in plan.of_sender(bucket.sender) if b.number <= bucket.number - 2]
+            if all(taken[b.sender, b.number] == set(b.audience) for b in before):  # its slot is free
+                taken[bucket.sender, bucket.number].add(rank)
+                queue.pop(0)
+                moved = True
+    assert not any(queues.values())

@@ -1,0 +1,92 @@
+"""A forked writer: what it sees, what it holds, and that it ends."""
+
+import os
+import signal
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel.writer import Writer
+
+
+def wait_until(condition, timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def test_a_fork_writes_what_was_there_when_it_began(tmp_path):
+    numbers, gate = np.zeros(1_000_000), tmp_path / "gate"
+
+    def total() -> float:
+        wait_until(gate.exists)
+        return float(numbers.sum())
+
+    writer = Writer(total, in_fork=True)
+    numbers += 1
+    gate.touch()
+    assert writer.result(timeout_s=20) == 0
+    assert Writer(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
+
+
+def test_a_writer_holds_no_output_of_its_parent():
+    writer = Writer(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
+    assert writer.result(timeout_s=20) == ["/dev/null"] * 2
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("in_fork", [False, True])
+def test_an_error_comes_out_of_result(in_fork):
+    with pytest.raises(RuntimeError, match=r"OSError: .* No space left on device"):
+        Writer(fail, in_fork).result(timeout_s=20)
+
+
+def test_a_killed_writer_has_ended_with_an_error():
+    writer = Writer(lambda: time.sleep(60), in_fork=True)
+    assert not writer.ended()
+    os.kill(writer._process.pid, signal.SIGKILL)
+    wait_until(writer.ended)
+    with pytest.raises(RuntimeError, match="was killed, exit code -9"):
+        writer.result(timeout_s=20)
+
+
+def test_a_writer_that_takes_too_long_is_ended():
+    writer = Writer(lambda: time.sleep(60), in_fork=True)
+    pid = writer._process.pid
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
+        writer.result(timeout_s=0.1)
+    assert gone(pid)
+    with pytest.raises(RuntimeError, match="did not end"):
+        writer.result(timeout_s=20)
+
+
+def leave_a_writer(answer) -> None:
+    writer = Writer(lambda: time.sleep(60), in_fork=True)
+    answer.send(writer._process.pid)
+    time.sleep(60)
+
+
+def test_a_writer_dies_with_its_parent():
+    context = get_context("fork")
+    mine, theirs = context.Pipe()
+    parent = context.Process(target=leave_a_writer, args=(theirs,))
+    parent.start()
+    pid = mine.recv()
+    assert not gone(pid)
+    parent.kill()
+    parent.join()
+    wait_until(lambda: gone(pid))
