@@ -1,4 +1,4 @@
-"""The engines of benchmarks, over HTTP: they answer mrl's own client as SGLang does, in the order and with the versions it would."""
+"""The simulated engines of benchmarks, over HTTP: they answer as SGLang does, in its order and with its weight versions."""
 
 import asyncio
 import threading
