@@ -1,7 +1,7 @@
 """The composition root: a Plan -> processes and a wired Trainer. The only place that knows concrete classes."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -187,6 +187,7 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
         connect=processes.connect_engines,
         replace_engines=processes.replace_engines,
         tries=config.weight_sync.tries,
+        held=processes.generator.held if config.rollout.staleness else nullcontext,
     )
     processes.generator.restore = weight_sync.restore
     return Trainer(

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 Node = dict[str, Any]
+ASYNC_STALENESS = 2
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,18 @@ class RolloutConfig:
     responses_per_prompt: int = 8  # G: responses to each prompt
     max_response_tokens: int = 512  # a longer response is cut
     temperature: float = 1.0  # of sampling, and of the log-probabilities in training
+    mode: str = "sync"  # sync; one_step_off: sampled while the step before is trained; async (docs/asynchrony.md)
+    max_staleness: int | None = None  # async: weight versions a token may be older than those it trains; default: 2
+    order: str | None = (
+        None  # steps train groups as they were drawn, or as finished (async's default, favours the quick)
+    )
+    over_sampling: float = (
+        0.0  # groups in the making beyond those needed, as a share of a step's; the slowest are dropped
+    )
     filter: Node | None = None  # rewards of a group -> whether it is trained; others are replaced by new prompts
-    max_sampling_rounds: int = 10  # of drawing prompts in place of those; then the step has fewer groups
+    max_sampling_rounds: int = (
+        10  # at most so many times prompts_per_step are drawn for a step; then it has fewer groups
+    )
     agent: Node | None = None  # responses of several turns, in which the policy calls tools (docs/agents.md)
     num_engines: int = 1  # SGLang servers
     engine_tp: int = 1  # tensor-parallel size of each engine
@@ -64,6 +75,17 @@ class RolloutConfig:
     request_timeout_s: float = 600.0  # for one batch of responses
     record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
     replay: str | None = None  # folder of such files: train on them, without any engine
+
+    @property
+    def staleness(self) -> int:
+        """Weight versions that a token may be older than those it trains."""
+        ahead = ASYNC_STALENESS if self.max_staleness is None else self.max_staleness
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, ahead)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether steps train groups in the order they were drawn."""
+        return self.order == "drawn" or (self.order is None and self.mode != "async" and not self.over_sampling)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mrl.config import Config, EvaluateConfig, GenerateConfig
+from mrl.config import Config, EvaluateConfig, GenerateConfig, RolloutConfig
 from mrl.secrets import refuse_literals
 
 
@@ -156,6 +156,8 @@ _NOT_NEGATIVE = [
 
 _ONE_OF = {
     "algorithm.old_logprobs": ("recompute", "rollout"),
+    "rollout.mode": ("sync", "one_step_off", "async"),
+    "rollout.order": (None, "drawn", "finished"),
     "data.bad_rows": ("error", "skip"),
     "data.overlong": ("error", "skip"),
     "weight_sync.transport": ("auto", "shared_memory", "cuda_ipc", "process_group", "disk"),
@@ -180,13 +182,28 @@ def check(config: Config) -> None:
     for key, fits in _ONE_OF.items():
         section, _, name = key.partition(".")
         if (value := vars(vars(config)[section])[name]) not in fits:
+            fits = tuple(filter(None, fits))
             near = difflib.get_close_matches(str(value), fits, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ValueError(f"{key}={value!r}: expected {', '.join(fits[:-1])} or {fits[-1]}{hint}")
+    _check_asynchrony(config.rollout)
     _check_sampling(config.generate)
     _check_evaluation(config.evaluate)
     if config.model.dtype not in ("bfloat16", "float32"):
         raise ValueError(f"model.dtype={config.model.dtype!r}: expected bfloat16 or float32.")
+
+
+def _check_asynchrony(rollout: RolloutConfig) -> None:
+    if rollout.max_staleness is not None and (rollout.mode != "async" or rollout.max_staleness < 0):
+        raise ValueError(
+            f"rollout.max_staleness={rollout.max_staleness} with rollout.mode={rollout.mode}: expected 0 or more, with "
+            "rollout.mode=async; sync has 0 and one_step_off 1."
+        )
+    if rollout.over_sampling < 0 or (rollout.over_sampling and rollout.order == "drawn"):
+        raise ValueError(
+            f"rollout.over_sampling={rollout.over_sampling} with rollout.order={rollout.order}: expected 0 or more, and 0 with "
+            "rollout.order=drawn, which waits for every group."
+        )
 
 
 def _check_sampling(generate: GenerateConfig) -> None:

@@ -37,8 +37,8 @@ class Processes:
         self.others: dict[str, WorkerGroup] = {}  # critic, teacher
         self.urls: Sequence[str] = ()  # of the engines
         if isinstance(plan, Plan):
-            spec, rounds = rollout_spec(plan, str(self.run_dir)), config.rollout.max_sampling_rounds
-            self.generator = RolloutGenerator(spec, dict(num_cpus=0), config.rollout.request_timeout_s + 60, rounds)
+            spec = rollout_spec(plan, str(self.run_dir))
+            self.generator = RolloutGenerator(spec, dict(num_cpus=0), config.rollout.request_timeout_s + 60)
             stack.callback(self.generator.close)
             for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
                 if other:
@@ -236,6 +236,10 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         engine_urls=() if c.rollout.replay else tuple(c.rollout.engine_urls),
         engine_tp=c.rollout.engine_tp,
         deterministic=c.rollout.deterministic,
+        staleness=c.rollout.staleness,
+        over_sampling=c.rollout.over_sampling,
+        in_order=c.rollout.in_order,
+        max_rounds=c.rollout.max_sampling_rounds,
         journal_key=plan.resume.journal_key(c, plan.train.fingerprint),
         faults=c.faults,
         agent=plan.agent,

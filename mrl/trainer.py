@@ -1,11 +1,12 @@
 """THE loop: prompts -> rollouts and rewards -> scores -> advantages -> updates -> weight sync, once per step."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mrl.algorithms.kl_control import KLControl
 from mrl.data.prompts import PromptStream
@@ -30,11 +31,17 @@ class Generator(Protocol):
 
     def evaluate(self, temperature: float) -> Metrics: ...
 
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
 
 class Actor(Protocol):
     """The policy: optimizer steps on a batch."""
 
     def update(self, rollouts: Rollouts, estimates: Estimates, step: int, kl_coef: float) -> Metrics: ...
+
+    def token_weights(self, rollouts: Rollouts, estimates: Estimates) -> Sequence[NDArray[np.float64]]: ...
 
 
 class Critic(Protocol):
@@ -171,18 +178,20 @@ class Trainer:
             estimates = self.generator.estimate(columns, self.kl.coef("reward"), step)
 
         metrics |= {**estimates.numbers, **self.kl.metrics()}
+        weights: Sequence[NDArray[np.float64]] = ()
         with self.phase("update"):  # Megatron workers fetch their rows and train
             if self.critic:
                 metrics |= self.critic.update(rollouts, estimates, step)
             if step >= self.schedule.critic_steps:
                 number = step - self.schedule.critic_steps
                 metrics |= self.actor.update(rollouts, estimates, number, self.kl.coef("loss"))
+                weights = self.actor.token_weights(rollouts, estimates)
                 self.kl.adapt(metrics, len(rollouts.groups))
 
         with self.phase("weight_sync"):  # Megatron shards -> Hugging Face names -> SGLang
             metrics |= self.weight_sync.push(version=step + 1)
 
-        self.ledger.record(step + 1, rollouts, self.prompts.drawn)
+        self.ledger.record(step + 1, rollouts, self.prompts.drawn, weights)
         return metrics | self.phase.seconds()
 
     def evaluate(self) -> Metrics:
@@ -205,13 +214,15 @@ class Trainer:
     def state_dict(self) -> State:
         """Where everything is that the driver holds, as plain values; the models' own state is with the trainers."""
         progress = {name: value for name, value in vars(self.progress).items() if name not in ("boundary", "step_s")}
-        return dict(progress=progress, prompts=self.prompts.state_dict(), kl=self.kl.state_dict())
+        parts = dict(prompts=self.prompts, rollouts=self.generator, kl=self.kl)
+        return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
         """Go on from another state of this run, or of another one with the same data; a later one's traces are taken back."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])
+        self.generator.load_state_dict(state["rollouts"])
         self.kl.load_state_dict(state["kl"])
         self.progress.boundary = dict(state)
         self.tracker.rewind(self.progress.step, evaluated=bool(self.progress.after))

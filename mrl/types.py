@@ -161,11 +161,24 @@ class Rollouts:
     truncated: NDArray[np.bool_]  # [B] cut at the token limit, no end-of-sequence
     weight_versions: NDArray[np.int64]  # [B] version of the weights that sampled the response
     rewards: NDArray[np.float64]  # [B]
+    spans: NDArray[np.int64] = field(
+        default_factory=lambda: np.empty((0, 3), np.int64)
+    )  # [M, 3] see mrl.rollout.trajectory
+    tickets: NDArray[np.int64] = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # of the groups: places in drawing order
+    waiting: Sequence[
+        tuple[int, int, int]
+    ] = ()  # (ticket, row, version when it was admitted) of groups that no step has taken
+    drawn: int = 0  # tickets so far
     numbers: Mapping[str, float] = field(default_factory=dict)  # metrics of how they were sampled and scored
 
     def metrics(self, version: int) -> dict[str, float]:
         """Numbers of the batch as sampled and scored, for a trainer whose weights are `version`."""
-        ages = version - self.weight_versions
+        ages, tokens = version - self.weight_versions, self.spans[:, 2]
+        of_tokens = (
+            float(np.average(version - self.spans[:, 1], weights=tokens)) if tokens.any() else float(ages.mean())
+        )
         return {
             "reward/mean": float(self.rewards.mean()),
             "rollout/samples": float(len(self.groups)),
@@ -175,6 +188,10 @@ class Rollouts:
             "rollout/weight_version": float(self.weight_versions.min()),
             "rollout/age_mean_versions": float(ages.mean()),
             "rollout/age_max_versions": float(ages.max()),
+            "rollout/token_age_mean_versions": of_tokens,
+            "rollout/mixed_versions_fraction": float((np.bincount(self.spans[:, 0]) > 1).mean())
+            if len(tokens)
+            else 0.0,
             **self.numbers,
         }
 

@@ -24,6 +24,9 @@ WAITS = {
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
     ("mrl/rollout/engines.py", "_round"): "an answer over the network",  # in uvloop, which has no frames
+    ("mrl/rollout/loop.py", "_run"): "an answer over the network",  # the same
+    ("mrl/rollout/stream.py", "wait"): "another thread",
+    ("mrl/rollout/stream.py", "_take"): "another thread",
     ("uvicorn/", ""): "a call",  # the same
     ("zmq/", ""): "a call",
     ("ray/_private/worker.py", "main_loop"): "a call",
@@ -64,7 +67,9 @@ PURPOSES = {
     ("mrl/rewards/", ""): "scoring",
     ("mrl/rollout/client.py", ""): "sampling",
     ("mrl/rollout/agent.py", ""): "sampling",
-    ("mrl/rollout/worker.py", "_complete"): "sampling",
+    ("mrl/rollout/loop.py", "_run"): "sampling",
+    ("mrl/rollout/worker.py", "evaluate"): "sampling",
+    ("mrl/rollout/worker.py", "gather"): "sampling",
     ("mrl/rollout/worker.py", "_score"): "scoring",
     ("mrl/rollout/worker.py", "estimate"): "the advantages",
     ("mrl/rollout/worker.py", "wait_ready"): "the start of the engines",

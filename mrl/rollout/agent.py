@@ -80,7 +80,7 @@ class _Path:
     errors: int = 0
     inputs: int = 0
     cached: int = 0
-    version: int | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
 
     def append(self, ids: Sequence[int], *, sampled: bool) -> None:
         self.ids += ids
@@ -100,7 +100,10 @@ class _Path:
         self.turn_ends.append(len(self.logprobs) - 1)
         self.inputs += num_inputs
         self.cached += done.cached_tokens
-        self.version = int(done.weight_version) if self.version is None else self.version
+        for version, tokens in done.versions or [(int(done.weight_version), len(done.token_ids))]:
+            if self.versions and self.versions[-1][0] == version:
+                tokens += self.versions.pop()[1]
+            self.versions.append((version, tokens))
 
     def hear(self, results: Sequence[Result], ids: Sequence[int]) -> None:
         """The results of its calls, framed as the template has them."""
@@ -109,18 +112,19 @@ class _Path:
 
     def finished(self, last: Completion, *, cut: bool) -> Trajectory:
         """The last request's routing covers everything before it."""
-        assert self.version is not None, "callers let it say something first"
+        assert self.versions, "callers let it say something first"
         usage = Usage(len(self.turn_ends), self.calls, self.errors, self.inputs, self.cached)
         return Trajectory(
             self.ids,
             self.logprobs,
             cut or last.finish_reason == "length",
-            self.version,
+            self.versions[0][0],
             None if all(self.sampled) else self.sampled,
             tuple(self.turns),
             tuple(self.turn_ends),
             last.routed_experts,
             usage,
+            tuple(self.versions) if len(self.versions) > 1 else (),
         )
 
 
@@ -177,21 +181,28 @@ class Conversation:
         return self.template.wrap(encoded, closed=closed)
 
 
+class Limits:
+    """How much may go on at one time, over all conversations of one event loop."""
+
+    def __init__(self, agent: ToolAgent) -> None:
+        self.places = asyncio.Semaphore(agent.max_concurrency)
+        self.tools = asyncio.Semaphore(agent.max_running_tools)
+
+
 async def converse(
     conversation: Conversation,
     generate_of: Callable[[int], Generate],
     prompts: Sequence[list[int]],
     sampling: Sequence[SamplingParams],
+    limits: Limits,
 ) -> list[Trajectory]:
     """One response to each prompt, in order; `generate_of` says who gives the turns of the response with this number.
 
     Raises what the first response that fails raises; the others are given up.
     """
-    agent = conversation.agent
-    places, running = asyncio.Semaphore(agent.max_concurrency), asyncio.Semaphore(agent.max_running_tools)
 
     async def respond(number: int) -> Trajectory:
-        async with places:
-            return await conversation(generate_of(number), prompts[number], sampling[number], running)
+        async with limits.places:
+            return await conversation(generate_of(number), prompts[number], sampling[number], limits.tools)
 
     return await asyncio.gather(*(respond(number) for number in range(len(prompts))))

@@ -24,24 +24,13 @@ class UnscoredError(RuntimeError):
 
 @dataclass
 class Batch:
-    """Groups sampled for one step, in one round or in several."""
+    """Groups that one step took."""
 
     kept: list[Group] = field(default_factory=list)
     refused: list[Group] = field(default_factory=list)  # by the filter
-    rounds: int = 0
+    rounds: int = 1  # times that prompts were drawn
     engine_s: float = 0.0  # waiting for the engines
-    reward_s: float = 0.0  # decoding and scoring
-
-    def add(self, groups: list[Group], keep: Keep | None) -> None:
-        """Take in the groups of one round."""
-        self.rounds += 1
-        for group in groups:
-            (self.kept if keep is None or keep(group.rewards) else self.refused).append(group)
-
-    @property
-    def drawn(self) -> int:
-        """Groups sampled so far."""
-        return len(self.kept) + len(self.refused)
+    reward_s: float = 0.0  # decoding and scoring, which goes on beside the sampling
 
     def groups(self, wanted: int) -> list[Group]:
         """Those to be trained; where the filter refused every one, `wanted` of them, for the step to measure something on.

@@ -75,6 +75,9 @@ class Completion:
     # for it. None where it was not asked for.
     routed_experts: NDArray[np.int16] | None = None
     cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
+    versions: tuple[
+        tuple[int, int], ...
+    ] = ()  # (version, tokens) in order, where an update came in between; else empty
 
 
 class EngineClient(EngineControl):
@@ -202,10 +205,13 @@ def _body(
 def _completion(answer: Mapping[str, Any]) -> Completion:
     info = answer["meta_info"]
     spans = info.get("weight_versions")  # [{version, start, end}], oldest first
+    parts = ((int(span["version"]), span["end"] - span["start"]) for span in spans or ())
+    versions = tuple((version, tokens) for version, tokens in parts if tokens)
     return Completion(
         answer["output_ids"],
         [entry[0] for entry in info.get("output_token_logprobs") or ()],
         info["finish_reason"]["type"],
         spans[0]["version"] if spans else info["weight_version"],
         cached_tokens=info.get("cached_tokens", 0),
+        versions=versions if len(versions) > 1 else (),
     )

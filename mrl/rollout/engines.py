@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 
 from mrl.autopsy.register import FOLDER, NAME, forget, stacks
-from mrl.rollout.agent import Conversation, Generate, converse
+from mrl.rollout.agent import Conversation, Generate, Limits, converse
 from mrl.rollout.answers import Answers
-from mrl.rollout.asking import Engine, NoEngineError, Round, Seat
+from mrl.rollout.asking import Engine, Seat, Service
 from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
+from mrl.rollout.loop import Loop
 from mrl.rollout.outside import OutsideEngine, check_seeds
 from mrl.rollout.server import EngineServer
 from mrl.rollout.spec import RolloutSpec
@@ -25,13 +30,14 @@ from mrl.rollout.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 
+CLOSE_S = 15.0
 POST_RESPONSES = 64
 """Responses asked for in one request: so many at most are lost with an engine although they were done. A request each would
 cost the engine's HTTP server a millisecond of CPU each."""
 
 
 class Engines:
-    """All engines of one worker. Between rounds of requests the driver replaces those that failed, with their weights."""
+    """All engines of one worker. The driver replaces those that failed, with their weights."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines at once; `wait_ready` waits for them."""
@@ -44,9 +50,16 @@ class Engines:
         self._numbers = itertools.count()  # of engines so far, replaced ones included
         self._servers: list[EngineServer | OutsideEngine] = [OutsideEngine(url) for url in spec.engine_urls]
         self._servers = self._servers or [self._start() for _ in range(spec.num_engines)]
-        self._engines: list[Engine] = []  # in service
-        self._failed: dict[str, str] = {}  # URL -> why, not taken yet
-        self._replaced = self._redone = 0
+        self._renewing = threading.Lock()
+        self._loop = Loop("engines")
+        faults = spec.faults
+        self._service = Service(
+            faults.engine_tries, faults.engine_stall_s, lambda engine: self._renew(engine.client.url)
+        )
+        self._limits: Limits | None = None  # of conversations
+        self._told: set[Engine] = set()  # failed engines that the driver knows of
+        self._untold: dict[str, str] = {}  # URL -> why, of engines that failed and are back: it must know of these too
+        self._replaced = self._redone = 0  # until numbers were taken last
         self._were_ready = False  # all, once
 
     def _start(self) -> EngineServer:
@@ -67,10 +80,14 @@ class Engines:
         deadline = time.monotonic() + timeout_s
         for place in range(len(self._servers)):
             self._wait(place, deadline)
-        for engine in self._engines:
-            engine.client.close()
-        self._engines = [self._in_service(server) for server in self._servers]
-        self._were_ready = True
+        failed = self._failures()
+        before = {engine.client.url: engine for engine in self._service.engines if engine.failure is None}
+        engines = [before.get(server.url) or self._in_service(server) for server in self._servers]
+        if not self._were_ready:
+            self._loop.start(self._service.open()).result()
+        self._loop.start(self._service.enlist(engines)).result()
+        self._were_ready, self._told = True, set()
+        self._untold |= {url: why for url, why in failed.items() if url in self.urls}
         return self.urls
 
     def _wait(self, place: int, deadline: float) -> None:
@@ -105,12 +122,13 @@ class Engines:
 
     def _renew(self, url: str) -> None:
         """End an engine of ours and start its successor; one that was renewed already is known no more."""
-        for place, server in enumerate(self._servers):
-            if server.url == url and isinstance(server, EngineServer):  # an outside one may come back by itself
-                log.warning("engine %s is replaced", url)
-                server.stop(timeout_s=5.0)
-                forget(self._stacks, server.log_path.stem)
-                self._servers[place] = self._start()
+        with self._renewing:
+            for place, server in enumerate(self._servers):
+                if server.url == url and isinstance(server, EngineServer):  # an outside one may come back by itself
+                    log.warning("engine %s is replaced", url)
+                    server.stop(timeout_s=5.0)
+                    forget(self._stacks, server.log_path.stem)
+                    self._servers[place] = self._start()
 
     def complete(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], kept: Answers | None = None
@@ -120,39 +138,38 @@ class Engines:
         What is `kept` already is not asked for.
         """
 
-        async def all_parts(asking: Round) -> list[Completion]:
+        async def all_parts() -> list[Completion]:
+            engines = self._alive()
             answers = await asyncio.gather(
                 *(
-                    self._ask(
-                        asking,
-                        Seat(asking.engines[engine]),
-                        part,
-                        [prompts[i] for i in part],
-                        [sampling[i] for i in part],
-                        kept,
-                    )
-                    for engine, part in _parts(len(prompts), len(asking.engines))
+                    self.answers(part, [prompts[i] for i in part], [sampling[i] for i in part], kept, engines[engine])
+                    for engine, part in _parts(len(prompts), len(engines))
                 )
             )
             return [completion for answer in answers for completion in answer]
 
         return self._round(all_parts)
 
-    async def _ask(
+    async def answers(
         self,
-        asking: Round,
-        seat: Seat,
         numbers: Sequence[int],
         prompts: Sequence[list[int]],
         sampling: Sequence[SamplingParams],
-        kept: Answers | None,
+        kept: Answers | None = None,
+        engine: Engine | Seat | None = None,
+        work: float | None = None,
     ) -> list[Completion]:
-        """Answers from what is kept, and of the engine of this seat for the others, which are kept then."""
+        """Of the responses with these numbers what is kept, and one request for the others, which are kept then.
+
+        The engine is the one given, else the one with least to do. To be awaited in the loop of `start`.
+        """
         found = {} if kept is None else _known(kept, numbers, prompts)
         missing = [place for place, number in enumerate(numbers) if number not in found]
         if missing:
+            seat = engine if isinstance(engine, Seat) else Seat(engine or self._service.idlest())
             inputs, params = [prompts[place] for place in missing], [sampling[place] for place in missing]
-            done = await asking.ask(seat, inputs, params, routed_experts=self.spec.routed_experts)
+            routed = self.spec.routed_experts
+            done = await self._service.ask(seat, inputs, params, routed_experts=routed, work=work)
             asked = [numbers[place] for place in missing]
             if kept is not None:
                 kept.put(asked, inputs, done)
@@ -171,63 +188,80 @@ class Engines:
         A turn that an engine does not answer is asked of another one; turns before it, and their tools, are not repeated.
         """
 
-        async def all_responses(asking: Round) -> list[Trajectory]:
-            def generate_of(number: int) -> Generate:
-                seat = Seat(asking.engines[number * len(asking.engines) // len(prompts)])
-
-                async def generate(inputs: list[int], params: SamplingParams) -> Completion:
-                    (done,) = await self._ask(asking, seat, [number], [inputs], [params], kept)
-                    return done
-
-                return generate
-
-            return await converse(conversation, generate_of, prompts, sampling)
+        async def all_responses() -> list[Trajectory]:
+            engines = self._alive()
+            seats = [Seat(engines[number * len(engines) // len(prompts)]) for number in range(len(prompts))]
+            numbers = range(len(prompts))
+            return await self.conversations(conversation, numbers, prompts, sampling, kept, seats)
 
         return self._round(all_responses)
 
-    def _round[T](self, work: Callable[[Round], Awaitable[T]]) -> T:
-        if not self._engines:
-            raise NoEngineError("no engine is in service: those that failed were not replaced yet.")
-        faults, deadline_s = self.spec.faults, self.spec.request_timeout_s
-        asking = Round(
-            self._engines, faults.engine_tries, faults.engine_stall_s, lambda engine: self._renew(engine.client.url)
-        )
+    async def conversations(
+        self,
+        conversation: Conversation,
+        numbers: Sequence[int],
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        kept: Answers | None,
+        seats: Sequence[Seat],
+    ) -> list[Trajectory]:
+        """Responses of several turns, with these numbers. To be awaited in the loop of `start`."""
+
+        def generate_of(place: int) -> Generate:
+            async def generate(inputs: list[int], params: SamplingParams) -> Completion:
+                (done,) = await self.answers([numbers[place]], [inputs], [params], kept, seats[place])
+                return done
+
+            return generate
+
+        self._limits = self._limits or Limits(conversation.agent)
+        return await converse(conversation, generate_of, prompts, sampling, self._limits)
+
+    def seat(self) -> Seat:
+        """With the engine that has least to do. Raises NoEngineError."""
+        return Seat(self._service.idlest())
+
+    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` in the loop in which engines are asked."""
+        return self._loop.start(work)
+
+    def hold(self, held: bool) -> None:
+        """Whether engines are paused on purpose, so that nobody takes them for stuck."""
+        self._service.held = held
+
+    def _alive(self) -> list[Engine]:
+        """Engines that have not failed. Raises NoEngineError."""
+        self._service.idlest()
+        return [engine for engine in self._service.engines if engine.failure is None]
+
+    def _round[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        deadline_s = self.spec.request_timeout_s
 
         async def run() -> T:
-            async with asking, asyncio.timeout(deadline_s):
-                return await work(asking)
+            async with asyncio.timeout(deadline_s):
+                return await work()
 
         try:
-            return asyncio.run(run())
+            return self._loop.start(run()).result()
         except TimeoutError:
-            raise EngineError(
-                f"not all responses were there after rollout.request_timeout_s={deadline_s:g}, though the engines computed; "
-                "let it be longer, or rollout.max_response_tokens smaller."
-            ) from None
-        finally:
-            self._take_stock(asking)
-
-    def _take_stock(self, asking: Round) -> None:
-        """Leave failed engines out of further rounds."""
-        failed = {engine.client.url: engine.failure for engine in self._engines if engine.failure is not None}
-        self._engines = [engine for engine in self._engines if engine.failure is None]
-        self._failed |= failed
-        self._replaced += len(failed)
-        self._redone += asking.redone
+            raise late(deadline_s) from None
 
     def take_failed(self) -> dict[str, str]:
         """URLs of engines that failed since the last call, and why."""
-        failed, self._failed = self._failed, {}
+        failed, self._untold = self._untold | self._failures(), {}
+        self._told |= {engine for engine in self._service.engines if engine.failure}
+        self._replaced += len(failed)
         return failed
 
+    def _failures(self) -> dict[str, str]:
+        failed = [engine for engine in self._service.engines if engine not in self._told]
+        return {engine.client.url: engine.failure for engine in failed if engine.failure}
+
     def take_numbers(self) -> dict[str, float]:
-        """Metrics of what failed since the last call."""
-        numbers = {
-            "rollout/replaced_engines": float(self._replaced),
-            "rollout/redone_responses": float(self._redone),
-        }
-        self._replaced = self._redone = 0
-        return numbers
+        """Metrics of what failed since the last call; engines count when `take_failed` has told of them."""
+        redone, self._redone = self._service.redone - self._redone, self._service.redone
+        replaced, self._replaced = self._replaced, 0
+        return {"rollout/replaced_engines": float(replaced), "rollout/redone_responses": float(redone)}
 
     def cpu_seconds(self) -> float:
         """User and system seconds of all engines' process trees."""
@@ -235,8 +269,20 @@ class Engines:
 
     def close(self) -> None:
         """End every engine of ours."""
+        if self._were_ready:
+            with suppress(TimeoutError):  # a failed engine that does not end: its supervisor sees to it
+                self._loop.start(self._service.close()).result(CLOSE_S)
+        self._loop.close()
         for server in self._servers:
             server.stop()
+
+
+def late(deadline_s: float) -> EngineError:
+    """What to say when responses take too long."""
+    return EngineError(
+        f"not all responses were there after rollout.request_timeout_s={deadline_s:g}, though the engines computed; "
+        "let it be longer, or rollout.max_response_tokens smaller."
+    )
 
 
 def _known(kept: Answers, numbers: Sequence[int], prompts: Sequence[list[int]]) -> dict[int, Completion]:

@@ -1,7 +1,7 @@
 """The driver's side of sampling: asks a rollout worker, sees lengths and rewards, never a token."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ class RolloutGenerator:
     Any call raises Stalled when its deadline passes, WorkerLost when the worker died (see mrl.autopsy), and what it raised.
     """
 
-    def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float, max_rounds: int) -> None:
+    def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float) -> None:
         """Ask Ray for the worker, which starts its engines; returns at once."""
+        self._capacity = (spec.staleness + 1) * spec.prompts_per_step + spec.window_extra
+        self._drawn = 0  # tickets so far
+        self._waiting: Sequence[tuple[int, ...]] = ()  # those that no step has taken: (number, row, version)
         self._make = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.worker = self._make()
         self._waiter = Waiter(Path(spec.run_dir), "rollout")
         self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer ends by itself before
-        self.max_rounds = max_rounds
         self.tries = spec.faults.engine_tries
         self.restore: Callable[[Mapping[str, str]], object] = (
             _no_restore  # failed engines, and why: others with their weights
@@ -60,16 +62,38 @@ class RolloutGenerator:
         return self._wait("replace_engines", [list(urls), deadline], deadline + 60)
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
-        """G responses to each of N prompts, scored; in place of groups that a filter refuses, more prompts are drawn.
+        """The groups that the step trains: G responses to each of N prompts, scored (see mrl.rollout.window).
 
-        After `max_rounds` the step has fewer groups.
+        As many prompts are drawn as may be in the making; more, in place of groups that a filter refuses. What the step does
+        not train stays in the making while it is trained.
         """
-        missing = prompts.batch_size
-        for number in range(self.max_rounds):
-            missing = self._sampled("sample", prompts.take(missing), step, number)
+        missing = self._capacity - len(self._waiting)
+        while True:
+            first, self._drawn = self._drawn, self._drawn + missing
+            missing = self._sampled("gather", first, prompts.take(missing), step)
             if not missing:
                 break
-        return self._ask("collect", step)
+        rollouts: Rollouts = self._ask("collect", step)
+        self._drawn, self._waiting = rollouts.drawn, rollouts.waiting
+        return rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts that are drawn and not trained, as plain values."""
+        return dict(drawn=self._drawn, waiting=[list(ticket) for ticket in self._waiting])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: what is in the making is given up, and what was answered of it meanwhile is taken up again."""
+        self._drawn, self._waiting = state["drawn"], tuple(map(tuple, state["waiting"]))
+        self._ask("restart", self._drawn, self._waiting)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While engines are paused on purpose."""
+        self._ask("hold", True)
+        try:
+            yield
+        finally:
+            self._ask("hold", False)
 
     def forget(self, before: int) -> None:
         """What was sampled for the steps before this one is not needed again. Nobody waits for it."""

@@ -1,5 +1,6 @@
 """What a rollout worker is built from; light enough for the driver."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,10 @@ class RolloutSpec:
     request_timeout_s: float
     record: bool  # write each step's tokens to run_dir/rollouts
     replay: str | None  # read them from this folder instead of sampling
+    staleness: int = 0  # weight versions that a token may be older than those it trains
+    over_sampling: float = 0.0  # groups in the making beyond those needed, as a share of a step's
+    in_order: bool = False  # steps train groups in the order their prompts were drawn
+    max_rounds: int = 1  # so many times a step's groups are drawn at most
     journal_key: str = "samples"  # of what decides the samples
     chat: Chat = field(default_factory=Chat)  # how messages become text
     scoring: ScoringConfig = field(default_factory=ScoringConfig)  # how the reward is run
@@ -45,3 +50,8 @@ class RolloutSpec:
     faults: FaultsConfig = field(default_factory=FaultsConfig)  # when an engine has failed
     routed_experts: bool = False  # keep the experts each token was sent to (a mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+
+    @property
+    def window_extra(self) -> int:
+        """Groups in the making beyond those needed."""
+        return math.ceil(self.over_sampling * self.prompts_per_step)

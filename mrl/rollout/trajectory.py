@@ -38,6 +38,7 @@ class Trajectory:
     turn_ends: tuple[int, ...] = ()  # of each assistant turn: its last token, counted in sampled tokens
     routed_experts: NDArray[np.int16] | None = None  # see Completion
     usage: Usage | None = None  # None: one turn, or replayed
+    versions: tuple[tuple[int, int], ...] = ()  # (version, sampled tokens) in order; empty: all of `weight_version`
 
     @classmethod
     def of(cls, completion: Completion) -> "Trajectory":
@@ -50,6 +51,7 @@ class Trajectory:
             completion.finish_reason == "length",
             int(completion.weight_version),
             routed_experts=completion.routed_experts,
+            versions=completion.versions,
         )
 
     @property
@@ -146,6 +148,17 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
         truncated=np.array([sample.trajectory.truncated for _, sample in samples]),
         weight_versions=np.array([sample.trajectory.weight_version for _, sample in samples]),
     )
+
+
+def spans(groups: Sequence[Group]) -> NDArray[np.int64]:
+    """[M, 3] (response, weight version, sampled tokens of it), a line for each version that had a part in a response."""
+    samples = [sample.trajectory for group in groups for sample in group.samples]
+    lines = [
+        (number, version, tokens)
+        for number, path in enumerate(samples)
+        for version, tokens in path.versions or [(path.weight_version, path.num_sampled)]
+    ]
+    return np.array(lines, np.int64).reshape(-1, 3)
 
 
 def to_scored(groups: Sequence[Group]) -> Scored:

@@ -101,6 +101,11 @@ class Window[T]:
         tickets = [*self.open.values(), *(ticket for ticket, _ in self._finished.values())]
         return sorted(tickets, key=lambda ticket: ticket.number)
 
+    @property
+    def finished(self) -> dict[int, T]:
+        """The groups that are whole and wait for a step, by ticket."""
+        return {number: group for number, (_, group) in self._finished.items()}
+
     def _in_order(self) -> list[int] | None:
         """The first `size` tickets, once all of them are finished."""
         first = sorted([*self.open, *self._finished])[: self.size]

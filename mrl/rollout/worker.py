@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,11 +23,14 @@ from mrl.rollout import recording
 from mrl.rollout.answers import Answers
 from mrl.rollout.batch import Batch, failures
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines import Engines
-from mrl.rollout.journal import Journal, digests
+from mrl.rollout.engines import POST_RESPONSES, Engines
+from mrl.rollout.journal import Entry, Journal, digests
+from mrl.rollout.lengths import Lengths, Selection
 from mrl.rollout.seeds import HELD_OUT, TRAINING, seed_of
 from mrl.rollout.spec import RolloutSpec
-from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, to_block, to_scored, trajectories
+from mrl.rollout.stream import Draft, Stream
+from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, spans, to_block, to_scored, trajectories
+from mrl.rollout.window import Chosen, Ticket, Window
 from mrl.types import Column, Estimates, Handle, Rollouts, assemble
 
 
@@ -51,8 +54,24 @@ class RolloutWorker:
             self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
         self._scorer.start()  # while the engines start
-        self._batch = Batch()
+        self._one_scores = threading.Lock()  # the stream, or an evaluation
+        self._batch, self._taken = Batch(), Entry([], [], [], [], [])  # of the step that was gathered last
+        self._draws = 0  # times that prompts were drawn for the step
         self._journal = Journal(Path(spec.run_dir) / "journal", spec.journal_key)
+        self._kept = Answers(self._journal.folder)
+        if len(self._kept):
+            logging.info("%d answers of an earlier process are there to be taken up", len(self._kept))
+        self._lengths, self._selection = Lengths(spec.max_response_tokens / 2), Selection()
+        self._apart = bool(spec.window_extra or spec.staleness or spec.agent)  # each group is asked for by itself
+        size, keep = spec.prompts_per_step, spec.keep
+        self._stream = Stream(
+            Window(size, spec.staleness, spec.window_extra, spec.in_order, (spec.max_rounds - 1) * size),
+            self.engines,
+            self._answer,
+            self._scored,
+            lambda group: keep is None or keep(group.rewards),
+            self._together,
+        )
         self._all_refused = False  # of the last collected batch, by the filter
         self._last: tuple[Scored, Column] | None = None  # the last collected batch, and the engines' log-probabilities
 
@@ -68,47 +87,80 @@ class RolloutWorker:
         """Wait for the engines; returns their URLs."""
         return self.engines.wait_ready(timeout_s)
 
-    def sample(self, rows: NDArray[np.int64], step: int, number: int) -> int:
-        """Answer these prompts and score the answers, in the step's round `number`; returns how many more groups it needs.
+    def gather(self, first: int, rows: NDArray[np.int64], step: int) -> int:
+        """Take prompts in, the first of which is number `first` of the run, and wait for the groups that the step trains.
 
-        Groups that the filter refuses do not count. What the journal has of the round is taken from there.
+        Returns how many more prompts to draw in place of refused ones; 0 when the groups are there, for `collect`. Called
+        again with the same prompts it goes on waiting. What the journal has of the step is taken from there.
         """
-        if number == 0:
-            self._batch = Batch()  # a step may begin again
         if self.spec.replay:
-            fresh = self._replayed(step)
-        else:
-            fresh = self._journal.get(step, number, rows.tolist())
-            fresh = fresh or self._sampled(rows, step, number)
-        self._batch.add(fresh, self.spec.keep)
-        return 0 if self.spec.replay else self.spec.prompts_per_step - len(self._batch.kept)
+            self._batch = Batch(self._replayed(step))
+            return 0
+        stream = self._stream
+        stream.admit(first, rows.tolist(), step)
+        self._draws += 1
+        entry = self._journaled(step)
+        if entry is None:
+            self._kept.turn(step)
+            stream.go_on()
+            chosen = stream.wait(step, self.spec.request_timeout_s)
+            if chosen is None:
+                return stream.room()
+            entry = self._entry(step, chosen)
+        elif (missing := max(entry.all_numbers, default=-1) + 1 - stream.window.drawn) > 0:
+            return missing
+        self._batch = Batch(entry.groups, entry.refused, self._draws, *stream.take_seconds())
+        self._draws, self._taken = 0, entry
+        return 0
 
-    def _sampled(self, rows: NDArray[np.int64], step: int, number: int) -> list[Group]:
-        """The groups of a round, but for the answers that an earlier process had; they are in the journal now.
+    def _journaled(self, step: int) -> Entry | None:
+        """What the journal has of the step, for the prompts that the run draws; they are taken out of the stream."""
+        entry = self._journal.get(step)
+        if entry is None:
+            return None
+        if not self._stream.known([*entry.numbers, *entry.refused_numbers], entry.rows):
+            self._journal.remove(step, "answers other prompts than the run draws now")
+            return None
+        self._stream.take(entry.all_numbers)
+        return entry
+
+    def _entry(self, step: int, chosen: Chosen[Group]) -> Entry:
+        """The step's groups, in the journal now, and what was answered for them forgotten.
 
         Unless nothing could be scored: a run that ends for that shall score the same answers anew when it goes on.
         """
-        kept = Answers(self._journal.folder, step, number)
-        if len(kept):
-            logging.info("step %d: %d answers of an earlier process are taken up", step, len(kept))
-        groups = self._answered(rows, step, kept)
-        if None in failures(groups):
-            groups = self._journal.put(step, number, groups)
-            kept.remove()
-        return groups
+        entry = Entry(chosen.numbers, chosen.groups, chosen.refused_numbers, chosen.refused, chosen.dropped)
+        if None in failures([*entry.groups, *entry.refused]):
+            entry = self._journal.put(step, entry)
+            self._kept.forget(step - self._stream.window.staleness + 1)
+        return entry
+
+    def restart(self, drawn: int, waiting: Sequence[Sequence[int]]) -> None:
+        """Give up what is in the making, and begin anew with these tickets (number, row, born) of `drawn` so far.
+
+        What engines had answered of them is taken up again; nothing is asked before `gather`.
+        """
+        self._kept.read()
+        self._draws = 0
+        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting])
+
+    def hold(self, held: bool) -> None:
+        """Whether engines are paused on purpose, so that nobody takes them for stuck."""
+        self.engines.hold(held)
 
     def forget(self, before: int) -> None:
         """Keep no journal of the steps before this one."""
         self._journal.forget(before)
 
     def collect(self, step: int) -> Rollouts:
-        """What was sampled since the last call, laid out; the driver gets lengths, rewards and a handle."""
-        batch, self._batch = self._batch, Batch()
+        """What the step was given, laid out; the driver gets lengths, rewards and a handle."""
+        batch, taken, waiting = self._batch, self._taken, self._stream.waiting()
         groups, self._all_refused = batch.groups(self.spec.prompts_per_step), not batch.kept
         block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
             recording.write(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
         self._last = (to_scored(groups), block.rollout_logprobs)
+        numbers = taken.numbers or taken.refused_numbers
         return Rollouts(
             block=ray.put(block),
             prompt_lengths=block.prompt_lengths,
@@ -116,8 +168,18 @@ class RolloutWorker:
             sampled_lengths=block.sampled_lengths,
             **columns,
             digests=digests([sample for group in groups for sample in group.samples]),
+            spans=spans(groups),
+            tickets=np.array(numbers[: len(groups)] or np.arange(len(groups))),
             rewards=self._last[0].rewards,
-            numbers=batch.numbers() | self.engines.take_numbers(),
+            waiting=[(ticket.number, ticket.row, ticket.born) for ticket in waiting],
+            drawn=self._stream.window.drawn,
+            numbers={
+                **batch.numbers(),
+                **self.engines.take_numbers(),
+                "rollout/waiting_groups": float(len(waiting)),
+                "rollout/dropped_groups": float(len(taken.dropped)),
+                **self._selection.of_step(taken, self._stream.finished()),
+            },
         )
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates:
@@ -131,27 +193,55 @@ class RolloutWorker:
         rejected = found.rejected | self._all_refused
         return Estimates(ray.put(made), found.without_advantage, rejected, found.numbers)
 
-    def _answered(self, rows: NDArray[np.int64], step: int, kept: Answers) -> list[Group]:
-        """G scored responses to each prompt row, and a greedy one where the advantage asks for it."""
-        size, start = self.spec.responses_per_prompt, time.perf_counter()
-        first = size * self._batch.drawn  # of the responses of this step
-        places = [(TRAINING, step, first + number) for number in range(size * len(rows))]
-        with doing(f"tokenising the prompts of rows {', '.join(map(str, rows.tolist()))}"):
-            prompts = [self.train.encode(row) for row in rows.tolist()]
-        sampling, likely = self._sampling(self.spec.temperature, places), self._sampling(0.0, [()] * len(rows))
-        with doing(f"sampling {len(rows)} x {size} responses"):
-            paths = self._respond([prompt for prompt in prompts for _ in range(size)], sampling, kept)
-            greedy = self._respond(prompts, likely) if self.spec.needs_greedy else []
-        sampled = time.perf_counter()
-        scores = self._score(self.train, np.repeat(rows, size), paths)
-        likeliest = self._score(self.train, rows, greedy) if greedy else [None] * len(rows)
-        self._batch.engine_s += sampled - start
-        self._batch.reward_s += time.perf_counter() - sampled
-        samples = [
-            Sample(row, prompts[number // size], path, score)
-            for number, (row, path, score) in enumerate(zip(np.repeat(rows, size).tolist(), paths, scores, strict=True))
+    async def _answer(self, tickets: Sequence[Ticket]) -> list[Draft]:
+        """G responses to each ticket's prompt, and a greedy one where the advantage asks for it, in one request each."""
+        size, rows = self.spec.responses_per_prompt, ", ".join(str(ticket.row) for ticket in tickets)
+        prompts = [self._prompt(ticket.row) for ticket in tickets]
+        numbers = [size * ticket.number + member for ticket in tickets for member in range(size)]
+        sampling = self._sampling(self.spec.temperature, [(TRAINING, number) for number in numbers])
+        work = size * sum(self._lengths.expected(ticket.row) for ticket in tickets) if self._apart else None
+        with doing(f"sampling {len(tickets)} x {size} responses to rows {rows}"):
+            paths = await self._respond(
+                [prompt for prompt in prompts for _ in range(size)], sampling, self._kept, numbers, work
+            )
+            greedy: Sequence[Trajectory | None] = [None] * len(tickets)
+            if self.spec.needs_greedy:
+                greedy = await self._respond(prompts, self._sampling(0.0, [()] * len(tickets)))
+        parts = zip(tickets, prompts, greedy, strict=True)
+        return [
+            Draft(ticket, prompt, paths[n * size : (n + 1) * size], likeliest)
+            for n, (ticket, prompt, likeliest) in enumerate(parts)
         ]
-        return [Group(samples[n * size : (n + 1) * size], likeliest[n]) for n in range(len(rows))]
+
+    def _prompt(self, row: int) -> list[int]:
+        with doing(f"tokenising the prompt of row {row}"):
+            return self.train.encode(row)
+
+    def _scored(self, drafts: list[Draft]) -> list[Group]:
+        """The groups that drafts become."""
+        rows = np.array([draft.ticket.row for draft in drafts for _ in draft.paths])
+        paths = [path for draft in drafts for path in draft.paths]
+        scores = iter(
+            self._score(self.train, rows, paths, [draft.ticket.number for draft in drafts for _ in draft.paths])
+        )
+        greedy = [(draft.ticket.row, draft.greedy) for draft in drafts if draft.greedy is not None]
+        likeliest = iter(self._score(self.train, np.array([row for row, _ in greedy]), [path for _, path in greedy]))
+        groups = []
+        for draft in drafts:
+            samples = [Sample(draft.ticket.row, draft.prompt, path, next(scores)) for path in draft.paths]
+            groups.append(Group(samples, next(likeliest) if draft.greedy is not None else None))
+            self._lengths.learn(draft.ticket.row, [path.num_sampled for path in draft.paths])
+        return groups
+
+    def _together(self, tickets: Sequence[Ticket]) -> Sequence[Sequence[Ticket]]:
+        """Tickets by the request they share. Those that a step waits for anyway share one, which costs engines less."""
+        if self._apart:
+            longest_first = sorted(tickets, key=lambda ticket: -self._lengths.expected(ticket.row))
+            return [[ticket] for ticket in longest_first]
+        shares = np.array_split(np.arange(len(tickets)), max(1, len(self.engines.urls)))
+        most = max(1, POST_RESPONSES // self.spec.responses_per_prompt)
+        parts = [share[at : at + most] for share in shares for at in range(0, len(share), most)]
+        return [[tickets[place] for place in part.tolist()] for part in parts]
 
     def _replayed(self, step: int) -> list[Group]:
         """The groups of a recorded step, scored again."""
@@ -173,17 +263,34 @@ class RolloutWorker:
             return [plain] * len(places)
         return [replace(plain, seed=seed_of(self.spec.seed, *place)) for place in places]
 
-    def _respond(
-        self, prompts: list[list[int]], sampling: list[SamplingParams], kept: Answers | None = None
+    async def _respond(
+        self,
+        prompts: list[list[int]],
+        sampling: list[SamplingParams],
+        kept: Answers | None = None,
+        numbers: Sequence[int] = (),
+        work: float | None = None,
     ) -> list[Trajectory]:
+        """One response to each prompt, all from the engine that has least to do."""
+        seat, numbers = self.engines.seat(), numbers or range(len(prompts))
         if self._conversation:
-            return self.engines.converse(self._conversation, prompts, sampling, kept)
-        return [Trajectory.of(completion) for completion in self.engines.complete(prompts, sampling, kept)]
+            seats = [seat] * len(prompts)
+            return await self.engines.conversations(self._conversation, numbers, prompts, sampling, kept, seats)
+        return [
+            Trajectory.of(completion)
+            for completion in await self.engines.answers(numbers, prompts, sampling, kept, seat, work)
+        ]
 
-    def _score(self, data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Trajectory]) -> list[Score]:
-        """Scores of responses to these rows of `data`; those to one row are a group."""
+    def _score(
+        self, data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Trajectory], groups: Sequence[int] = ()
+    ) -> list[Score]:
+        """Scores of responses to these rows of `data`; those of one of `groups`, or else to one row, belong together."""
+        if not paths:
+            return []
         with doing(f"scoring {len(paths)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
-            return self._scorer(responses(data, rows, paths))
+            answered = responses(data, rows, paths, groups)
+            with self._one_scores:
+                return self._scorer(answered)
 
     def evaluate(self, temperature: float) -> dict[str, float]:
         """Mean reward of one response per held-out prompt, of each named set, and of all under ""; 0 is greedy.
@@ -195,7 +302,7 @@ class RolloutWorker:
         sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.sets().items()}
         rows = np.concatenate(list(sets.values()))
         sampling = self._sampling(temperature, [(HELD_OUT, row) for row in rows.tolist()])
-        paths = self._respond([self.test.encode(row) for row in rows.tolist()], sampling)
+        paths = self._evaluated([self.test.encode(row) for row in rows.tolist()], sampling)
         rewards = np.array([score.value for score in self._score(self.test, rows, paths)])
         if self._conversation:
             calls = np.mean([path.usage.tool_calls for path in paths if path.usage])
@@ -206,6 +313,11 @@ class RolloutWorker:
             "": float(rewards.mean())
         }
 
+    def _evaluated(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Trajectory]:
+        if self._conversation:
+            return self.engines.converse(self._conversation, prompts, sampling)
+        return [Trajectory.of(completion) for completion in self.engines.complete(prompts, sampling)]
+
     def cpu_seconds(self) -> dict[str, float]:
         """User and system seconds of this process and of the engines' process trees, for benchmarks."""
         times = os.times()
@@ -213,15 +325,18 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End every engine, and the reward's processes."""
+        self._stream.close()
         self.engines.close()
         self._scorer.close()
 
 
-def responses(data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Trajectory]) -> list[Response]:
-    """What a reward sees of responses to these rows of the data."""
+def responses(
+    data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Trajectory], groups: Sequence[int] = ()
+) -> list[Response]:
+    """What a reward sees of responses to these rows of the data; those of one of `groups`, or else to one row, are a group."""
     texts = data.decode([path.token_ids for path in paths])
     turns = [path.texts(data.decode) for path in paths]
-    _, groups = np.unique(rows, return_inverse=True)
+    _, group_of = np.unique(groups or rows, return_inverse=True)
     return [
         Response(
             data_source=data.data_source(row),
@@ -234,5 +349,5 @@ def responses(data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Traj
             truncated=path.truncated,
             turns=said,
         )
-        for row, group, path, text, said in zip(rows.tolist(), groups.tolist(), paths, texts, turns, strict=True)
+        for row, group, path, text, said in zip(rows.tolist(), group_of.tolist(), paths, texts, turns, strict=True)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from mrl.types import SyncReport
@@ -20,6 +21,7 @@ class WeightSync:
     connect: Callable[[Sequence[str]], dict[str, str]]  # all trainer ranks to these engines; those that failed, and why
     replace_engines: Callable[[Sequence[str]], Sequence[str]]  # start others in place of these; all engines' URLs
     tries: int = 3
+    held: Callable[[], AbstractContextManager[object]] = nullcontext  # while engines are paused for a push
     version: int = field(default=-1, init=False)  # that every engine serves
 
     def push(self, version: int) -> dict[str, float]:
@@ -44,7 +46,8 @@ class WeightSync:
                 replaced, why = replaced + len(failed), str(failed)
                 if failed := self.connect(self.replace_engines(list(failed))):
                     continue
-            reports = self.push_weights(version)
+            with self.held():
+                reports = self.push_weights(version)
             failed = reports[0].failed
             if not failed and not reports[0].again:
                 return self._numbers(reports, version, replaced, attempt)

@@ -13,7 +13,7 @@ from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
 from mrl.types import Estimates, Handle, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.group import WorkerGroup
-from mrl.workers.shares import Packing, split
+from mrl.workers.shares import Packing, split, step_weights
 from parallel.optimizer_settings import AdamW
 
 Metrics = dict[str, float]
@@ -90,6 +90,14 @@ class ActorPolicy:
         reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
         skippable = float(estimates.without_advantage.mean())
         return {**_of_actor(reports), "batch/zero_advantage_fraction": skippable, "optim/lr": lr}
+
+    def token_weights(self, rollouts: Rollouts, estimates: Estimates) -> list[NDArray[np.float64]]:
+        """For each optimizer step of `update`: [B] what one token of a response counts for in the loss; 0 if it is left out."""
+        batch = batch_of(rollouts, estimates, self._trained(estimates))
+        return [
+            step_weights(step, self.updates.aggregation, self.updates.longest)
+            for step in split(batch, self.updates.mini_batches) * self.updates.epochs
+        ]
 
     def _trained(self, estimates: Estimates) -> NDArray[np.bool_]:
         """[B] which rows are computed at all."""

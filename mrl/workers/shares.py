@@ -79,6 +79,14 @@ def plan_step(
     return StepPlan(shares, _numbers(batch, units, replicas))
 
 
+def step_weights(batch: TrainBatch, aggregation: str, longest: int | None = None) -> NDArray[np.float64]:
+    """[B] what one token of each row of an optimizer step counts for in its loss; 0 of rows that are not trained."""
+    weights = np.zeros(len(batch.prompt_lengths))
+    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, longest)
+    weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0
+    return weights
+
+
 def in_one_process(plan: StepPlan) -> Share:
     """The same packs, all of them for one process."""
     micros = tuple(rows for share in plan.shares for rows in share.micro_batches)

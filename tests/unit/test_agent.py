@@ -248,8 +248,7 @@ def samples_of(tokenizer) -> list[Sample]:
 
 
 def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
-    batch = Batch()
-    batch.add([Group(samples_of(tokenizer))], None)
+    batch = Batch([Group(samples_of(tokenizer))])
     numbers = batch.numbers()
     usages = [sample.trajectory.usage for sample in samples_of(tokenizer)]
     assert numbers["rollout/turns_mean"] == 2.0 and numbers["rollout/tool_calls_mean"] == 1.0

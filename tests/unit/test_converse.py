@@ -96,9 +96,9 @@ def test_turns_that_an_earlier_process_had_are_not_sampled_again(serve, conversa
     prompts = [[number, 1] for number in range(6)]
     first = serve()
     with asked(first) as engines:
-        expected = engines.converse(conversation, prompts, [PARAMS] * 6, Answers(tmp_path, 2, 0))
+        expected = engines.converse(conversation, prompts, [PARAMS] * 6, Answers(tmp_path, 2))
     again = serve()
     with asked(again) as engines:
-        assert engines.converse(conversation, prompts, [PARAMS] * 6, Answers(tmp_path, 2, 0)) == expected
-        engines.converse(conversation, [[9, 1], *prompts[1:]], [PARAMS] * 6, Answers(tmp_path, 2, 0))
+        assert engines.converse(conversation, prompts, [PARAMS] * 6, Answers(tmp_path, 2)) == expected
+        engines.converse(conversation, [[9, 1], *prompts[1:]], [PARAMS] * 6, Answers(tmp_path, 2))
     assert len(first.inputs) == 12 and len(again.inputs) == 2, "of the other prompt alone"

@@ -61,6 +61,15 @@ class World:
         self.weights += 1
         return {"optim/lr": 0.1}
 
+    def token_weights(self, rollouts, estimates):
+        return []
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
     def push(self, version):
         self.reach("push")
         return {"weight_sync/version": float(version)}

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mrl.algorithms.filters import NonzeroVariance
 from mrl.rewards.base import Score
 from mrl.rollout.batch import Batch, UnscoredError
 from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, to_block, to_scored, trajectories
@@ -26,10 +25,8 @@ def group(row: int, *scores: Score, greedy: float | None = None, **of_path) -> G
 ALL, SOME, NONE = (Score(1.0), Score(1.0)), (Score(1.0), Score(0.0)), (Score(0.0), Score.failed("it hung"))
 
 
-def test_a_filter_refuses_groups_but_metrics_are_of_all():
-    batch = Batch()
-    batch.add([group(0, *ALL), group(1, *SOME)], NonzeroVariance())
-    batch.add([group(2, *NONE), group(3, *SOME)], NonzeroVariance())
+def test_metrics_are_of_refused_groups_too():
+    batch = Batch([group(1, *SOME), group(3, *SOME)], [group(0, *ALL), group(2, *NONE)], rounds=2)
     assert [one.samples[0].row for one in batch.groups(8)] == [1, 3]
     numbers = batch.numbers()
     assert numbers["reward/mean"] == 4 / 8 and numbers["reward/failed_fraction"] == 1 / 8
@@ -37,18 +34,16 @@ def test_a_filter_refuses_groups_but_metrics_are_of_all():
 
 
 def test_where_every_group_is_refused_the_step_has_as_many_as_were_wanted():
-    batch = Batch()
-    batch.add([group(0, *ALL), group(1, *NONE), group(2, *ALL)], NonzeroVariance())
+    batch = Batch([], [group(0, *ALL), group(1, *NONE), group(2, *ALL)])
     assert [one.samples[0].row for one in batch.groups(2)] == [0, 1] and not batch.kept
 
 
 def test_a_step_of_which_nothing_could_be_scored_ends_the_run():
     down = Score.failed("ConnectError: refused")
-    batch = Batch()
-    batch.add([group(0, down, down, Score.failed("it hung"))], NonzeroVariance())
+    batch = Batch([], [group(0, down, down, Score.failed("it hung"))])
     with pytest.raises(UnscoredError, match=r"none of the step's 3 responses could be scored.*2 of them: ConnectError"):
         batch.groups(8)
-    batch.add([group(1, *NONE)], NonzeroVariance())
+    batch.refused.append(group(1, *NONE))
     assert len(batch.groups(8)) == 2, "one score is enough to go on"
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.rewards.base import Score, Turn
-from mrl.rollout.journal import Journal, digests
+from mrl.rollout.journal import Entry, Journal, digests
 from mrl.rollout.trajectory import Group, Sample, Trajectory, Usage, control_columns, to_block, to_scored
 
 finite = st.floats(-50, 50)
@@ -43,16 +43,22 @@ def group(row: int, paths: list[Trajectory], found: list[Score], greedy: Score |
     return Group([Sample(row, [1, 2, row], path, score) for path, score in zip(paths, found, strict=True)], greedy)
 
 
+def entry(*groups: Group, refused: tuple[Group, ...] = ()) -> Entry:
+    """A step that took these groups, which were drawn one after another."""
+    numbers = list(range(40, 40 + len(groups) + len(refused)))
+    return Entry(numbers[: len(groups)], list(groups), numbers[len(groups) :], list(refused), [])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_everything_of_a_sample_comes_back(tmp_path_factory, data):
     journal = Journal(tmp_path_factory.mktemp("journal"), "key")
     paths, found = [data.draw(trajectories()) for _ in range(4)], [data.draw(scores) for _ in range(4)]
     groups = [group(3, paths[:2], found[:2], data.draw(st.none() | scores)), group(9, paths[2:], found[2:])]
-    journal.put(7, 0, groups)
-    back = journal.get(7, 0, [3, 9])
-    assert back is not None
-    for ours, theirs in zip(groups, back, strict=True):
+    journal.put(7, entry(groups[0], refused=(groups[1],)))
+    back = journal.get(7)
+    assert back is not None and back.rows == [3, 9] and back.all_numbers == [40, 41]
+    for ours, theirs in zip(groups, [*back.groups, *back.refused], strict=True):
         assert ours.greedy == theirs.greedy
         for one, other in zip(ours.samples, theirs.samples, strict=True):
             assert one.score == other.score and one.prompt == other.prompt and one.row == other.row
@@ -69,8 +75,9 @@ def plain(row: int, token: int) -> Group:
 def test_batches_made_of_the_journal_are_the_same_arrays(tmp_path):
     groups = [plain(1, 5), plain(2, 6)]
     journal = Journal(tmp_path, "key")
-    journal.put(0, 0, groups)
-    back = journal.get(0, 0, [1, 2]) or []
+    journal.put(0, entry(*groups))
+    found = journal.get(0)
+    back = found.groups if found else []
     for ours, theirs in ((to_block(groups), to_block(back)), (to_scored(groups), to_scored(back))):
         for name, value in vars(ours).items():
             assert np.array_equal(value, vars(theirs)[name]) if isinstance(value, np.ndarray) else True, name
@@ -82,55 +89,56 @@ def test_batches_made_of_the_journal_are_the_same_arrays(tmp_path):
 def test_whoever_wrote_first_is_right(tmp_path):
     """A process that outlives its run must not change what the next one trains on."""
     journal = Journal(tmp_path, "key")
-    first, late = [plain(1, 5)], [plain(1, 6)]
-    assert journal.put(4, 0, first) == first
-    assert journal.put(4, 0, late) == first
-    assert journal.get(4, 0, [1]) == first
+    first, late = entry(plain(1, 5)), entry(plain(1, 6))
+    assert journal.put(4, first) == first
+    assert journal.put(4, late) == first
+    assert journal.get(4) == first
 
 
-def test_samples_of_other_prompts_are_not_taken(tmp_path, caplog):
+def test_samples_of_other_prompts_make_way(tmp_path, caplog):
     journal = Journal(tmp_path, "key")
-    journal.put(4, 0, [plain(1, 5)])
-    assert journal.get(4, 0, [2]) is None and "other prompts" in caplog.text
-    assert journal.put(4, 0, [plain(2, 6)]) == [plain(2, 6)]
+    journal.put(4, entry(plain(1, 5)))
+    assert journal.put(4, entry(plain(2, 6))) == entry(plain(2, 6)) == journal.get(4)
+    assert "other prompts" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"no zstd", b"(\xb5/\xfd"])
 def test_a_torn_entry_is_removed(tmp_path, caplog, content):
     journal = Journal(tmp_path, "key")
-    journal.put(4, 0, [plain(1, 5)])
+    journal.put(4, entry(plain(1, 5)))
     next(journal.folder.iterdir()).write_bytes(content)
-    assert journal.get(4, 0, [1]) is None and "cannot be read" in caplog.text
+    assert journal.get(4) is None and "cannot be read" in caplog.text
     assert list(journal.folder.iterdir()) == []
 
 
 def test_steps_before_a_checkpoint_are_forgotten(tmp_path):
+    """Not what was answered: it may be of prompts that no step has taken."""
     journal = Journal(tmp_path, "key")
     for step in (3, 4, 5):
-        journal.put(step, 0, [plain(step, 5)])
-    for name in (".partial-1234", "step_000004_round_0-12ab.answers", "step_000006_round_0-12ab.answers"):
+        journal.put(step, entry(plain(step, 5)))
+    for name in (".partial-1234", "step_000004-12ab.answers"):
         (journal.folder / name).touch()
     journal.forget(before=5)
     assert sorted(path.name for path in journal.folder.iterdir()) == [
-        "step_000005_round_0.msgpack.zst",
-        "step_000006_round_0-12ab.answers",
+        "step_000004-12ab.answers",
+        "step_000005.msgpack.zst",
     ]
 
 
 def test_a_disk_that_takes_no_entry_does_not_end_the_run(tmp_path, caplog):
     journal = Journal(tmp_path, "key")
     journal.folder.rmdir()
-    groups = [plain(1, 5)]
-    assert journal.put(0, 0, groups) == groups and "not in the journal" in caplog.text
+    ours = entry(plain(1, 5))
+    assert journal.put(0, ours) == ours and "not in the journal" in caplog.text
 
 
 def test_samples_of_other_settings_are_not_seen_and_stay_until_a_checkpoint(tmp_path):
     """A user who mistypes a key, and starts again with the right one, has lost nothing."""
-    ours, mistyped = [plain(1, 5)], [plain(1, 6)]
-    Journal(tmp_path, "ours").put(4, 0, ours)
+    ours, mistyped = entry(plain(1, 5)), entry(plain(1, 6))
+    Journal(tmp_path, "ours").put(4, ours)
     other = Journal(tmp_path, "mistyped")
-    assert other.get(4, 0, [1]) is None and other.put(4, 0, mistyped) == mistyped
+    assert other.get(4) is None and other.put(4, mistyped) == mistyped
     again = Journal(tmp_path, "ours")
-    assert again.get(4, 0, [1]) == ours
+    assert again.get(4) == ours
     again.forget(before=4)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"] and again.get(4, 0, [1]) == ours
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"] and again.get(4) == ours

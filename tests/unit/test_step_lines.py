@@ -79,17 +79,22 @@ def rollouts(rows: list[int], digests: list[int]) -> Rollouts:
         truncated=np.zeros(count, bool),
         weight_versions=np.full(count, 4),
         rewards=np.zeros(count),
+        tickets=np.array([4, 9])[: count // 2],
+        spans=np.array([(response, version, 3) for response in range(count) for version in (2, 4)][: 2 * count - 1]),
     )
 
 
 def test_the_ledger_knows_each_group_by_its_row_and_its_samples(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl", 0)
     ledger.record(5, rollouts([7, 7, 3, 3], [1, 2, 3, 4]), drawn=[20])
-    ledger.record(6, rollouts([7, 7, 3, 3], [1, 2, 3, 5]), drawn=[22])
+    weights = [np.array([0.1, 0.1, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4])]
+    ledger.record(6, rollouts([7, 7, 3, 3], [1, 2, 3, 5]), [22], weights)
     ledger.close()
     first, second = (json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
     assert (first["step"], first["drawn"], first["weight_version"]) == (5, [20], 4)
     assert [row for row, _ in first["groups"]] == [7, 3]
+    assert second["tickets"] == [4, 9] and second["lengths"] == [[1, 1], [1, 1]]
+    assert second["updates"] == [{"2": [6, 0.5], "4": [6, 0.5]}, {"2": [6, 0.75], "4": [3, 0.25]}], "by weight version"
     assert first["groups"][0] == second["groups"][0] and first["groups"][1] != second["groups"][1]
 
 

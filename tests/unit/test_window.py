@@ -1,4 +1,4 @@
-"""Admission and choice of groups: the bound on staleness, the bound on memory, who is preferred, and that nobody waits for ever."""
+"""Admission and choice of groups: bounds on staleness and memory, who is preferred, and that nobody waits for ever."""
 
 import hypothesis.strategies as st
 import pytest
