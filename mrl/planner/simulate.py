@@ -1,11 +1,11 @@
 """What a run would take in another shape: its rollouts, training and weight pushes, event by event, without a process or a clock.
 
-Groups are admitted and chosen by the very Window that runs use, and engines are queues of mrl.planner.decoding; so what is
-predicted is the schedule, given how long tokens take.
+Groups are admitted, chosen and dealt to engines by the very code that runs use, and engines are queues of
+mrl.planner.decoding; so what is predicted is the schedule, given how long tokens take.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.planner.decoding import Decoding, EngineSpeeds, Request
+from mrl.rollout.dealing import apart, together
+from mrl.rollout.lengths import Lengths
 from mrl.rollout.window import Chosen, Ticket, Window
 
 
@@ -51,7 +53,8 @@ class Groups:
 
     responses: NDArray[np.int64]  # [T, G] tokens
     prompts: NDArray[np.int64]  # [T] tokens
-    seed: int = 0
+    rows: NDArray[np.int64] | None = None  # [T] of the data set; None: all different
+    seed: int = 0  # of what is drawn again
 
     def __post_init__(self) -> None:
         assert len(self.responses) == len(self.prompts) > 0, (
@@ -72,6 +75,10 @@ class Groups:
             self._places.append(int(self._random.integers(len(self.prompts))))
         place = self._places[ticket]
         return int(self.prompts[place]), self.responses[place].tolist()
+
+    def row(self, ticket: int) -> int:
+        """Of the data set; those drawn again are rows that nobody has seen."""
+        return int(self.rows[ticket]) if self.rows is not None and ticket < len(self.rows) else -1 - ticket
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,16 @@ class _Done:
 
 
 @dataclass(eq=False)
+class _Asked:
+    """One request: groups that are whole at one time."""
+
+    place: int  # of its engine
+    work: float  # that the engine is expected to have with it
+    numbers: list[int]  # its tickets
+    left: int  # responses
+
+
+@dataclass(eq=False)
 class _Run:
     """The driver of a simulated run, step by step as mrl.trainer has them."""
 
@@ -130,7 +147,7 @@ class _Run:
     setup: Setup
     now: float = 0.0
     _ready: int = 0  # groups finished and not trained
-    _left: dict[int, int] = field(default_factory=dict)  # ticket -> responses that are not finished
+    _asked: dict[Hashable, _Asked] = field(default_factory=dict)  # ticket -> its request, until that is done
     _born: dict[int, int] = field(default_factory=dict)  # ticket -> version
     _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # ticket -> tokens of (prompts, responses)
 
@@ -139,6 +156,8 @@ class _Run:
         self.window: Window[None] = Window(setup.prompts_per_step, setup.staleness, setup.extra, setup.in_order)
         self.engines = [Decoding(self.speeds.engine) for _ in range(setup.num_engines)]
         self._next = [inf] * len(self.engines)  # second of each engine's next response
+        self._work = [0.0] * len(self.engines)  # expected of each engine
+        self._expected = Lengths(float(self.groups.responses.mean()))
         self._rows = count()
 
     def run(self, steps: int) -> Prediction:
@@ -176,18 +195,33 @@ class _Run:
             self._pass(min(self._next))
 
     def _admit(self, tickets: Sequence[Ticket]) -> None:
-        """Each group to the engine that has least to do."""
-        self._pass(self.now)
+        """Ask for these groups, each request of the engine that has least to do."""
         for ticket in tickets:
             prompt, responses = self.groups.of(ticket.number)
-            self._left[ticket.number], self._born[ticket.number] = len(responses), ticket.born
+            self._born[ticket.number] = ticket.born
             self._lengths[ticket.number] = (prompt * len(responses), sum(responses))
-            place = min(range(len(self.engines)), key=lambda engine: self.engines[engine].pending)
-            engine = self.engines[place]
-            engine.advance(self.now)
-            for tokens in responses:
-                engine.add(Request(ticket.number, ticket.number, prompt, tokens))
+        for numbers, work in self._requests([ticket.number for ticket in tickets]):
+            place = self._work.index(min(self._work))
+            self._work[place] += work
+            asked = _Asked(place, work, numbers, sum(len(self.groups.of(number)[1]) for number in numbers))
+            self._asked |= dict.fromkeys(numbers, asked)
+            self.engines[place].advance(self.now)
+            for number in numbers:
+                prompt, responses = self.groups.of(number)
+                for tokens in responses:
+                    self.engines[place].add(Request(number, number, prompt, tokens))
         self._look()
+
+    def _requests(self, tickets: Sequence[int]) -> Iterator[tuple[list[int], float]]:
+        """(tickets, expected work) of each request."""
+        if self.setup.staleness or self.setup.extra:
+            for number in apart(tickets, lambda number: self._expected.expected(self.groups.row(number))):
+                _, responses = self.groups.of(number)
+                yield [number], len(responses) * self._expected.expected(self.groups.row(number))
+        else:
+            size = self.groups.responses.shape[1]
+            for numbers in together(tickets, len(self.engines), size):
+                yield numbers, float(len(numbers) * size)
 
     def _pass(self, until: float) -> None:
         """Go on until then; what is finished is told in its order."""
@@ -200,12 +234,16 @@ class _Run:
         self.now = max(self.now, until)
 
     def _finished(self, request: Request) -> None:
-        number = request.key
-        assert isinstance(number, int), f"keys of requests are tickets, not {number!r}"
-        self._left[number] -= 1
-        if not self._left[number]:
-            self.window.finish(number, None, kept=True)
-            self._ready += 1
+        """A response is done; with the last of its request its groups are whole."""
+        asked = self._asked[request.key]
+        asked.left -= 1
+        if not asked.left:
+            self._work[asked.place] -= asked.work
+            for number in asked.numbers:
+                del self._asked[number]
+                self.window.finish(number, None, kept=True)
+                self._expected.learn(self.groups.row(number), self.groups.of(number)[1])
+            self._ready += len(asked.numbers)
 
     def _train(self, seconds: float) -> None:
         if self.setup.colocated:
@@ -220,7 +258,13 @@ class _Run:
         self._all(Decoding.resume)
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        if gone := set(numbers):
+        """Give groups up, whole or in the making."""
+        gone = {number for number in numbers if number in self._asked}
+        self._ready -= len(numbers) - len(gone)
+        for number in gone:
+            asked = self._asked.pop(number)
+            self._work[asked.place] -= asked.work
+        if gone:
             self._all(lambda engine: engine.abort(lambda request: request.key in gone))
 
     def _all(self, act: Callable[[Decoding], object]) -> None:
