@@ -163,15 +163,19 @@ class Stream:
 
     def _score_all(self) -> None:
         while None not in (found := self._take()):
-            drafts = [draft for entry in found if entry and entry[0] == self._life for draft in entry[1]]
+            life = self._life
+            drafts = [draft for entry in found if entry and entry[0] == life for draft in entry[1]]
             start = time.perf_counter()
             try:
                 groups = self._score(drafts) if drafts else []
             except Exception as error:
                 with self._changed:
-                    self._fail(error)
+                    if life == self._life:
+                        self._fail(error)
                 continue
             with self._changed:
+                if life != self._life:
+                    continue
                 self.reward_s += time.perf_counter() - start
                 for draft, group in zip(drafts, groups, strict=True):
                     self._started.pop(draft.ticket.number, None)
