@@ -361,11 +361,14 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=400, help="length of a response, tokens")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the length")
     parser.add_argument("--longest", type=int, default=4000, help="response, tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
     parser.add_argument("--recorded", type=Path, help="answer with the completions in this file")
     known = parser.parse_args()
     milliseconds = known.step_ms, known.request_ms, known.prefill_ms
     speeds = EngineSpeeds(*(value / 1000 for value in milliseconds), known.max_running)
-    script = Recorded(known.recorded) if known.recorded else LongTailed(known.median, known.sigma, known.longest)
+    script = (
+        Recorded(known.recorded) if known.recorded else LongTailed(known.median, known.sigma, known.longest, known.seed)
+    )
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(alike(known.engines, speeds, script)))
 
