@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl import plan as planning
-from mrl.commands import hydra_app
+from mrl.commands import hydra_app, plan_rollout
 from mrl.config import Config
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan sync [KEY=VALUE ...]
+       mrl plan rollout ...   (mrl plan rollout --help)
 
 Explains the weight sync of a configuration, as `mrl train` would run it: bytes, messages and predicted seconds of every
 rank, and the bytes that arrive over the least possible (what the engines hold). Starts nothing; needs the model's
@@ -65,10 +66,12 @@ def _slowest(part: list[Traffic]) -> Traffic:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
+    if argv and argv[0] == "rollout":
+        return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
     if not argv or argv[0] in ("-h", "--help") or argv[0] != "sync":
         wrong = bool(argv) and argv[0] not in ("-h", "--help")
         stream = sys.stderr if wrong or not argv else sys.stdout
-        stream.write(f"mrl plan: unknown kind {argv[0]!r}; expected sync\n" if wrong else USAGE)
+        stream.write(f"mrl plan: unknown kind {argv[0]!r}; expected sync or rollout\n" if wrong else USAGE)
         return 2 if wrong or not argv else 0
     return hydra_app.run([*argv[1:], *_NO_OUTPUT], job, USAGE)
 
