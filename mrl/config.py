@@ -103,7 +103,9 @@ class AlgorithmConfig:
     advantage: Node = MISSING  # rewards -> advantages of responses or tokens
     loss: Node = MISSING  # policy loss per sampled token
     aggregation: str = "token_mean"  # how tokens are averaged: token_mean, sequence_mean or fixed_length
-    correction: Node | None = None  # weights of tokens against the gap between trainer and engine, or older weights
+    # weights of tokens against the gap between trainer and engine, or older weights; default: none where rollout.mode=sync,
+    # else truncated importance sampling
+    correction: Node | None = None
     kl_in_loss: Node | None = None  # KL to the weights that reinforcement started from, added to the loss
     kl_in_reward: Node | None = None  # the same, taken from the rewards
     entropy_coef: float = 0.0  # of the mean entropy, which is raised; 0: none
