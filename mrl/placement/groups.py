@@ -134,7 +134,7 @@ def placed(pools: Pools, timeout_s: float) -> Iterator[dict[str, Places]]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = any(node.get("GPU", 0) for node in nodes)
     room = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if gpus else node.get("CPU", 0)) for node in nodes]
-    check_room(pools, room, "GPU" if gpus else "CPU slot")
+    check_room(pools, [count for count in room if count], "GPU" if gpus else "CPU slot")
     bundle = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
     made = []
     try:

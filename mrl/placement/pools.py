@@ -165,7 +165,7 @@ def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
         where = f"{KEY}.{pool.name}.strategy={pool.strategy}"
         if pool.strategy == "STRICT_PACK" and pool.size > largest:
             raise ValueError(f"{where}: its {pool.size} {unit}s are not on one node, as {there}; use PACK.")
-        if pool.strategy == "STRICT_SPREAD" and pool.size > len([count for count in nodes if count]):
+        if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
             raise ValueError(f"{where}: it wants {pool.size} nodes, and {there}; use SPREAD.")
 
 

@@ -91,7 +91,7 @@ class HostedEngine:
     def _host(self, number: int, slots: Sequence[Slot], nodes: int) -> Any:
         several = dict(nnodes=nodes, node_rank=number) if nodes > 1 else {}
         log = self.log_path.with_stem(f"{self.log_path.stem}_node_{number}") if number else self.log_path
-        env = visible(slots) | self._env
+        env = visible(slots) | dict(self._env)
         remote = ray.remote(EngineHost).options(max_concurrency=4, **slots[0].options)
         return remote.remote(dict(self._arguments, **several), str(log), env)
 
