@@ -408,7 +408,8 @@ def prompt_limit(config: Config, context: int) -> int:
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
-    ours = default_server_args(dtype=config.model.dtype, context_length=context)
+    device = config.sglang.get("device")  # where engines run; this process may be on a node without a GPU
+    ours = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*ours["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
         if config.sglang.get(DETERMINISTIC) is False:
