@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.faults import check_wait
 from mrl.placement.layout import Layout, found
-from mrl.placement.pools import Need, Pool, Pools, arranged, check_room
+from mrl.placement.pools import Pool, Pools, arranged, check_room
 from mrl.slot import Slot
 
 LOOK_S = 0.05  # between looks at a group that Ray is placing
@@ -24,6 +24,14 @@ FOR_A_LOOK = 0.001
 
 class PlacementError(Exception):
     """Ray has no room for a pool, or for what was lost of it."""
+
+
+class Place(NamedTuple):
+    """Where a bundle is now."""
+
+    node: str  # Ray's id of it
+    host: str  # its address
+    device: str  # GPU; "" on a CPU slot
 
 
 @dataclass(frozen=True)
@@ -36,20 +44,12 @@ class PlacedPool:
     timeout_s: float  # for Ray to place it, also anew where a node was lost
     _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # by bundle and node, once they were looked at
 
-    def slots(self) -> list[tuple[int, str, str, str]]:
-        """(bundle, node, its address, GPU) of every slot: nodes one after another, the fullest first, in them by GPU.
-
-        Waits until Ray has placed all of them. Raises PlacementError after `timeout_s`.
-        """
+    def now(self) -> dict[int, Place]:
+        """Where each bundle is, when Ray has placed all of them. Raises PlacementError after `timeout_s`."""
         nodes: dict[int, str] = self._wait()["bundles_to_node_id"]
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        devices, full = self._look(nodes), Counter(nodes.values())
-
-        def order(bundle: int) -> tuple[Any, ...]:
-            node, device = nodes[bundle], devices[bundle]
-            return -full[node], ipaddress.ip_address(hosts[node]), node, len(device), device, bundle
-
-        return [(bundle, nodes[bundle], hosts[nodes[bundle]], devices[bundle]) for bundle in sorted(nodes, key=order)]
+        devices = self._look(nodes)
+        return {bundle: Place(node, hosts[node], devices[bundle]) for bundle, node in nodes.items()}
 
     def _wait(self) -> dict[str, Any]:
         end = time.monotonic() + self.timeout_s
@@ -94,22 +94,38 @@ def _device() -> str:
     return str(gpu)
 
 
+def in_order(places: Mapping[int, Place]) -> list[int]:
+    """Bundles, nodes one after another, the fullest first, and in them by GPU. Ray numbers them as it likes."""
+    full = Counter(place.node for place in places.values())
+
+    def key(bundle: int) -> tuple[Any, ...]:
+        node, host, device = places[bundle]
+        return -full[node], ipaddress.ip_address(host), node, len(device), device, bundle
+
+    return sorted(places, key=key)
+
+
 @dataclass(frozen=True)
 class Places:
-    """The slots of one role, in the order of its processes, wherever they are now."""
+    """The slots of one role, in the order of its processes."""
 
     placed: PlacedPool
-    need: Need
+    bundles: tuple[int, ...]  # by rank; also when a node was lost, as other processes stay where they are
+    together: int  # ranks of an engine
     hosted: bool  # the cluster has GPUs or several nodes: an engine runs on the node of its own slots
 
-    def slots(self) -> list[Slot]:
-        """By rank; tensor-parallel neighbours, and the ranks of an engine, are on one node as far as that is possible.
+    @classmethod
+    def of(cls, placed: PlacedPool, role: str, hosted: bool) -> Self:
+        """Neighbours are on one node as far as that is possible."""
+        places, need = placed.now(), placed.pool.needs[role]
+        order = in_order(places)
+        ranks = arranged([places[bundle].node for bundle in order], need.together)[: need.slots]
+        return cls(placed, tuple(order[rank] for rank in ranks), need.together, hosted)
 
-        Raises PlacementError where Ray has no room for them, after a deadline.
-        """
-        slots = self.placed.slots()
-        order = arranged([node for _, node, _, _ in slots], self.need.together)
-        return [self._slot(*slots[place]) for place in order[: self.need.slots]]
+    def slots(self) -> list[Slot]:
+        """By rank, wherever they are now. Raises PlacementError where Ray has no room for them, after a deadline."""
+        places = self.placed.now()
+        return [Slot(*places[bundle], self._options(bundle)) for bundle in self.bundles]
 
     def options(self) -> list[Mapping[str, Any]]:
         """Ray actor options by rank."""
@@ -117,12 +133,12 @@ class Places:
 
     def engine(self, number: int) -> list[Slot]:
         """Those of one engine, by its tensor-parallel rank."""
-        return self.slots()[number * self.need.together : (number + 1) * self.need.together]
+        return self.slots()[number * self.together : (number + 1) * self.together]
 
-    def _slot(self, bundle: int, node: str, host: str, device: str) -> Slot:
+    def _options(self, bundle: int) -> dict[str, Any]:
         share = int(1e4 * FOR_ALL / len(self.placed.pool.needs)) / 1e4  # Ray counts in ten thousandths
         taken = dict(num_cpus=0, num_gpus=share) if self.placed.gpus else dict(num_cpus=share)
-        return Slot(node, host, device, taken | self.placed.at(bundle))
+        return taken | self.placed.at(bundle)
 
 
 @contextmanager
@@ -141,10 +157,8 @@ def placed(pools: Pools, timeout_s: float) -> Iterator[dict[str, Places]]:
         for pool in pools.strictest_first:
             group = placement_group([dict(bundle) for _ in range(pool.size)], pool.strategy)
             made.append(PlacedPool(pool, group, gpus, timeout_s))
-        for one in made:
-            one.slots()
         hosted = gpus or len(nodes) > 1
-        yield {role: Places(one, need, hosted) for one in made for role, need in one.pool.needs.items()}
+        yield {role: Places.of(one, role, hosted) for one in made for role in one.pool.needs}
     finally:
         for one in made:
             remove_placement_group(one.group)
@@ -152,11 +166,13 @@ def placed(pools: Pools, timeout_s: float) -> Iterator[dict[str, Places]]:
 
 def layout_of(pools: Pools, places: Mapping[str, Places]) -> Layout:
     """Where everything is, for a picture."""
-    placed_pools = {one.placed.pool.name: one.placed for one in places.values()}
-    slots = {name: one.slots() for name, one in placed_pools.items()}
-    names = _names({(node, host) for those in slots.values() for _, node, host, _ in those})
-    where = {name: [(names[node], device) for _, node, _, device in those] for name, those in slots.items()}
-    return found(pools, where, "GPU" if any(one.gpus for one in placed_pools.values()) else "CPU slot")
+    now = {one.placed.pool.name: one.placed.now() for one in places.values()}
+    names = _names({(place.node, place.host) for those in now.values() for place in those.values()})
+    where = {
+        pool: [(names[those[bundle].node], those[bundle].device) for bundle in in_order(those)]
+        for pool, those in now.items()
+    }
+    return found(pools, where, "GPU" if any(one.placed.gpus for one in places.values()) else "CPU slot")
 
 
 def _names(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
