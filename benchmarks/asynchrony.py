@@ -1,6 +1,6 @@
 """What asynchronous rollouts are worth, and whether the simulator knows it beforehand: mrl's worker, engines that only take time.
 
-    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]
+    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]    8 minutes a round
 
 The rollout worker, its window, stream, journal, scoring, HTTP and weight versions are those of a run (RolloutGenerator, on Ray);
 engines are benchmarks/simulated_engine.py, in a process of their own, and the trainer sleeps. Lengths are log-normal, cut at a
@@ -31,7 +31,7 @@ from mrl.data.prompts import PromptDataset, PromptStream, Rules
 from mrl.data.sources import Source
 from mrl.data.tiny_model import make_tiny_model
 from mrl.data.tokenizer import character_tokenizer
-from mrl.placement import ray_cluster
+from mrl.placement.cluster import ray_cluster
 from mrl.planner.decoding import EngineSpeeds
 from mrl.planner.simulate import Groups, Prediction, Setup, Speeds, best_possible_s, simulate
 from mrl.rewards.shape import Length
@@ -42,8 +42,8 @@ from mrl.weight_sync.coordinator import Coordinator
 
 N, G, ENGINES, SEED = 32, 8, 4, 0
 LENGTHS = LongTailed(median=60, sigma=1.0, longest=480)
-SPEEDS = Speeds(EngineSpeeds(0.008, 0.0001, 0.00001, 64), train_s=1.7, train_token_s=0.0, push_s=0.1)
-STEPS = {"sync": 10, "one_step_off": 14, "async": 30}
+SPEEDS = Speeds(EngineSpeeds(0.024, 0.0003, 0.00003, 64), train_s=5.1, train_token_s=0.0, push_s=0.3)
+STEPS = {"sync": 8, "one_step_off": 11, "async": 21}
 SETUPS = {
     "sync": Setup(N, ENGINES, 0, in_order=True),
     "one_step_off": Setup(N, ENGINES, 1, in_order=True),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.corrections import compares_old
+from mrl.algorithms.corrections import ImportanceSampling, compares_old
 from mrl.algorithms.estimate import Estimator
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.kl import KLPenalty
@@ -67,6 +67,8 @@ def make_objective(config: Config) -> Objective:
             "algorithm.old_logprobs=rollout: the old policy is then the engine's, and algorithm.correction has nothing to "
             "correct; use recompute, or leave the correction out."
         )
+    if config.rollout.staleness and not (correction or from_rollout):
+        correction = ImportanceSampling()  # uncorrected, gradients of samples of older weights point elsewhere
     return Objective(
         policy=plug_in(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
         correction=correction,

@@ -18,7 +18,8 @@ from mrl.checkpoint import CheckpointStore
 from mrl.config import Config
 from mrl.leaving import Leaving
 from mrl.ledger import Ledger
-from mrl.placement import Phases, ray_cluster
+from mrl.placement.cluster import ray_cluster
+from mrl.placement.phases import Phases
 from mrl.plan import ModelPlan, Plan
 from mrl.processes import REFERENCE, Processes, model_spec, started
 from mrl.recovery import Recovery
@@ -78,7 +79,9 @@ def _trainers(
 ) -> Iterator[WorkerGroup]:
     """Trainer processes of the plan's model under another layout, ended with the context."""
     config = plan.config
-    group = WorkerGroup(dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, options)
+    group = WorkerGroup(
+        dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
+    )
     try:
         # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
         assert plan.optimizer is not None, "one step is taken"

@@ -103,7 +103,9 @@ class AlgorithmConfig:
     advantage: Node = MISSING  # rewards -> advantages of responses or tokens
     loss: Node = MISSING  # policy loss per sampled token
     aggregation: str = "token_mean"  # how tokens are averaged: token_mean, sequence_mean or fixed_length
-    correction: Node | None = None  # weights of tokens against the gap between trainer and engine, or older weights
+    # weights of tokens against the gap between trainer and engine, or older weights; default: none where rollout.mode=sync,
+    # else truncated importance sampling
+    correction: Node | None = None
     kl_in_loss: Node | None = None  # KL to the weights that reinforcement started from, added to the loss
     kl_in_reward: Node | None = None  # the same, taken from the rewards
     entropy_coef: float = 0.0  # of the mean entropy, which is raised; 0: none
@@ -311,6 +313,8 @@ class PlanConfig:
     send_gb_per_s: float = 25.0  # of one trainer rank; a 200 Gbit/s network card
     receive_gb_per_s: float = 25.0  # of one engine rank
     message_us: float = 50.0  # what a message costs besides its bytes
+    gpus_per_node: int = 8
+    picture: str | None = None  # `mrl plan placement` also draws into this PNG
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,13 @@ class TrackingConfig:
 class ClusterConfig:
     address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Which processes run on which devices (docs/placement.md)."""
+
+    pools: Node = field(default_factory=dict)  # name -> roles, or {roles, gpus, strategy}; none: one for each role
 
 
 @dataclass(frozen=True)
@@ -350,5 +361,6 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     sglang: Node = field(default_factory=dict)  # any ServerArgs field of SGLang, passed on
     megatron: Node = field(default_factory=dict)  # any TransformerConfig field of Megatron, passed on

@@ -130,6 +130,7 @@ _POSITIVE = [
     "capsule.window",
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
+    "plan.gpus_per_node",
     "cluster.start_timeout_s",
 ]
 _NOT_NEGATIVE = [

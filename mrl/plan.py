@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mrl.data.prompts import PromptDataset, Rules
 from mrl.data.sft import SftDataset
 from mrl.data.sources import Source, test_sources, train_sources
 from mrl.data.tokenizer import Chat, load_tokenizer
+from mrl.placement.pools import Need, Pools, make_pools, needs_of
 from mrl.plugin import construct, plug_in
 from mrl.resume import Resume, check_fits, decide
 from mrl.rewards.base import Reward
@@ -58,6 +60,11 @@ class ModelPlan:
         """Longest sequence of the model, tokens."""
         return self.arch.max_position_embeddings
 
+    @property
+    def pools(self) -> Pools:
+        """Which processes share devices; raises ValueError where placement.pools does not fit this run."""
+        return make_pools(self.config.placement.pools, dict(actor=Need(self.dims.world_size, self.dims.tp)))
+
 
 @dataclass(frozen=True)
 class Plan(ModelPlan):
@@ -73,6 +80,22 @@ class Plan(ModelPlan):
     test: PromptDataset | None
     critic: ModelPlan | None
     teacher: ModelPlan | None
+
+    @property
+    def pools(self) -> Pools:
+        """As of one model, with critic, teacher and engines."""
+        models = dict(actor=self, critic=self.critic, teacher=self.teacher)
+        return pools_of(self.config, {role: model.dims for role, model in models.items() if model})
+
+    @property
+    def shared(self) -> frozenset[frozenset[str]]:
+        """Roles of this run that share devices, by pool: actor, critic, teacher, engines."""
+        return self.pools.shared
+
+
+def pools_of(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
+    """Pools of a run of reinforcement with models of these layouts, by role; raises ValueError."""
+    return make_pools(config.placement.pools, needs_of(config.rollout, dims))
 
 
 def plan_training(config: Config) -> Plan:
@@ -100,7 +123,7 @@ def plan_training(config: Config) -> Plan:
     needed = {"actor"} | {part for part, column in PARTS.items() if column in behaviours.needs}
     check_fits(resume, base.arch, needed)
     _check_position(config, resume, train)
-    return Plan(
+    plan = Plan(
         **vars(base),
         behaviours=behaviours,
         reward=reward,
@@ -113,6 +136,8 @@ def plan_training(config: Config) -> Plan:
         critic=_critic(config, base) if "values" in behaviours.needs else None,
         teacher=_teacher(config, base) if "teacher_logprobs" in behaviours.needs else None,
     )
+    logger.info("pools: %s", plan.pools)
+    return plan
 
 
 def _check_position(config: Config, resume: Resume, train: PromptDataset) -> None:
@@ -182,6 +207,7 @@ def plan_supervised(config: Config) -> ModelPlan:
     make_inputs(config)
     base = _model_plan(config, config.model.path)
     _check_supervised(config, base)
+    logger.info("pools: %s", base.pools)
     return base
 
 
@@ -219,6 +245,19 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     dtype = (config.model.dtype, itemsize)
     found = compile_plan(owned, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes)
     return base, found
+
+
+def plan_placement(config: Config) -> Pools:
+    """The pools of the run that this config describes; raises ValueError, starts no process."""
+    behaviours = make_behaviours(config)
+    make_inputs(config)
+    base = _model_plan(config, config.model.path)
+    dims = dict(actor=base.dims)
+    if "values" in behaviours.needs:
+        dims["critic"] = _critic(config, base).dims
+    if "teacher_logprobs" in behaviours.needs:
+        dims["teacher"] = _teacher(config, base).dims
+    return pools_of(config, dims)
 
 
 def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:
@@ -369,7 +408,8 @@ def prompt_limit(config: Config, context: int) -> int:
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
-    ours = default_server_args(dtype=config.model.dtype, context_length=context)
+    device = config.sglang.get("device")  # where engines run; this process may be on a node without a GPU
+    ours = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*ours["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
         if config.sglang.get(DETERMINISTIC) is False:

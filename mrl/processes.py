@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 from models.families import located
 from mrl.checkpoint import Checkpoint
 from mrl.config import SftConfig
-from mrl.placement import ray_cluster
+from mrl.placement import picture
+from mrl.placement.cluster import ray_cluster
+from mrl.placement.groups import PlacementError, Places, layout_of, placed
 from mrl.plan import ORIGIN, ModelPlan, Plan, chat, origin
 from mrl.resume import plain
 from mrl.rollout.generator import RolloutGenerator
@@ -29,24 +31,30 @@ REFERENCE = "reference"  # in a checkpoint: the weights that KL penalties look b
 class Processes:
     """Trainer ranks and, for RL, a rollout worker with its engines. Started side by side."""
 
-    def __init__(self, plan: ModelPlan, options: dict[str, Any], stack: ExitStack) -> None:
+    def __init__(self, plan: ModelPlan, places: Mapping[str, Places], stack: ExitStack) -> None:
+        """`places`: of every role of this run (mrl.placement.pools)."""
         config, self.run_dir = plan.config, Path(plan.config.run.dir).resolve()
         self.plan, self.startup = plan, Startup()
-        self.group = self._group(plan, "", options, stack)
+        self.group = self._group(plan, "", places["actor"], stack)
         self.generator: RolloutGenerator | None = None
         self.others: dict[str, WorkerGroup] = {}  # critic, teacher
         self.urls: Sequence[str] = ()  # of the engines
         if isinstance(plan, Plan):
-            spec = rollout_spec(plan, str(self.run_dir))
-            self.generator = RolloutGenerator(spec, dict(num_cpus=0), config.rollout.request_timeout_s + 60)
+            spec, engines = rollout_spec(plan, str(self.run_dir)), places.get("engines")
+            options: Mapping[str, Any] = dict(num_cpus=0)
+            if engines and engines.hosted:
+                spec = replace(spec, slots=engines.engine)
+            elif engines:
+                options = engines.options()[0]  # its children are the engines
+            self.generator = RolloutGenerator(spec, dict(options), config.rollout.request_timeout_s + 60)
             stack.callback(self.generator.close)
             for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
                 if other:
-                    self.others[name] = self._group(other, name, options, stack)
+                    self.others[name] = self._group(other, name, places[name], stack)
         self.start_actor()
 
-    def _group(self, plan: ModelPlan, name: str, options: dict[str, Any], stack: ExitStack) -> WorkerGroup:
-        group = WorkerGroup(plan.dims, str(self.run_dir), plan.config.trainer.timeout_s, options, name)
+    def _group(self, plan: ModelPlan, name: str, places: Places, stack: ExitStack) -> WorkerGroup:
+        group = WorkerGroup(plan.dims, str(self.run_dir), plan.config.trainer.timeout_s, places.options, name)
         stack.callback(group.close)
         return group
 
@@ -260,5 +268,17 @@ def started(plan: ModelPlan, command: str) -> Iterator[Processes]:
     config = plan.config
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(Path(config.run.dir).resolve(), command, plain(config)))
-        options = stack.enter_context(ray_cluster(config.cluster.address))
-        yield Processes(plan, options, stack)
+        stack.enter_context(ray_cluster(config.cluster.address, plan.pools.size))
+        yield Processes(plan, stack.enter_context(_placed(plan)), stack)
+
+
+@contextmanager
+def _placed(plan: ModelPlan) -> Iterator[dict[str, Places]]:
+    """Where each role of the run is; said in the log. Raises StartError where the cluster has no room."""
+    with ExitStack() as stack:
+        try:
+            places = stack.enter_context(placed(plan.pools, plan.config.cluster.start_timeout_s))
+        except (ValueError, PlacementError) as error:
+            raise StartError(str(error)) from error
+        logger.info("placement:\n%s", picture.text(layout_of(plan.pools, places)))
+        yield places

@@ -12,7 +12,7 @@ from mrl.algorithms.kl_control import KLControl
 from mrl.data.prompts import PromptStream
 from mrl.faults import Lost, Preempted
 from mrl.ledger import Ledger
-from mrl.placement import Phases
+from mrl.placement.phases import Phases
 from mrl.saving import Saver
 from mrl.tracking import Tracker
 from mrl.types import Estimates, Handle, Rollouts

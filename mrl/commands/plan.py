@@ -1,7 +1,9 @@
-"""`mrl plan sync`: who sends how much to whom when weights go to the engines, without starting anything."""
+"""`mrl plan KIND`: what a configuration would do, explained without starting anything."""
 
 import sys
+from collections.abc import Callable
 from math import inf
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -9,19 +11,28 @@ from rich.table import Table
 from mrl import plan as planning
 from mrl.commands import hydra_app, plan_rollout
 from mrl.config import Config
+from mrl.placement import picture
+from mrl.placement.layout import imagined
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
-USAGE = """usage: mrl plan sync [KEY=VALUE ...]
+USAGE = """usage: mrl plan sync|placement [KEY=VALUE ...]
        mrl plan rollout ...   (mrl plan rollout --help)
 
-Explains the weight sync of a configuration, as `mrl train` would run it: bytes, messages and predicted seconds of every
-rank, and the bytes that arrive over the least possible (what the engines hold). Starts nothing; needs the model's
-folder only for its config.json and the headers of its files.
+Explains a configuration as `mrl train` would run it. Starts nothing; needs the model's folder only for its config.json and
+the headers of its files. The same keys as `mrl train`, and those of the section `plan`.
 
+placement: which process is on which GPU, who shares it by turns, and which GPUs idle meanwhile (docs/placement.md)
+  mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
+  mrl plan placement model.path=Qwen3-0.6B parallel.dp=8 rollout.num_engines=8 placement=colocated plan.picture=gpus.png
+
+  plan.gpus_per_node                          8 unless set
+  plan.picture                                also draw into this PNG
+
+sync: bytes, messages and predicted seconds of every rank when weights go to the engines, and the bytes that arrive over the
+least possible (what the engines hold)
   mrl plan sync model.path=Qwen3-0.6B parallel.tp=2 parallel.dp=4 rollout.num_engines=4 rollout.engine_tp=2
   mrl plan sync experiment=quickstart plan.send_gb_per_s=45 plan.receive_gb_per_s=45
 
-The same keys as `mrl train`; besides them
   plan.send_gb_per_s, plan.receive_gb_per_s   bandwidth of one rank, GB/s
   plan.message_us                             cost of a message besides its bytes, microseconds
 """
@@ -29,20 +40,37 @@ The same keys as `mrl train`; besides them
 _NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 
 
-def job(config: Config) -> None:
-    """Print the explanation."""
-    try:
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+
+
+def sync(config: Config) -> None:
+    """Print who sends how much to whom."""
+    with hydra_app.as_user_error():
         base, found = planning.plan_sync(config)
-    except ValueError as error:
-        hydra_app.refuse(error)
     shared = config.weight_sync.transport in ("shared_memory", "cuda_ipc")
-    speeds = Speeds(**vars(config.plan))
+    settings = config.plan
+    speeds = Speeds(settings.send_gb_per_s, settings.receive_gb_per_s, settings.message_us)
     show(explain(found, base.dims.world_size, speeds, shared), f"{base.model_path} over {base.dims}", shared)
+
+
+def placement(config: Config) -> None:
+    """Print, and perhaps draw, which process is on which GPU."""
+    with hydra_app.as_user_error():
+        layout = imagined(planning.plan_placement(config), config.plan.gpus_per_node)
+    _console().print(picture.rendered(layout))
+    if config.plan.picture:
+        path = Path(config.plan.picture)
+        picture.draw(path, layout, title=f"{config.run.name}: {picture.summary(layout)}")
+        sys.stdout.write(f"drawn in {path}\n")
+
+
+KINDS: dict[str, Callable[[Config], None]] = {"placement": placement, "sync": sync}
 
 
 def show(found: Explanation, title: str, shared: bool) -> None:
     """A table of ranks and a line of totals."""
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console = _console()
     table = Table("rank", title=title, title_justify="left")
     for column in ("bytes", "messages", "seconds"):
         table.add_column(column, justify="right")
@@ -68,12 +96,14 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
         return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
-    if not argv or argv[0] in ("-h", "--help") or argv[0] != "sync":
-        wrong = bool(argv) and argv[0] not in ("-h", "--help")
-        stream = sys.stderr if wrong or not argv else sys.stdout
-        stream.write(f"mrl plan: unknown kind {argv[0]!r}; expected sync or rollout\n" if wrong else USAGE)
-        return 2 if wrong or not argv else 0
-    return hydra_app.run([*argv[1:], *_NO_OUTPUT], job, USAGE)
+    if argv and argv[0] in KINDS:
+        return hydra_app.run([*argv[1:], *_NO_OUTPUT], KINDS[argv[0]], USAGE)
+    if argv and argv[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    expected = " or ".join([*KINDS, "rollout"])
+    sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
+    return 2
 
 
 if __name__ == "__main__":

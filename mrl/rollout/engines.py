@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from mrl.autopsy.register import FOLDER, NAME, forget, stacks
 from mrl.rollout.agent import Conversation, Generate, Limits, converse
@@ -22,6 +22,7 @@ from mrl.rollout.answers import Answers
 from mrl.rollout.asking import Engine, Seat, Service
 from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
 from mrl.rollout.dealing import POST_RESPONSES
+from mrl.rollout.host import HostedEngine, listen_address
 from mrl.rollout.loop import Loop
 from mrl.rollout.outside import OutsideEngine, check_seeds
 from mrl.rollout.server import EngineServer
@@ -46,8 +47,10 @@ class Engines:
         self._stacks = stacks(spec.run_dir)
         forget(self._stacks, "engine_*")  # of an earlier start in this folder
         self._numbers = itertools.count()  # of engines so far, replaced ones included
-        self._servers: list[EngineServer | OutsideEngine] = [OutsideEngine(url) for url in spec.engine_urls]
-        self._servers = self._servers or [self._start() for _ in range(spec.num_engines)]
+        self._servers: list[EngineServer | HostedEngine | OutsideEngine] = [
+            OutsideEngine(url) for url in spec.engine_urls
+        ]
+        self._servers = self._servers or [self._start(place) for place in range(spec.num_engines)]
         self._renewing = threading.Lock()
         self._loop = Loop("engines")
         faults = spec.faults
@@ -60,13 +63,19 @@ class Engines:
         self._replaced = self._redone = 0  # until numbers were taken last
         self._were_ready = False  # all, once
 
-    def _start(self) -> EngineServer:
-        number = next(self._numbers)
-        arguments = dict(self._arguments, random_seed=self.spec.seed + number, host=_host())
-        name, logs = f"engine_{number}", Path(self.spec.run_dir) / "logs"
-        server = EngineServer(arguments, logs / f"{name}.log", env={FOLDER: str(self._stacks), NAME: name})
+    def _start(self, place: int) -> EngineServer | HostedEngine:
+        server = self._make_server(place, next(self._numbers))
         server.start()
         return server
+
+    def _make_server(self, place: int, number: int) -> EngineServer | HostedEngine:
+        """A child of ours, or an engine on the slots of this place."""
+        name = f"engine_{number}"
+        arguments = dict(self._arguments, random_seed=self.spec.seed + number)
+        log, env = Path(self.spec.run_dir) / "logs" / f"{name}.log", {FOLDER: str(self._stacks), NAME: name}
+        if self.spec.slots is not None:
+            return HostedEngine(partial(self.spec.slots, place), arguments, log, env)
+        return EngineServer(dict(arguments, host=listen_address()), log, env=env)
 
     @property
     def urls(self) -> list[str]:
@@ -98,13 +107,13 @@ class Engines:
             try:
                 return server.wait_ready(max(1.0, deadline - time.monotonic()))
             except RuntimeError as error:
-                ours = isinstance(server, EngineServer) and (self._were_ready or server.was_killed)
+                ours = not isinstance(server, OutsideEngine) and (self._were_ready or server.was_killed)
                 if not ours or not left:
                     raise
                 log.warning("%s", error)
                 self._renew(server.url)
 
-    def _in_service(self, server: EngineServer | OutsideEngine) -> Engine:
+    def _in_service(self, server: EngineServer | HostedEngine | OutsideEngine) -> Engine:
         client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
         if isinstance(server, OutsideEngine):
             if self.spec.deterministic:
@@ -122,11 +131,13 @@ class Engines:
         """End an engine of ours and start its successor; one that was renewed already is known no more."""
         with self._renewing:
             for place, server in enumerate(self._servers):
-                if server.url == url and isinstance(server, EngineServer):  # an outside one may come back by itself
+                if server.url == url and not isinstance(
+                    server, OutsideEngine
+                ):  # an outside one may come back by itself
                     log.warning("engine %s is replaced", url)
                     server.stop(timeout_s=5.0)
                     forget(self._stacks, server.log_path.stem)
-                    self._servers[place] = self._start()
+                    self._servers[place] = self._start(place)
 
     def complete(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], kept: Answers | None = None
@@ -296,11 +307,3 @@ def _parts(responses: int, engines: int) -> list[tuple[int, list[int]]]:
         for engine, share in enumerate(np.array_split(np.arange(responses), engines))
         for start in range(0, len(share), POST_RESPONSES)
     ]
-
-
-def _host() -> str:
-    """Where engines listen: on loopback where all of the cluster is on this machine, else on this node's address in it."""
-    if not ray.is_initialized():
-        return "127.0.0.1"
-    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"

@@ -3,7 +3,7 @@
 import numpy as np
 
 TRAINING, HELD_OUT = 0, 1
-"""First numbers of places: (TRAINING, step, number in the step) and (HELD_OUT, row)."""
+"""First numbers of places: (TRAINING, number of the response in the run) and (HELD_OUT, row)."""
 
 
 def seed_of(seed: int, *place: int) -> int:

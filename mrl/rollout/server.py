@@ -102,11 +102,12 @@ class EngineServer:
             "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they go with the folder
             "MRL_ENGINE_SCRATCH": str(scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
-            # Its ranks meet in a file: torch's store would listen on every interface, and unpickle.
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
             "MASTER_ADDR": "127.0.0.1",  # with the port, what its kernels name their shared memory by
             "MASTER_PORT": str(self._leases[1].port),
         }
+        if "dist_init_addr" not in self.server_args:  # all on this node
+            # Its ranks meet in a file: torch's store would listen on every interface, and unpickle.
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
         # Importing SGLang without byte code costs 12 CPU-seconds more, each time.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")

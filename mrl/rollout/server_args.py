@@ -21,6 +21,9 @@ OURS: dict[str, str] = {
     "host": "nothing: engines listen where their worker can reach them",
     "port": "nothing: a free port is chosen",
     "nccl_port": "nothing: a free port is chosen",
+    "nnodes": "rollout.engine_tp: an engine is on as many nodes as its GPUs are",
+    "node_rank": "nothing: it follows from where its GPUs are",
+    "dist_init_addr": "nothing: a free port is chosen",
     "api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
     "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
 }

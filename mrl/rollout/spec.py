@@ -1,6 +1,7 @@
 """What a rollout worker is built from; light enough for the driver."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from mrl.data.tokenizer import Chat
 from mrl.rewards.base import Reward
 from mrl.rollout.agent import ToolAgent
 from mrl.rollout.batch import Keep
+from mrl.slot import Slot
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class RolloutSpec:
     faults: FaultsConfig = field(default_factory=FaultsConfig)  # when an engine has failed
     routed_experts: bool = False  # keep the experts each token was sent to (a mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
+    slots: Callable[[int], Sequence[Slot]] | None = None  # of an engine, by its number; None: the worker's own children
 
     @property
     def window_extra(self) -> int:

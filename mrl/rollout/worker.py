@@ -64,13 +64,13 @@ class RolloutWorker:
             logging.info("%d answers of an earlier process are there to be taken up", len(self._kept))
         self._lengths, self._selection = Lengths(spec.max_response_tokens / 2), Selection()
         self._apart = bool(spec.window_extra or spec.staleness or spec.agent)  # each group is asked for by itself
-        size, keep = spec.prompts_per_step, spec.keep
+        size = spec.prompts_per_step
         self._stream = Stream(
             Window(size, spec.staleness, spec.window_extra, spec.in_order, (spec.max_rounds - 1) * size),
             self.engines,
             self._answer,
             self._scored,
-            lambda group: keep is None or keep(group.rewards),
+            self._keeps,
             self._together,
         )
         self._all_refused = False  # of the last collected batch, by the filter
@@ -95,7 +95,8 @@ class RolloutWorker:
         again with the same prompts it goes on waiting. What the journal has of the step is taken from there.
         """
         if self.spec.replay:
-            self._batch = Batch(self._replayed(step))
+            groups = self._replayed(step)
+            self._batch = Batch([g for g in groups if self._keeps(g)], [g for g in groups if not self._keeps(g)])
             return 0
         stream = self._stream
         stream.admit(first, rows.tolist(), step)
@@ -141,9 +142,9 @@ class RolloutWorker:
 
         What engines had answered of them is taken up again; nothing is asked before `gather`.
         """
+        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting])
         self._kept.read()
         self._draws = 0
-        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting])
 
     def hold(self, held: bool) -> None:
         """Whether engines are paused on purpose, so that nobody takes them for stuck."""
@@ -239,6 +240,10 @@ class RolloutWorker:
         if self._apart:
             return [[ticket] for ticket in apart(tickets, lambda ticket: self._lengths.expected(ticket.row))]
         return together(tickets, len(self.engines.urls), self.spec.responses_per_prompt)
+
+    def _keeps(self, group: Group) -> bool:
+        """Whether a group is trained."""
+        return self.spec.keep is None or self.spec.keep(group.rewards)
 
     def _replayed(self, step: int) -> list[Group]:
         """The groups of a recorded step, scored again."""

@@ -1,6 +1,6 @@
 """All trainer processes of one model, called as one: cut the batch, call every rank, add up what they report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, dims: ParallelDims, run_dir: str, timeout_s: float, options: dict[str, Any], model: str = ""
+        self,
+        dims: ParallelDims,
+        run_dir: str,
+        timeout_s: float,
+        options: Callable[[], Sequence[Mapping[str, Any]]],
+        model: str = "",
     ) -> None:
-        """Ask Ray for the processes; returns at once. `options` are Ray actor options (resources, environment).
+        """Ask Ray for the processes; returns at once. `options`: Ray actor options by rank, asked whenever ranks are made.
 
         `run_dir`: its logs/ get a file for each rank, those of a `model` beside the actor in a folder of that name.
         """
@@ -39,9 +44,12 @@ class WorkerGroup:
         self._waiter = Waiter(Path(run_dir), "rank", model)
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
         self._forget()
-        remote = ray.remote(TrainWorker).options(**options)
-        self._make = lambda: [remote.remote(rank, dims, run_dir, model) for rank in range(dims.world_size)]
+        self._make = lambda: [
+            ray.remote(TrainWorker).options(**of_rank).remote(rank, dims, run_dir, model)
+            for rank, of_rank in enumerate(options())
+        ]
         self.workers = self._make()
+        assert len(self.workers) == dims.world_size, f"{len(self.workers)} places for {dims.world_size} ranks"
         self._ready: list[Any] = []
 
     def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:

@@ -114,7 +114,9 @@ def run(inputs, tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setattr(workers, "TrainWorker", faulty_ranks.FaultyWorker)
         with build.trainer(plan, Leaving()) as trainer:
-            replicas = workers.WorkerGroup(dims, str(folder), 120.0, dict(num_cpus=0), "replica")
+            replicas = workers.WorkerGroup(
+                dims, str(folder), 120.0, lambda: [dict(num_cpus=0)] * dims.world_size, "replica"
+            )
             replicas.start(replace(model_spec(plan), dims=dims), 0, 240.0)
             try:
                 yield Hung(trainer, replicas, folder, faults)

@@ -9,11 +9,11 @@ from test_train import wait_for
 
 @pytest.fixture
 def cluster():
-    """A head without GPUs, and two nodes with one each: ranks have to be there, one node's at a time."""
+    """A head without GPUs, and three nodes with one each: for the rank, the engine, and whichever of them is lost."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
-    yield made, [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    yield made, [made.add_node(num_cpus=1, num_gpus=1) for _ in range(3)]
     made.shutdown()
 
 

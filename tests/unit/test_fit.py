@@ -9,7 +9,7 @@ import pytest
 from mrl.algorithms.kl_control import KLControl
 from mrl.data.prompts import PromptStream
 from mrl.faults import Lost, Preempted
-from mrl.placement import Phases
+from mrl.placement.phases import Phases
 from mrl.trainer import Schedule, Trainer
 from mrl.types import Estimates, Rollouts
 

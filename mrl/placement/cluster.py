@@ -1,11 +1,10 @@
-"""Where processes run, and the phases of a step: who uses the hardware now, and for how long."""
+"""The Ray cluster of a run: connected to, or started on this machine."""
 
 import logging
 import os
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,17 +20,18 @@ PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_
 
 
 @contextmanager
-def ray_cluster(address: str | None) -> Iterator[dict[str, Any]]:
-    """Connect to the cluster at `address`, or run one on this machine; yields Ray actor options for a GPU process.
+def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
+    """Connect to the cluster at `address`, or run one on this machine; yields Ray actor options for a GPU process in no pool.
 
-    On a machine without GPUs a process asks for no resource: it is one rank, and ranks share the cores.
+    `num_slots`: what the pools of a run on this machine need. Ray counts them as CPUs: a slot is a place for a process,
+    however many cores there are. Without GPUs a process in no pool asks for no resource.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # made here, for every process of the run
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     heeded = signal.getsignal(signal.SIGTERM)
     if address:
-        checkout = str(Path(__file__).resolve().parent.parent)
+        checkout = str(Path(__file__).resolve().parents[2])
         env = PROCESS_ENV | {"PYTHONPATH": checkout}
         # The key goes as a function: Ray writes the variables of a runtime environment to its logs.
         ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
@@ -39,7 +39,8 @@ def ray_cluster(address: str | None) -> Iterator[dict[str, Any]]:
         os.environ.update(PROCESS_ENV)  # inherited by every process of a local cluster
         _close_to_others()
         os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here, not a guest on the machine
-        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 1024**2, **quiet)
+        plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2)
+        ray.init(address="local", num_cpus=num_slots, **plain, **quiet)
     if heeded is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, heeded)  # Ray's own handler, set meanwhile, would abort this process
     try:
@@ -69,28 +70,3 @@ def _key_setter() -> Callable[[], None]:
         os.environ[ENGINE_KEY] = key
 
     return take_engine_key
-
-
-class Phases:
-    """Names and times the phases of a step. Colocated engines and trainers share their device by phase."""
-
-    def __init__(self) -> None:
-        self.current: str | None = None
-        self.interrupted: str | None = None  # the last phase, if it was cut short
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self.current = self.interrupted = name
-        try:
-            yield
-            self.interrupted = None
-        finally:
-            self.current = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def seconds(self) -> dict[str, float]:
-        """`time/<phase>_s` of the phases since the last call."""
-        seconds, self._seconds = self._seconds, {}
-        return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -1,0 +1,135 @@
+"""Processes sit where the pools say: on CPU slots of one machine, and engines on the nodes of a cluster."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import pytest
+import ray
+from hydra import compose, initialize_config_dir
+from test_train import wait_for
+
+from mrl import build
+from mrl.commands import hydra_app
+from mrl.config_rules import from_hydra
+from mrl.leaving import Leaving
+from mrl.placement.cluster import ray_cluster
+from mrl.placement.groups import PlacementError, placed
+from mrl.placement.pools import Need, make_pools
+from mrl.plan import plan_training
+from mrl.rollout.client import EngineClient, SamplingParams
+from mrl.rollout.host import HostedEngine
+from mrl.rollout.server import default_server_args
+
+
+def bundle(_) -> tuple[str, set[str]]:
+    """In a process of Ray: its placement group, and the numbers of its bundles in that."""
+    context = ray.get_runtime_context()
+    group, held = context.get_placement_group_id(), context.get_assigned_resources()
+    parts = [name.removesuffix(f"_{group}").split("_group") for name in held if name.endswith(group)]
+    return group, {number.strip("_") for _, number in parts if number}
+
+
+def bundles(*actors) -> list[tuple[str, set[str]]]:
+    return ray.get([actor.__ray_call__.remote(bundle) for actor in actors], timeout=60)
+
+
+def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, tmp_path):
+    pools = "placement.pools={train: [actor], serve: [engines]}"
+    steps = ["trainer.max_steps=2", "trainer.save=false", "parallel.dp=2", f"run.dir={tmp_path}"]
+    hydra_app.register_schema()
+    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+        config = from_hydra(compose("config", hydra_app.checked([*quickstart, *steps, pools])))
+    plan = plan_training(config)
+    assert [(pool.name, pool.size) for pool in plan.pools.pools] == [("train", 2), ("serve", 1)]
+    assert plan.shared == frozenset()
+    with build.trainer(plan, Leaving()) as trainer:
+        result = trainer.fit()
+        ranks = bundles(*trainer.actor.group.workers)
+        ((serve, slot),) = bundles(trainer.generator.worker)
+        assert ray.cluster_resources()["CPU"] == 3, "as many slots as the pools need, however many cores there are"
+    assert result.steps == 2 and math.isfinite(result.reward)
+    (train,) = {group for group, _ in ranks}
+    assert train != serve and [held for _, held in ranks] == [{"0"}, {"1"}] and slot == {"0"}
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A cluster of a head without GPUs and two nodes with one each, as far as Ray knows; this process is its driver."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
+    found = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    try:
+        with ray_cluster(made.address):
+            yield made, {node.node_id: node for node in found}
+    finally:
+        made.shutdown()
+
+
+def hosted(places, number: int, folder, model) -> HostedEngine:
+    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=places.together)
+    return HostedEngine(partial(places.engine, number), arguments, folder / "engine_0.log", {})
+
+
+def greedy(url: str) -> list[int]:
+    with EngineClient(url, timeout_s=60) as client:
+        (answer,) = client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])
+    return answer.token_ids
+
+
+def serving(node) -> list[psutil.Process]:
+    """Processes of engines below a node's raylet."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [
+        process for process in raylet.children(recursive=True) if "mrl.rollout.serve" in " ".join(process.cmdline())
+    ]
+
+
+def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(nodes, qwen3_folder, tmp_path, engine):
+    made, by_id = nodes
+    expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
+    pools = make_pools({"serve": ["engines"]}, {"engines": Need(1)})
+    with placed(pools, timeout_s=120) as places:
+        assert places["engines"].hosted
+        (slot,) = places["engines"].slots()
+        assert slot.device == "0" and slot.options["num_gpus"] == 0.99
+        server = hosted(places["engines"], 0, tmp_path, qwen3_folder)
+        server.start()
+        server.wait_ready(180)
+        assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
+        (main, *_) = processes = serving(by_id[slot.node])
+        assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
+        made.remove_node(by_id[slot.node], allow_graceful=False)
+        wait_for(lambda: not server.alive(), 60)
+        wait_for(lambda: not any(process.is_running() for process in processes), 60)
+        assert server.was_killed
+        server.stop()
+        again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
+        again.start()
+        assert places["engines"].slots()[0].node != slot.node
+        again.wait_ready(180)
+        assert greedy(again.url) == expected
+        left = serving(by_id[places["engines"].slots()[0].node])
+        again.stop()
+        assert left and not any(process.is_running() for process in left) and not again.alive()
+
+
+def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
+    made, by_id = nodes
+    actor, engines = make_pools({}, {"actor": Need(2)}), make_pools({}, {"engines": Need(1)})
+    both, no_place = make_pools({}, {"actor": Need(2), "engines": Need(1)}), "Ray found no place for pool engines"
+    with (
+        pytest.raises(ValueError, match="the pools need 3 GPUs, and the cluster has 2 GPUs on 2 nodes"),
+        placed(both, 600),
+    ):
+        pass
+    with placed(actor, timeout_s=120) as places:
+        with pytest.raises(PlacementError, match=f"{no_place} .*cluster.start_timeout_s=1 s"), placed(engines, 1):
+            pass
+        made.remove_node(next(iter(by_id.values())), allow_graceful=False)
+        wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)
+        impatient = replace(places["actor"], placed=replace(places["actor"].placed, timeout_s=1))
+        with pytest.raises(PlacementError, match="bring nodes back"):
+            impatient.slots()
