@@ -34,6 +34,7 @@ from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.cluster import ray_cluster
 from mrl.planner.decoding import EngineSpeeds
 from mrl.planner.simulate import Groups, Prediction, Setup, Speeds, best_possible_s, simulate
+from mrl.planner.trace import Step, fit_steps
 from mrl.rewards.shape import Length
 from mrl.rollout.generator import RolloutGenerator
 from mrl.rollout.seeds import TRAINING, seed_of
@@ -57,6 +58,8 @@ class Measured:
     """One run."""
 
     step_s: list[float]  # [steps]
+    engine_s: list[float]  # [steps] of these, waiting for engines
+    push_s: list[float]  # [steps] of these, pushing weights
     tokens: list[int]  # [steps] response tokens trained
     oldest: int  # versions from a response's first token to its training
     idle: float  # of the engines' time
@@ -153,19 +156,23 @@ def measure(data: PromptDataset, speeds: Speeds, setup: Setup, steps: int, optio
 def _run(
     generator: RolloutGenerator, coordinator: Coordinator, prompts: PromptStream, speeds: Speeds, steps: int
 ) -> Measured:
-    ends, tokens, oldest = [time.monotonic()], [], 0
-    busy = _busy_s(coordinator)
+    found, now = Measured([], [], [], [], 0, 0.0), time.monotonic()
+    busy, start = _busy_s(coordinator), now
     for step in range(steps):
         rollouts = generator.generate(prompts, step)
         sequences = rollouts.prompt_lengths + rollouts.response_lengths
         time.sleep(speeds.training(float(sequences.sum()), 1.0))
-        with generator.held() if generator.state_dict()["waiting"] else nullcontext():
+        trained = time.monotonic()
+        with generator.held() if rollouts.waiting else nullcontext():
             _push(coordinator, step + 1, speeds.push_s)
-        ends.append(time.monotonic())
-        tokens.append(int(rollouts.response_lengths.sum()))
-        oldest = max(oldest, step - int(rollouts.weight_versions.min()))
-    idle = 1 - (_busy_s(coordinator) - busy) / (ENGINES * (ends[-1] - ends[0]))
-    return Measured(np.diff(ends).tolist(), tokens, oldest, idle)
+        before, now = now, time.monotonic()
+        found.step_s.append(now - before)
+        found.engine_s.append(rollouts.numbers["spent/engine_s"])
+        found.push_s.append(now - trained)
+        found.tokens.append(int(rollouts.response_lengths.sum()))
+        found.oldest = max(found.oldest, step - int(rollouts.weight_versions.min()))
+    found.idle = 1 - (_busy_s(coordinator) - busy) / (ENGINES * (now - start))
+    return found
 
 
 def _push(coordinator: Coordinator, version: int, seconds: float) -> None:
@@ -181,16 +188,36 @@ def _busy_s(coordinator: Coordinator) -> float:
     return sum(told["busy_s"] for told in coordinator.each(lambda engine: engine.server_info()).values())
 
 
+def fitted(run: Measured, groups: Groups) -> Speeds:
+    """The speeds that a synchronous run tells of, as `mrl plan rollout` fits them."""
+    places = [slice(step * N, step * N + N) for step in range(len(run.step_s))]
+    parts = zip(places, run.step_s, run.engine_s, run.push_s, strict=True)
+    steps = [Step(groups.prompts[p], groups.responses[p], e, s - e - push, push) for p, s, e, push in parts]
+    return fit_steps(steps[1:], ENGINES, SPEEDS.engine.max_running).speeds
+
+
 def bound_s(tokens: Sequence[int], speeds: Speeds, setup: Setup) -> float:
     """Seconds that a mean step takes at least."""
     mean = statistics.fmean(tokens[SKIPPED:])
     return best_possible_s(mean, speeds.training(mean, 1.0), speeds, setup)
 
 
-def show(found: dict[str, list[Measured]], predicted: dict[str, Prediction], speeds: Speeds) -> None:
-    """A row per mode."""
+def show(
+    found: dict[str, list[Measured]], predicted: dict[str, Prediction], foretold: dict[str, Prediction], speeds: Speeds
+) -> None:
+    """A row per mode; `predicted` from the speeds of the engines, `foretold` from what synchronous runs told of them."""
     table = Table("", title=f"{N} x {G} responses, {ENGINES} engines; after {SKIPPED} steps", title_justify="left")
-    columns = "s/step (runs)", "predicted", "error", "tokens/s over sync", "of best possible", "idle", "oldest"
+    columns = (
+        "s/step (runs)",
+        "predicted",
+        "error",
+        "from sync",
+        "error",
+        "tokens/s over sync",
+        "of best possible",
+        "idle",
+        "oldest",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     base = statistics.fmean(run.tokens_per_s() for run in found["sync"]) if "sync" in found else float("nan")
@@ -201,9 +228,20 @@ def show(found: dict[str, list[Measured]], predicted: dict[str, Prediction], spe
         best = bound_s(runs[0].tokens, speeds, SETUPS[mode]) / seconds
         each = ", ".join(f"{run.seconds():.3f}" for run in runs)
         error = max(abs(expected / run.seconds() - 1) for run in runs)
+        told = foretold[mode].seconds(SKIPPED) if mode in foretold else float("nan")
+        told_error = max(abs(told / run.seconds() - 1) for run in runs)
         idle = statistics.fmean(run.idle for run in runs)
         oldest = max(run.oldest for run in runs)
-        numbers = f"{expected:.3f}", f"{error:.1%}", f"{speedup:.2f}", f"{best:.1%}", f"{idle:.2f}", f"{oldest}"
+        numbers = (
+            f"{expected:.3f}",
+            f"{error:.1%}",
+            f"{told:.3f}",
+            f"{told_error:.1%}",
+            f"{speedup:.2f}",
+            f"{best:.1%}",
+            f"{idle:.2f}",
+            f"{oldest}",
+        )
         table.add_row(mode, each, *numbers)
     Console(width=120).print(table)
 
@@ -228,7 +266,9 @@ def main() -> None:
                 print(
                     f"{mode}: {found[mode][-1].seconds():.3f} s/step, {predicted[mode].seconds(SKIPPED):.3f} predicted"
                 )
-    show(found, predicted, speeds)
+    told = [fitted(run, groups) for run in found.get("sync", [])][:1]
+    foretold = {mode: simulate(groups, told[0], SETUPS[mode], STEPS[mode]) for mode in known.modes if told}
+    show(found, predicted, foretold, speeds)
     if known.out:
         runs = {mode: [asdict(run) for run in runs] for mode, runs in found.items()}
         known.out.write_text(json.dumps(dict(scale=known.scale, runs=runs)))

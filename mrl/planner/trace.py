@@ -60,17 +60,20 @@ class Trace:
                 "how fast engines are does not follow from the steps of a run whose engines go on while it trains; record one "
                 "with rollout.mode=sync and without over-sampling, or give step_ms, request_ms and prefill_ms."
             )
-        if len(self.steps) < LEAST_STEPS:
-            raise ValueError(
-                f"{len(self.steps)} steps after the first: expected {LEAST_STEPS} or more to fit speeds to."
-            )
-        engine, engine_error = fit_engine(self.steps, self.setup.num_engines, self.max_running)
-        tokens = [float(step.responses.sum() + step.prompts.sum() * step.responses.shape[1]) for step in self.steps]
-        (constant, per_token), train_error = _solved(
-            np.column_stack([np.ones(len(tokens)), tokens]), np.array([step.train_s for step in self.steps])
-        )
-        push_s = float(np.mean([step.push_s for step in self.steps]))
-        return Fit(Speeds(engine, constant, per_token, push_s), engine_error, train_error)
+        return fit_steps(self.steps, self.setup.num_engines, self.max_running)
+
+
+def fit_steps(steps: Sequence[Step], num_engines: int, max_running: int) -> Fit:
+    """Speeds by least squares. Raises ValueError for too few steps."""
+    if len(steps) < LEAST_STEPS:
+        raise ValueError(f"{len(steps)} steps after the first: expected {LEAST_STEPS} or more to fit speeds to.")
+    engine, engine_error = fit_engine(steps, num_engines, max_running)
+    tokens = [float(step.responses.sum() + step.prompts.sum() * step.responses.shape[1]) for step in steps]
+    (constant, per_token), train_error = _solved(
+        np.column_stack([np.ones(len(tokens)), tokens]), np.array([step.train_s for step in steps])
+    )
+    push_s = float(np.mean([step.push_s for step in steps]))
+    return Fit(Speeds(engine, float(constant), float(per_token), push_s), engine_error, train_error)
 
 
 def fit_engine(steps: Sequence[Step], num_engines: int, max_running: int) -> tuple[EngineSpeeds, float]:
@@ -78,6 +81,8 @@ def fit_engine(steps: Sequence[Step], num_engines: int, max_running: int) -> tup
 
     A step waits for its slowest engine, whose seconds are a x its decoding steps + c x its tokens + d x its prefill; how many
     steps it takes follows from lengths alone. Which engine is the slowest depends on a, c and d, so this is done in rounds.
+    d is at most c: what is computed of a prompt's token is computed of a decoded one too. (Where prompts are short, their
+    seconds would else be anybody's guess.)
     """
     features = [_work_of_engines(step, num_engines, max_running) for step in steps]  # each [E, 3]
     seconds = np.array([step.engine_s for step in steps])
@@ -90,12 +95,12 @@ def fit_engine(steps: Sequence[Step], num_engines: int, max_running: int) -> tup
         if now == slowest:
             break
         slowest = now
-    step_s, request_s, prefill_s = map(float, found)
-    return EngineSpeeds(step_s, request_s, prefill_s, max_running), error
+    step_s, more_s, prefill_s = map(float, found)
+    return EngineSpeeds(step_s, more_s + prefill_s, prefill_s, max_running), error
 
 
 def _work_of_engines(step: Step, num_engines: int, max_running: int) -> NDArray[np.float64]:
-    """[E, 3] decoding steps, tokens and prefilled tokens of each engine when it makes its share of the step."""
+    """[E, 3] of each engine when it makes its share of the step: what a, c - d and d are multiplied by in its seconds."""
     engines = [Decoding(EngineSpeeds(1.0, 0.0, 0.0, max_running)) for _ in range(num_engines)]
     for group in together(range(len(step.prompts)), num_engines, step.responses.shape[1]):
         engine = min(engines, key=lambda one: one.pending)
@@ -103,7 +108,7 @@ def _work_of_engines(step: Step, num_engines: int, max_running: int) -> NDArray[
             for tokens in step.responses[number].tolist():
                 engine.add(Request(number, number, int(step.prompts[number]), tokens))
     tokens = [sum(request.response_tokens for request in engine.advance(FOR_EVER)) for engine in engines]
-    return np.array([[e.busy_s, had, e.prefilled_tokens] for e, had in zip(engines, tokens, strict=True)])
+    return np.array([[e.busy_s, had, had + e.prefilled_tokens] for e, had in zip(engines, tokens, strict=True)])
 
 
 def _solved(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
