@@ -16,7 +16,7 @@ def lengths_of(seed, groups=N * STEPS):
     return Groups(draw.lognormal(4, 1, (groups, G)).astype(int) + 1, draw.integers(5, 300, groups))
 
 
-def recorded(run_dir, groups, setup, speeds=SPEEDS, steps=STEPS, **rollout):
+def recorded(run_dir, groups, setup, speeds=SPEEDS, steps=STEPS, pools=None, **rollout):
     """A run's folder with what it would have written had it taken the seconds of a simulation."""
     found = simulate(groups, speeds, setup, steps)
     (run_dir / "run.json").parent.mkdir(parents=True, exist_ok=True)
@@ -25,6 +25,7 @@ def recorded(run_dir, groups, setup, speeds=SPEEDS, steps=STEPS, **rollout):
         | rollout
     )
     config = dict(rollout=known, parallel=dict(tp=2, dp=3), sglang=dict(max_running_requests=speeds.engine.max_running))
+    config["placement"] = dict(pools=pools or {})
     (run_dir / "run.json").write_text(json.dumps(dict(command="train", config=config)))
     ledger, metrics = [], []
     for step in range(steps):

@@ -52,7 +52,7 @@ class Keys:
     max_running: int | None = None
     staleness: int | None = None
     over_sampling: float | None = None
-    colocated: bool = False
+    colocated: bool | None = None  # engines and trainers by turns
     median: float | None = None
     sigma: float = 1.0
     longest: int = 8192
@@ -163,9 +163,9 @@ def _setup(keys: Keys, base: Setup) -> Setup:
     staleness = base.staleness if keys.staleness is None else keys.staleness
     extra = base.extra if keys.over_sampling is None else round(keys.over_sampling * size)
     ordered = base.in_order if keys.staleness is None else staleness < 2
-    return Setup(
-        size, keys.num_engines or base.num_engines, staleness, ordered and not extra, extra, 1.0, keys.colocated
-    )
+    by_turns = base.colocated if keys.colocated is None else keys.colocated
+    engines = keys.num_engines or base.num_engines
+    return Setup(size, engines, staleness, ordered and not extra, extra, colocated=by_turns)
 
 
 def show(case: Case, rows: list[Row]) -> None:

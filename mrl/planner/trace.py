@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def read_run(run_dir: Path) -> Trace:
         raise ValueError(f"run_dir={run_dir}: its ledger.jsonl has no lengths of responses; an older mrl wrote it.")
     config = begun["config"]
     by_step = {line["step"]: line for line in metrics if "time/step_s" in line}
-    setup = _setup(config["rollout"])
+    setup = replace(_setup(config["rollout"]), colocated=_by_turns(config.get("placement", {}).get("pools", {})))
     parallel = config["parallel"]
     lanes = math.prod(parallel.get(axis) or 1 for axis in ("tp", "pp", "dp", "cp"))
     return Trace(
@@ -149,6 +149,12 @@ def _setup(rollout: Mapping[str, Any]) -> Setup:
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
     extra = math.ceil(known.over_sampling * known.prompts_per_step)
     return Setup(known.prompts_per_step, known.num_engines, known.staleness, known.in_order, extra)
+
+
+def _by_turns(pools: Mapping[str, Any]) -> bool:
+    """Whether the policy and its engines share GPUs."""
+    roles = [pool["roles"] if isinstance(pool, Mapping) else pool for pool in pools.values()]
+    return any({"actor", "engines"} <= set(of_pool) for of_pool in roles)
 
 
 def _step(line: Mapping[str, Any], metrics: Mapping[str, float]) -> Step:

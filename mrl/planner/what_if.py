@@ -19,7 +19,7 @@ class Gpus:
     trainer: int
 
     def total(self, engines: int) -> int:
-        """GPUs of so many engines and the trainer; by turns they have the same."""
+        """GPUs of so many engines and the trainer."""
         return engines * self.engine + self.trainer
 
 
@@ -56,9 +56,10 @@ def what_if(groups: Groups, speeds: Speeds, setup: Setup, gpus: Gpus, steps: int
 
 
 def _stale(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    for staleness in STALENESSES:
+    """By turns nothing is sampled while something is trained."""
+    for staleness in () if setup.colocated else STALENESSES:
         ordered = setup.in_order if setup.staleness > 1 else staleness < 2
-        changed = replace(setup, staleness=staleness, in_order=ordered and not setup.extra, colocated=False)
+        changed = replace(setup, staleness=staleness, in_order=ordered and not setup.extra)
         if changed != setup:
             yield f"staleness {staleness}{', as drawn' if changed.in_order and staleness else ''}", changed
 
@@ -72,7 +73,8 @@ def _over_sampled(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 def _split(setup: Setup, gpus: Gpus) -> Iterator[tuple[str, Setup]]:
     """Other shares of the same GPUs; a trainer of other size takes a token's time in proportion."""
-    total = gpus.total(setup.num_engines) if not setup.colocated else gpus.trainer
+    apart = gpus.total(setup.num_engines)
+    total = max(gpus.trainer, apart - gpus.trainer) if setup.colocated else apart
     possible = [count for count in range(1, total) if total - count * gpus.engine > 0]
     every = -(-len(possible) // MOST_SPLITS) if possible else 1
     for engines in possible[::every]:

@@ -74,6 +74,19 @@ def test_an_asynchronous_run_needs_the_speeds_of_its_engines(tmp_path):
     assert case.fit is None and case.speeds.engine == SPEEDS.engine
 
 
+@pytest.mark.parametrize("pools", [{"all": ["actor", "engines"]}, {"all": {"roles": ["engines", "critic", "actor"]}}])
+def test_a_run_whose_engines_have_the_trainers_gpus_is_compared_with_shares_of_as_many(tmp_path, pools):
+    shape = Setup(N, 3, 0, in_order=True, colocated=True)
+    recorded(tmp_path, lengths_of(6), shape, pools=pools)
+    case = case_of(Keys.of([f"run_dir={tmp_path}"]))
+    assert case.setup == shape and case.gpus == Gpus(2, 6)
+    rows = what_if(case.groups, case.speeds, case.setup, case.gpus, 4)
+    assert not any(row.setup.staleness for row in rows)
+    splits = [row.setup for row in rows if not row.setup.colocated]
+    assert [shape.num_engines for shape in splits] == [1, 2]
+    assert all(shape.num_engines * 2 + 6 / shape.train_scale == pytest.approx(6) for shape in splits)
+
+
 def test_log_normal_lengths_are_as_they_are_said_to_be():
     groups = case_of(Keys.of(["median=100", "sigma=0.5", "longest=150", "responses_per_prompt=4"])).groups
     assert groups.responses.shape[1] == 4 and groups.responses.max() == 150
