@@ -74,6 +74,11 @@ class Plan(ModelPlan):
     critic: ModelPlan | None
     teacher: ModelPlan | None
 
+    @property
+    def shared(self) -> frozenset[frozenset[str]]:
+        """Roles of this run (actor, critic, teacher, engines) that share devices by turns, by devices."""
+        return frozenset()
+
 
 def plan_training(config: Config) -> Plan:
     """Check everything a user can get wrong; raises ValueError, starts no process."""
@@ -100,7 +105,7 @@ def plan_training(config: Config) -> Plan:
     needed = {"actor"} | {part for part, column in PARTS.items() if column in behaviours.needs}
     check_fits(resume, base.arch, needed)
     _check_position(config, resume, train)
-    return Plan(
+    plan = Plan(
         **vars(base),
         behaviours=behaviours,
         reward=reward,
@@ -113,6 +118,22 @@ def plan_training(config: Config) -> Plan:
         critic=_critic(config, base) if "values" in behaviours.needs else None,
         teacher=_teacher(config, base) if "teacher_logprobs" in behaviours.needs else None,
     )
+    check_turns(config, plan.shared)
+    return plan
+
+
+def check_turns(config: Config, shared: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError for settings that engines cannot have which give their memory back by turns."""
+    sync, saver = config.weight_sync, "enable_memory_saver"
+    if not any("engines" in roles for roles in shared):
+        return
+    why = "engines that share devices lose weights and KV cache when it is another's turn"
+    if sync.pause_mode == "in_place":
+        raise ValueError(f"weight_sync.pause_mode=in_place keeps the KV cache, but {why}; use retract.")
+    if sync.delta:
+        raise ValueError(f"weight_sync.delta=true sends what changed, but {why}; leave it false.")
+    if config.sglang.get(saver) is False:
+        raise ValueError(f"sglang.{saver}=false: {why}, which needs it on a GPU; leave it out.")
 
 
 def _check_position(config: Config, resume: Resume, train: PromptDataset) -> None:

@@ -126,7 +126,9 @@ def _in_place(part: object) -> object:
 def _own_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
-    shared = torch.from_dlpack(tensor.contiguous().reshape(-1).view(torch.uint8))  # what NumPy has seen cannot be resized
+    shared = torch.from_dlpack(
+        tensor.contiguous().reshape(-1).view(torch.uint8)
+    )  # what NumPy has seen cannot be resized
     return shared.view(tensor.dtype).view(tensor.shape)
 
 

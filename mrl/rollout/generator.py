@@ -34,6 +34,7 @@ class RolloutGenerator:
         self.restore: Callable[[Mapping[str, str]], object] = (
             _no_restore  # failed engines, and why: others with their weights
         )
+        self.before: Callable[[], object] = lambda: None  # is called before engines are asked for samples
         self.start_timeout_s = 600.0  # of an engine; `wait_ready` says how long
 
     def wait_ready(self, timeout_s: float) -> list[str]:
@@ -86,6 +87,7 @@ class RolloutGenerator:
         """
         lost, failed = None, {}
         for _ in range(self.tries):
+            self.before()
             try:
                 answer = self._ask(method, *arguments)
             except NoEngineError as error:

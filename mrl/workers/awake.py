@@ -12,7 +12,16 @@ NEEDS = {
         Residence.EVERYTHING,
     ),
     **dict.fromkeys(
-        ("keep_reference", "compute", "keep_step", "look", "push_weights", "export_hf", "save_reference", "load_reference"),
+        (
+            "keep_reference",
+            "compute",
+            "keep_step",
+            "look",
+            "push_weights",
+            "export_hf",
+            "save_reference",
+            "load_reference",
+        ),
         Residence.WEIGHTS,
     ),
 }

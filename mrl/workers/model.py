@@ -278,13 +278,13 @@ class FolderSync:
             write = partial(model.write_hf, notes={})
             self._disk = DiskSync(urls, folder, layout_of, write, timeout_s)
 
-    def push(self, version: int) -> SyncReport:
-        """Write the current weights and have the engines load them as `version`."""
-        return self._model.hand_over(partial(self._push, version)) or SyncReport()
+    def push(self, version: int, released: bool = False) -> SyncReport:
+        """Write the current weights and have the engines load them as `version`; `released` as for LiveSync."""
+        return self._model.hand_over(partial(self._push, version, released)) or SyncReport()
 
-    def _push(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> SyncReport:
+    def _push(self, version: int, released: bool, tensors: Iterable[tuple[str, Tensor]]) -> SyncReport:
         assert self._disk is not None, "rank 0 talks with the engines"
-        return self._disk.push(tensors, version)
+        return self._disk.push(tensors, version, released)
 
     def close(self) -> None:
         """Let the engines go."""

@@ -185,10 +185,13 @@ class TrainWorker:
         return {}
 
     @awake
-    def push_weights(self, version: int) -> SyncReport:
-        """Bring the current weights to the engines as `version`; what this rank sent."""
+    def push_weights(self, version: int, released: bool = False) -> SyncReport:
+        """Bring the current weights to the engines as `version`; what this rank sent.
+
+        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        """
         with doing(f"pushing version {version} of the weights"):
-            return self._sync.push(version) if self._sync is not None else SyncReport()
+            return self._sync.push(version, released) if self._sync is not None else SyncReport()
 
     @awake
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
