@@ -36,6 +36,7 @@ class RolloutGenerator:
         self.restore: Callable[[Mapping[str, str]], object] = (
             _no_restore  # failed engines, and why: others with their weights
         )
+        self.before: Callable[[], object] = lambda: None  # is called before engines are asked for samples
         self.start_timeout_s = 600.0  # of an engine; `wait_ready` says how long
 
     def wait_ready(self, timeout_s: float) -> list[str]:
@@ -86,14 +87,18 @@ class RolloutGenerator:
         self._drawn, self._waiting = state["drawn"], tuple(map(tuple, state["waiting"]))
         self._ask("restart", self._drawn, self._waiting)
 
+    def hold(self, held: bool) -> None:
+        """Whether engines are paused on purpose, so that nobody takes them for stuck."""
+        self._ask("hold", held)
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While engines are paused on purpose."""
-        self._ask("hold", True)
+        """While engines are paused for a push."""
+        self.hold(True)
         try:
             yield
         finally:
-            self._ask("hold", False)
+            self.hold(False)
 
     def forget(self, before: int) -> None:
         """What was sampled for the steps before this one is not needed again. Nobody waits for it."""
@@ -110,6 +115,7 @@ class RolloutGenerator:
         """
         lost, failed = None, {}
         for _ in range(self.tries):
+            self.before()
             try:
                 answer = self._ask(method, *arguments)
             except NoEngineError as error:
