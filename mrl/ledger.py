@@ -15,8 +15,8 @@ class Ledger:
     """One line per step in run.dir/ledger.jsonl.
 
     `drawn`: rows of each source so far. `groups`: row and hash of each group's samples; `tickets`: its place in the order of
-    drawing; `lengths`: sampled tokens of its responses. `updates`, for each optimizer step: weight version -> [tokens of it
-    that were in the loss, their share of the loss's weights before corrections].
+    drawing; `prompts` and `lengths`: tokens of its prompt, and sampled ones of its responses. `updates`, for each optimizer
+    step: weight version -> [tokens of it that were in the loss, their share of the loss's weights before corrections].
 
     A run that goes back to a checkpoint takes back the lines of the steps whose effect is gone.
     """
@@ -36,9 +36,8 @@ class Ledger:
         version = int(rollouts.weight_versions.min())
         groups = [[int(row), digest] for row, digest in zip(rollouts.rows[starts], hashes, strict=True)]
         lengths = [part.tolist() for part in np.split(rollouts.sampled_lengths, starts[1:])]
-        line = dict(
-            drawn=drawn, weight_version=version, groups=groups, tickets=rollouts.tickets.tolist(), lengths=lengths
-        )
+        line = dict(drawn=drawn, weight_version=version, groups=groups, tickets=rollouts.tickets.tolist())
+        line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
         self._lines.write(step, line | dict(updates=[_by_version(rollouts.spans, of_step) for of_step in weights]))
 
     def rewind(self, last_step: int) -> None:

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl import plan as planning
-from mrl.commands import hydra_app
+from mrl.commands import hydra_app, plan_rollout
 from mrl.config import Config
 from mrl.placement import picture
 from mrl.placement.layout import imagined
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan sync|placement [KEY=VALUE ...]
+       mrl plan rollout ...   (mrl plan rollout --help)
 
 Explains a configuration as `mrl train` would run it. Starts nothing; needs the model's folder only for its config.json and
 the headers of its files. The same keys as `mrl train`, and those of the section `plan`.
@@ -93,12 +94,14 @@ def _slowest(part: list[Traffic]) -> Traffic:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
+    if argv and argv[0] == "rollout":
+        return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
     if argv and argv[0] in KINDS:
         return hydra_app.run([*argv[1:], *_NO_OUTPUT], KINDS[argv[0]], USAGE)
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    expected = " or ".join(KINDS)
+    expected = " or ".join((*KINDS, "rollout"))
     sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
     return 2
 
