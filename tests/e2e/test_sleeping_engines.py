@@ -138,5 +138,5 @@ def test_an_engine_that_is_gone_has_nothing_to_give_back():
 
 def test_an_engine_that_refuses_is_named(engine):
     memory = EngineMemory(lambda: [f"{engine.server.url}/nowhere"], timeout_s=5)
-    with pytest.raises(EngineError, match="nowhere.*404"):
+    with pytest.raises(EngineError, match=r"nowhere.*404"):
         memory.sleep()
