@@ -237,3 +237,55 @@ def test_engines_that_fail_at_a_push_are_replaced_and_all_are_pushed_to_again():
     run.needs(ACTOR)
     answers.append(SyncReport())
     assert run.needs(ENGINES) == AROUND_A_PUSH and sync.version == 0
+
+
+def test_groups_ask_for_their_turn_before_calls_that_need_memory():
+    from mrl.workers.group import WorkerGroup
+
+    asked: list[str] = []
+    group = object.__new__(WorkerGroup)  # without processes
+    group.role, group.before = "critic", asked.append
+    for method in ("sleep", "wake", "close", "cpu_seconds", "finish_save", "connect_engines", "push_weights"):
+        group._prepare(method)
+    assert asked == []
+    for method in ("compute", "update", "begin_save", "save", "load", "export_hf", "trace", "look", "keep_reference"):
+        group._prepare(method)
+    assert asked == ["critic"] * 9
+
+
+def test_every_call_to_a_trainer_says_what_it_needs():
+    from mrl.workers.awake import NEEDS
+    from mrl.workers.worker import TrainWorker
+
+    public = {name for name in vars(TrainWorker) if not name.startswith("_")}
+    assert public - NEEDS.keys() == {
+        *("address", "setup", "load_sft", "connect_engines", "sleep", "wake"),
+        *("save_finished", "finish_save", "abandon_save", "cpu_seconds", "close"),
+    }
+    assert NEEDS.keys() <= public and all(hasattr(vars(TrainWorker)[name], "__wrapped__") for name in NEEDS)
+
+
+def test_settings_that_need_memory_which_is_not_kept_are_refused():
+    from types import SimpleNamespace
+
+    from mrl.config import WeightSyncConfig
+    from mrl.plan import check_turns
+
+    together = frozenset([frozenset(["actor", "engines"])])
+    for sync, sglang, named in (
+        (dict(pause_mode="in_place"), {}, r"weight_sync\.pause_mode=in_place keeps the KV cache.*use retract"),
+        (dict(delta=True), {}, r"weight_sync\.delta=true.*leave it false"),
+        ({}, dict(enable_memory_saver=False), r"sglang\.enable_memory_saver=false.*leave it out"),
+    ):
+        config: Any = SimpleNamespace(weight_sync=WeightSyncConfig(**sync), sglang=sglang)
+        with pytest.raises(ValueError, match=named):
+            check_turns(config, together)
+        check_turns(config, frozenset([frozenset(["actor", "critic"])]))
+    check_turns(SimpleNamespace(weight_sync=WeightSyncConfig(), sglang={}), together)  # type: ignore[bad-argument-type]
+
+
+def test_engines_on_a_gpu_are_started_so_that_they_can_give_memory_back():
+    from mrl.rollout.server_args import check_server_args, memory_saver_args
+
+    assert memory_saver_args("cpu") == {} and memory_saver_args("cuda") == {"enable_memory_saver": True}
+    check_server_args(memory_saver_args("cuda"))
