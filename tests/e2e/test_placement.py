@@ -106,9 +106,9 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         wait_for(lambda: not any(process.is_running() for process in processes), 60)
         assert server.was_killed
         server.stop()
+        wait_for(lambda: places["engines"].slots()[0].node != slot.node, 60)
         again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         again.start()
-        assert places["engines"].slots()[0].node != slot.node
         again.wait_ready(180)
         assert greedy(again.url) == expected
         left = serving(by_id[places["engines"].slots()[0].node])
