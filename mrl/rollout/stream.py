@@ -59,11 +59,12 @@ class Stream:
         with self._changed:
             self.window.admit(rows[max(0, self.window.drawn - first) :], version)
 
-    def go_on(self) -> None:
-        """Ask for all tickets that are in and not asked for."""
+    def go_on(self, version: int) -> None:
+        """Ask for all tickets that are in and not asked for; engines serve `version`."""
         with self._changed:
             self._error = None
-            new = [ticket for number, ticket in self.window.open.items() if number not in self._started]
+            there = [ticket for ticket in self.window.open.values() if ticket.born <= version]
+            new = [ticket for ticket in there if ticket.number not in self._started]
             for tickets in self._together(new) if new else ():
                 making = self.engines.start(self._make(list(tickets), self._life))
                 self._started |= dict.fromkeys((ticket.number for ticket in tickets), making)
@@ -123,17 +124,17 @@ class Stream:
             self.window.take(numbers)
             self._give_up(numbers)
 
-    def restart(self, drawn: int, tickets: Sequence[Ticket]) -> None:
-        """Give everything up, and begin anew with these tickets of `drawn` so far."""
+    def restart(self, drawn: int, tickets: Sequence[Ticket], step: int) -> None:
+        """Give everything up, and begin anew before `step` with these tickets of `drawn` so far."""
         with self._changed:
             self._life += 1
             self._give_up(list(self._started))
             self._error = None
-            self.window.restore(drawn, tickets)
+            self.window.restore(drawn, tickets, step)
 
     def close(self) -> None:
         """End the scoring thread; the engines are the caller's."""
-        self.restart(0, [])
+        self.restart(0, [], 0)
         self._drafts.put(None)
 
     async def _make(self, tickets: list[Ticket], life: int) -> None:
