@@ -45,7 +45,8 @@ class Stream:
         together: Callable[[Sequence[Ticket]], Sequence[Sequence[Ticket]]],
     ) -> None:
         self.window, self.engines = window, engines
-        self.engine_s = self.reward_s = 0.0  # waited for engines; scored; since they were read last
+        self._waited_s = self._scored_s = 0.0  # for groups; of that, while responses were scored; since they were read last
+        self._scoring_s = 0.0  # in all
         self._answer, self._score, self._keep, self._together = answer, score, keep, together
         self._changed = threading.Condition()  # guards all that follows, and the window
         self._started: dict[int, Future[None]] = {}  # tickets in the making, and what makes them
@@ -75,7 +76,7 @@ class Stream:
         Raises NoEngineError where no engine is left (`go_on` asks again), what sampling or scoring raised, and EngineError
         when the time is up.
         """
-        start = time.monotonic()
+        start, scoring_s = time.monotonic(), self._scoring_s
         with self._changed:
             while True:
                 if self._error is not None:
@@ -89,13 +90,15 @@ class Stream:
                 left = start + timeout_s - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     raise late(timeout_s)
-        self.engine_s += time.monotonic() - start
+        self._waited_s += time.monotonic() - start
+        self._scored_s += self._scoring_s - scoring_s
         return chosen
 
     def take_seconds(self) -> tuple[float, float]:
-        """Waited for engines, and scored beside that, since the last call."""
-        seconds, self.engine_s, self.reward_s = (self.engine_s, self.reward_s), 0.0, 0.0
-        return seconds
+        """Seconds that callers waited for engines, and for scores, since the last call."""
+        scored = min(self._scored_s, self._waited_s)
+        waited, self._waited_s, self._scored_s = self._waited_s, 0.0, 0.0
+        return waited - scored, scored
 
     def room(self) -> int:
         """Prompts that may be drawn now."""
@@ -177,7 +180,7 @@ class Stream:
             with self._changed:
                 if life != self._life:
                     continue
-                self.reward_s += time.perf_counter() - start
+                self._scoring_s += time.perf_counter() - start
                 for draft, group in zip(drafts, groups, strict=True):
                     self._started.pop(draft.ticket.number, None)
                     self.window.finish(draft.ticket.number, group, self._keep(group))
