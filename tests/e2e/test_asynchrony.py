@@ -86,7 +86,7 @@ def test_an_engine_tells_which_version_made_which_token(engine):
         engine.client.set_weight_version("77")
         engine.client.flush_cache()
         engine.client.resume()
-        asking.join(60)
+        asking.join(240)
     finally:
         engine.client.resume()
         engine.client.set_weight_version(before)

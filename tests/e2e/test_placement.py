@@ -74,7 +74,7 @@ def hosted(places, number: int, folder, model) -> HostedEngine:
 
 
 def greedy(url: str) -> list[int]:
-    with EngineClient(url, timeout_s=60) as client:
+    with EngineClient(url, timeout_s=240) as client:
         (answer,) = client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])
     return answer.token_ids
 
@@ -97,7 +97,7 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         assert slot.device == "0" and slot.options["num_gpus"] == 0.99
         server = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         server.start()
-        server.wait_ready(180)
+        server.wait_ready(480)
         assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
@@ -109,7 +109,7 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         wait_for(lambda: places["engines"].slots()[0].node != slot.node, 60)
         again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         again.start()
-        again.wait_ready(180)
+        again.wait_ready(480)
         assert greedy(again.url) == expected
         left = serving(by_id[places["engines"].slots()[0].node])
         again.stop()
