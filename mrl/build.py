@@ -185,14 +185,16 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
         scorers["teacher_logprobs"] = teacher.logprobs
     if algorithm.old_logprobs == "rollout":
         del scorers["old_logprobs"]
+    turns = processes.turns
     weight_sync = WeightSync(
-        push_weights=partial(processes.group.call, "push_weights"),
+        push_weights=lambda version: turns.push(partial(processes.group.call, "push_weights", version)),
         connect=processes.connect_engines,
         replace_engines=processes.replace_engines,
         tries=config.weight_sync.tries,
         held=processes.generator.held if config.rollout.staleness else nullcontext,
     )
     processes.generator.restore = weight_sync.restore
+    turns.bring = weight_sync.again
     return Trainer(
         prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
         generator=processes.generator,
@@ -207,6 +209,7 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
         saver=parts.saver,
         recover=parts.recovery,
         leaving=parts.leaving,
+        sharing=turns.metrics,
         schedule=Schedule(
             config.trainer.max_steps,
             config.trainer.stop_reward,

@@ -66,6 +66,11 @@ METRICS: dict[str, Metric] = {
     "weight_sync/compressed_fraction": Metric("", "bytes sent over those of the weights themselves"),
     "weight_sync/attempts": Metric("", "pushes until every engine had the version", ".0f"),
     "weight_sync/replaced_engines": Metric("", "engines that failed while weights were pushed", ".0f"),
+    "placement/switch_s": Metric("s", "of the step: memory that changed hands between those that share devices", ".2f"),
+    "placement/switches": Metric("", "times that one who had slept was woken", ".0f"),
+    "placement/residual_bytes": Metric(
+        "bytes", "most that a trainer process kept on its device while it slept", ",.0f"
+    ),
     "mismatch/logprob_abs_max": Metric("nats", "largest gap trainer to engine for a token", ".1e", label="mismatch"),
     "mismatch/logprob_abs_mean": Metric("nats", "mean gap trainer to engine per token", ".1e"),
     "mismatch/kl": Metric("nats", "KL(engine || trainer) per token, mean log ratio", ".2e"),

@@ -136,8 +136,23 @@ def plan_training(config: Config) -> Plan:
         critic=_critic(config, base) if "values" in behaviours.needs else None,
         teacher=_teacher(config, base) if "teacher_logprobs" in behaviours.needs else None,
     )
+    check_turns(config, plan.shared)
     logger.info("pools: %s", plan.pools)
     return plan
+
+
+def check_turns(config: Config, shared: frozenset[frozenset[str]]) -> None:
+    """Raise ValueError for settings that engines cannot have which give their memory back by turns."""
+    sync, saver = config.weight_sync, "enable_memory_saver"
+    if not any("engines" in roles for roles in shared):
+        return
+    why = "engines that share devices lose weights and KV cache when it is another's turn"
+    if sync.pause_mode == "in_place":
+        raise ValueError(f"weight_sync.pause_mode=in_place keeps the KV cache, but {why}; use retract.")
+    if sync.delta:
+        raise ValueError(f"weight_sync.delta=true sends what changed, but {why}; leave it false.")
+    if config.sglang.get(saver) is False:
+        raise ValueError(f"sglang.{saver}=false: {why}, which needs it on a GPU; leave it out.")
 
 
 def _check_position(config: Config, resume: Resume, train: PromptDataset) -> None:

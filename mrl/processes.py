@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from mrl.placement.groups import PlacementError, Places, layout_of, placed
 from mrl.plan import ORIGIN, ModelPlan, Plan, chat, origin
 from mrl.resume import plain
 from mrl.rollout.generator import RolloutGenerator
+from mrl.rollout.server_args import memory_saver_args
 from mrl.rollout.spec import RolloutSpec
 from mrl.run_dir import own_run_dir
 from mrl.sft import SupervisedStage
 from mrl.tracking import ConsoleSink, JsonlSink, Startup, Tracker
+from mrl.turns import ACTOR, ENGINES, State, Turns
+from mrl.weight_sync.memory import EngineMemory
 from mrl.workers.group import StartError, WorkerGroup
 from mrl.workers.spec import ModelSpec
 
@@ -39,7 +43,19 @@ class Processes:
         self.generator: RolloutGenerator | None = None
         self.others: dict[str, WorkerGroup] = {}  # critic, teacher
         self.urls: Sequence[str] = ()  # of the engines
+        self._connected = False  # the trainers to all of them
         if isinstance(plan, Plan):
+            for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
+                if other:
+                    self.others[name] = self._group(other, name, places[name], stack)
+        self.memory = EngineMemory(lambda: self.urls, config.weight_sync.timeout_s, self._hold)
+        sharing = plan.shared if isinstance(plan, Plan) else frozenset()
+        self.turns = Turns({ACTOR: self.group, **self.others}, self.memory, sharing)
+        self.start_actor()
+        if isinstance(plan, Plan):
+            if self._engines_share:  # they take what memory they find
+                self._actor_ready()
+                self.turns.need(ENGINES)
             spec, engines = rollout_spec(plan, str(self.run_dir)), places.get("engines")
             options: Mapping[str, Any] = dict(num_cpus=0)
             if engines and engines.hosted:
@@ -47,16 +63,29 @@ class Processes:
             elif engines:
                 options = engines.options()[0]  # its children are the engines
             self.generator = RolloutGenerator(spec, dict(options), config.rollout.request_timeout_s + 60)
+            self.generator.before = partial(self.turns.need, ENGINES)
             stack.callback(self.generator.close)
-            for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
-                if other:
-                    self.others[name] = self._group(other, name, places[name], stack)
-        self.start_actor()
 
     def _group(self, plan: ModelPlan, name: str, places: Places, stack: ExitStack) -> WorkerGroup:
-        group = WorkerGroup(plan.dims, str(self.run_dir), plan.config.trainer.timeout_s, places.options, name)
+        timeout_s, options = plan.config.trainer.timeout_s, places.options
+        group = WorkerGroup(plan.dims, str(self.run_dir), timeout_s, options, name, lambda role: self.turns.need(role))
         stack.callback(group.close)
         return group
+
+    def _hold(self, held: bool) -> None:
+        assert self.generator, "only reinforcement samples"
+        self.generator.hold(held)
+
+    @property
+    def _engines_share(self) -> bool:
+        return bool(self.turns.rivals(ENGINES))
+
+    def _actor_ready(self) -> None:
+        """Wait until every rank has the actor."""
+        if self.turns.state(ACTOR) is State.ABSENT:
+            self.group.wait_ready(self.plan.config.cluster.start_timeout_s)
+            self.turns.started(ACTOR)
+            self.startup.ready(f"trainer ready ({self.plan.dims.world_size} processes)")
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
@@ -74,16 +103,23 @@ class Processes:
 
     def restart_trainers(self) -> None:
         """End the trainer processes of all models and begin to build others in their place."""
+        self._connected = False
         for group in (self.group, *self.others.values()):
             group.renew()
+        self.turns.forget(ACTOR, *self.others)
+        if self.memory.unproven:
+            self._renew_rollout()
+        self.turns.need(ACTOR)  # room for it
         self.start_actor()
 
     def bring_up(self, checkpoint: Checkpoint | None) -> None:
         """Wait for the trainers and give them the state of a checkpoint, or the one that a run begins with."""
-        plan, config = self.plan, self.plan.config
+        plan = self.plan
         assert isinstance(plan, Plan) and plan.optimizer, "a run of reinforcement"
-        self.group.wait_ready(config.cluster.start_timeout_s)
-        self.startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
+        self._actor_ready()
+        if self._engines_share:  # once they sleep, they cannot prove what they were started with
+            self.wait_engines()
+            self.connect_all()
         if self.cold and plan.warm_start and not checkpoint:
             loss = self.warm_start(plan.warm_start)
             if plan.warm_start.output:
@@ -132,15 +168,27 @@ class Processes:
         """Build critic and teacher; a critic without a folder of its own starts from what the actor starts from."""
         plan, config = self.plan, self.plan.config
         assert isinstance(plan, Plan), "only reinforcement has other models"
+        specs: dict[str, ModelSpec] = {}
         if plan.critic:
-            spec = model_spec(plan.critic)
+            specs["critic"] = model_spec(plan.critic)
             if plan.warm_start and plan.warm_start.output and not config.critic.path:
-                spec = replace(spec, model_path=str(Path(plan.warm_start.output).resolve()))
-            self.others["critic"].start(spec, config.run.seed, config.cluster.start_timeout_s, critic=True)
+                warm = str(Path(plan.warm_start.output).resolve())
+                specs["critic"] = replace(specs["critic"], model_path=warm)
         if plan.teacher:
-            self.others["teacher"].start(model_spec(plan.teacher), config.run.seed, config.cluster.start_timeout_s)
-        for group in self.others.values():
-            group.wait_ready(config.cluster.start_timeout_s)
+            specs["teacher"] = model_spec(plan.teacher)
+        for name, spec in specs.items():
+            self.turns.need(name)  # room for it
+            self.others[name].start(spec, config.run.seed, config.cluster.start_timeout_s, critic=name == "critic")
+            if self.turns.rivals(name):
+                self._other_ready(name)  # before the next one takes its place
+        for name in specs:
+            self._other_ready(name)
+
+    def _other_ready(self, name: str) -> None:
+        """Wait until every rank has this model."""
+        if self.turns.state(name) is State.ABSENT:
+            self.others[name].wait_ready(self.plan.config.cluster.start_timeout_s)
+            self.turns.started(name)
 
     def trainers_alive(self) -> bool:
         """Whether every rank of every model answers."""
@@ -149,30 +197,46 @@ class Processes:
     def restart_rollout_if_lost(self) -> None:
         """Start a new rollout worker, with new engines, where the old one does not answer; then its engines are there."""
         assert self.generator, "only reinforcement samples"
+        self._connected = False
         if not self.generator.alive():
-            self.generator.renew()
-            self.urls = ()
-        if not self.urls:
-            self.wait_engines()
+            self._renew_rollout(room=self.trainers_alive())
+        self.wait_engines()
+
+    def _renew_rollout(self, room: bool = False) -> None:
+        """Start a new rollout worker; `room`: its rivals can be told to sleep."""
+        assert self.generator, "only reinforcement samples"
+        self.turns.forget(ENGINES)
+        self.memory.forget()
+        if room:
+            self.turns.need(ENGINES)
+        self.generator.renew()
+        self.urls = ()
 
     def wait_engines(self) -> None:
-        """Wait until every engine answers."""
+        """Wait until every engine answers, if that is not known yet."""
         assert self.generator, "only reinforcement samples"
+        if self.turns.state(ENGINES) is not State.ABSENT:
+            return
         self.urls = self.generator.wait_ready(self.plan.config.rollout.start_timeout_s)
+        self.turns.started(ENGINES)
         self.startup.ready(f"engines ready ({len(self.urls)})")
 
     def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
         """Start other engines in place of these; the URLs of all."""
         assert self.generator, "only reinforcement samples"
+        self.memory.forget(urls)
         self.urls = self.generator.replace_engines(urls)
         return self.urls
 
     def connect_all(self) -> None:
-        """Open the ways from the trainers to all engines; those that failed meanwhile are replaced, a few times."""
+        """Open the ways from the trainers to all engines, unless they are open; engines that failed are replaced, a few times."""
         assert self.generator, "only reinforcement samples"
+        if self._connected:
+            return
         failed: dict[str, str] = {}
         for _ in range(self.plan.config.weight_sync.tries):
             if not (failed := self.connect_engines(self.urls)):
+                self._connected = True
                 return
             logger.warning("engines failed before they were reached, and are replaced: %s", failed)
             self.replace_engines(list(failed))
@@ -258,7 +322,7 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         request_timeout_s=c.rollout.request_timeout_s,
         record=c.rollout.record,
         replay=str(Path(c.rollout.replay).resolve()) if c.rollout.replay else None,
-        server_args=plan.server_args,
+        server_args=plan.server_args | (memory_saver_args() if any(ENGINES in roles for roles in plan.shared) else {}),
     )
 
 

@@ -118,6 +118,7 @@ class Trainer:
     recover: Recovery
     leaving: Callable[[], bool]  # whether the run was asked to end after this step
     schedule: Schedule
+    sharing: Callable[[], Metrics] = dict  # numbers of taking turns on shared devices, since the last call
     progress: Progress = field(default_factory=Progress)
 
     def fit(self) -> Result:
@@ -192,7 +193,7 @@ class Trainer:
             metrics |= self.weight_sync.push(version=step + 1)
 
         self.ledger.record(step + 1, rollouts, self.prompts.drawn, weights)
-        return metrics | self.phase.seconds()
+        return metrics | self.phase.seconds() | self.sharing()
 
     def evaluate(self) -> Metrics:
         """Log the accuracy on held-out problems, sampled at temperature 1 and greedy; empty without a test set."""

@@ -30,6 +30,25 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 on the host, pinned where there is a GPU to copy to and from."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_cuda())
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was asked."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def reserved_bytes() -> int | None:
+    """Device memory that torch holds for this process once what it only caches is given back; None on a CPU: not counted."""
+    if not has_cuda():
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
 class _Stream(torch.cpu.Stream):
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__()

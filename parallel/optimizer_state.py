@@ -55,6 +55,15 @@ def restore(optimizer: MegatronOptimizer, state: dict, steps: int) -> None:
             part.load_parameter_state_from_fully_reshardable(state[number])
 
 
+def tensors_of(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """All that a step reads and writes beside gradients: main parameters (of fp32 weights, views of these) and moments."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from (param.data for param in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
 def begin(optimizer: MegatronOptimizer) -> None:
     """Make the state that the first step would make."""
     for part in _parts(optimizer):

@@ -126,8 +126,10 @@ def _in_place(part: object) -> object:
 def _own_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
-    numbers = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(numbers).view(tensor.dtype).view(tensor.shape)
+    shared = torch.from_dlpack(
+        tensor.contiguous().reshape(-1).view(torch.uint8)
+    )  # what NumPy has seen cannot be resized
+    return shared.view(tensor.dtype).view(tensor.shape)
 
 
 def _write(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> list[WriteResult]:

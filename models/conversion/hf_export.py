@@ -74,7 +74,8 @@ class HFFolderWriter:
             self._open[file].write(head)
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(entries[name].start)
-        self._open[file].write(out.reshape(-1).view(torch.uint8).numpy().data)
+        own = torch.from_dlpack(out.reshape(-1).view(torch.uint8))  # its owner could not resize what NumPy has seen
+        self._open[file].write(own.numpy().data)
         self._missing[file].remove(name)
         if not self._missing[file]:
             self._open.pop(file).close()

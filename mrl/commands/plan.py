@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    expected = " or ".join([*KINDS, "rollout"])
+    expected = " or ".join((*KINDS, "rollout"))
     sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
     return 2
 

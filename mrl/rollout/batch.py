@@ -29,8 +29,8 @@ class Batch:
     kept: list[Group] = field(default_factory=list)
     refused: list[Group] = field(default_factory=list)  # by the filter
     rounds: int = 1  # times that prompts were drawn
-    engine_s: float = 0.0  # waiting for the engines
-    reward_s: float = 0.0  # decoding and scoring, which goes on beside the sampling
+    engine_s: float = 0.0  # that the step waited for the engines
+    reward_s: float = 0.0  # and for decoding and scoring, which goes on beside the sampling
 
     def groups(self, wanted: int) -> list[Group]:
         """Those to be trained; where the filter refused every one, `wanted` of them, for the step to measure something on.

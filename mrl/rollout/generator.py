@@ -26,7 +26,7 @@ class RolloutGenerator:
     def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float) -> None:
         """Ask Ray for the worker, which starts its engines; returns at once."""
         self._capacity = (spec.staleness + 1) * spec.prompts_per_step + spec.window_extra
-        self._drawn = 0  # tickets so far
+        self._step, self._drawn = 0, 0  # the next step; tickets so far
         self._waiting: Sequence[tuple[int, ...]] = ()  # those that no step has taken: (number, row, version)
         self._make = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.worker = self._make()
@@ -36,6 +36,7 @@ class RolloutGenerator:
         self.restore: Callable[[Mapping[str, str]], object] = (
             _no_restore  # failed engines, and why: others with their weights
         )
+        self.before: Callable[[], object] = lambda: None  # is called before engines are asked for samples
         self.start_timeout_s = 600.0  # of an engine; `wait_ready` says how long
 
     def wait_ready(self, timeout_s: float) -> list[str]:
@@ -67,33 +68,38 @@ class RolloutGenerator:
         As many prompts are drawn as may be in the making; more, in place of groups that a filter refuses. What the step does
         not train stays in the making while it is trained.
         """
-        missing = self._capacity - len(self._waiting)
+        missing = max(0, self._capacity - len(self._waiting))
         while True:
             first, self._drawn = self._drawn, self._drawn + missing
             missing = self._sampled("gather", first, prompts.take(missing), step)
             if not missing:
                 break
         rollouts: Rollouts = self._ask("collect", step)
-        self._drawn, self._waiting = rollouts.drawn, rollouts.waiting
+        self._step, self._drawn, self._waiting = step + 1, rollouts.drawn, rollouts.waiting
         return rollouts
 
     def state_dict(self) -> dict[str, Any]:
         """The prompts that are drawn and not trained, as plain values."""
-        return dict(drawn=self._drawn, waiting=[list(ticket) for ticket in self._waiting])
+        return dict(step=self._step, drawn=self._drawn, waiting=[list(ticket) for ticket in self._waiting])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: what is in the making is given up, and what was answered of it meanwhile is taken up again."""
-        self._drawn, self._waiting = state["drawn"], tuple(map(tuple, state["waiting"]))
-        self._ask("restart", self._drawn, self._waiting)
+        self._step, self._drawn = state["step"], state["drawn"]
+        self._waiting = tuple(map(tuple, state["waiting"]))
+        self._ask("restart", self._drawn, self._waiting, self._step)
+
+    def hold(self, held: bool) -> None:
+        """Whether engines are paused on purpose, so that nobody takes them for stuck."""
+        self._ask("hold", held)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While engines are paused on purpose."""
-        self._ask("hold", True)
+        """While engines are paused for a push."""
+        self.hold(True)
         try:
             yield
         finally:
-            self._ask("hold", False)
+            self.hold(False)
 
     def forget(self, before: int) -> None:
         """What was sampled for the steps before this one is not needed again. Nobody waits for it."""
@@ -110,6 +116,7 @@ class RolloutGenerator:
         """
         lost, failed = None, {}
         for _ in range(self.tries):
+            self.before()
             try:
                 answer = self._ask(method, *arguments)
             except NoEngineError as error:

@@ -40,8 +40,12 @@ class EngineHost:
         """Where this node's ranks, the first ones, wait for those of other nodes."""
         return f"{self.server.server_args['host']}:{self.server.server_args['nccl_port']}"
 
-    def start(self, meeting: str | None) -> str:
-        """Start the server's processes; returns its URL."""
+    def start(self, node: str, meeting: str | None) -> str:
+        """Start the server's processes; returns its URL. Raises RuntimeError on another node than the one with its GPUs."""
+        if ray.get_runtime_context().get_node_id() != node:
+            raise RuntimeError(
+                f"the node of {self.server.log_path.stem} was lost while it started, and its slots moved"
+            )
         if meeting:
             self.server.server_args["dist_init_addr"] = meeting
         self.server.start()
@@ -85,7 +89,9 @@ class HostedEngine:
         nodes = by_node(self._slots())
         self._hosts = [self._host(number, slots, len(nodes)) for number, slots in enumerate(nodes)]
         meeting = self._hosts[0].meeting.remote() if len(nodes) > 1 else None
-        self._started = [host.start.remote(meeting) for host in self._hosts]
+        self._started = [
+            host.start.remote(slots[0].node, meeting) for host, slots in zip(self._hosts, nodes, strict=True)
+        ]
         self._ended = [host.wait_ended.remote(url) for host, url in zip(self._hosts, self._started, strict=True)]
 
     def _host(self, number: int, slots: Sequence[Slot], nodes: int) -> Any:

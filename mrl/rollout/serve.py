@@ -98,6 +98,7 @@ def serve(fields: dict[str, Any]) -> None:
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
         HookRegistry.register(f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_paused, HookType.AFTER)
         HookRegistry.register(f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", keep_kernels, HookType.REPLACE)
+        HookRegistry.register("torch.get_device_module", cpu_module, HookType.REPLACE)
         HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
         for child in ("run_scheduler_process", "run_detokenizer_process"):
             HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
@@ -124,6 +125,14 @@ def reset_signals(*_: object) -> None:
 
 def keep_kernels(*_: object) -> None:
     """In place of SGLang's batch-invariant kernels, which are Triton's: deterministic inference means seeded sampling here."""
+
+
+def cpu_module(*_: object) -> Any:
+    """In place of torch's answer, which is torch.cuda also where there is no GPU: its `synchronize()` would end a scheduler
+    that gives its memory back."""
+    import torch  # by now loaded
+
+    return torch.cpu
 
 
 def sleep_paused(result: None, scheduler: Any) -> None:

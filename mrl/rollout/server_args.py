@@ -71,6 +71,11 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+def memory_saver_args(device: str | None = None) -> dict[str, Any]:
+    """ServerArgs fields of an engine that gives its memory back by turns; a CPU's (None: this machine's) needs none."""
+    return dict(enable_memory_saver=True) if (device or ("cuda" if has_cuda() else "cpu")) == "cuda" else {}
+
+
 def default_server_args(
     dtype: str,
     context_length: int,

@@ -45,7 +45,10 @@ class Stream:
         together: Callable[[Sequence[Ticket]], Sequence[Sequence[Ticket]]],
     ) -> None:
         self.window, self.engines = window, engines
-        self.engine_s = self.reward_s = 0.0  # waited for engines; scored; since they were read last
+        self._waited_s = self._scored_s = (
+            0.0  # for groups; of that, while responses were scored; since they were read last
+        )
+        self._scoring_s = 0.0  # in all
         self._answer, self._score, self._keep, self._together = answer, score, keep, together
         self._changed = threading.Condition()  # guards all that follows, and the window
         self._started: dict[int, Future[None]] = {}  # tickets in the making, and what makes them
@@ -59,11 +62,12 @@ class Stream:
         with self._changed:
             self.window.admit(rows[max(0, self.window.drawn - first) :], version)
 
-    def go_on(self) -> None:
-        """Ask for all tickets that are in and not asked for."""
+    def go_on(self, version: int) -> None:
+        """Ask for all tickets that are in and not asked for; engines serve `version`."""
         with self._changed:
             self._error = None
-            new = [ticket for number, ticket in self.window.open.items() if number not in self._started]
+            there = [ticket for ticket in self.window.open.values() if ticket.born <= version]
+            new = [ticket for ticket in there if ticket.number not in self._started]
             for tickets in self._together(new) if new else ():
                 making = self.engines.start(self._make(list(tickets), self._life))
                 self._started |= dict.fromkeys((ticket.number for ticket in tickets), making)
@@ -74,7 +78,7 @@ class Stream:
         Raises NoEngineError where no engine is left (`go_on` asks again), what sampling or scoring raised, and EngineError
         when the time is up.
         """
-        start = time.monotonic()
+        start, scoring_s = time.monotonic(), self._scoring_s
         with self._changed:
             while True:
                 if self._error is not None:
@@ -88,13 +92,15 @@ class Stream:
                 left = start + timeout_s - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     raise late(timeout_s)
-        self.engine_s += time.monotonic() - start
+        self._waited_s += time.monotonic() - start
+        self._scored_s += self._scoring_s - scoring_s
         return chosen
 
     def take_seconds(self) -> tuple[float, float]:
-        """Waited for engines, and scored beside that, since the last call."""
-        seconds, self.engine_s, self.reward_s = (self.engine_s, self.reward_s), 0.0, 0.0
-        return seconds
+        """Seconds that callers waited for engines, and for scores, since the last call."""
+        scored = min(self._scored_s, self._waited_s)
+        waited, self._waited_s, self._scored_s = self._waited_s, 0.0, 0.0
+        return waited - scored, scored
 
     def room(self) -> int:
         """Prompts that may be drawn now."""
@@ -123,17 +129,17 @@ class Stream:
             self.window.take(numbers)
             self._give_up(numbers)
 
-    def restart(self, drawn: int, tickets: Sequence[Ticket]) -> None:
-        """Give everything up, and begin anew with these tickets of `drawn` so far."""
+    def restart(self, drawn: int, tickets: Sequence[Ticket], step: int) -> None:
+        """Give everything up, and begin anew before `step` with these tickets of `drawn` so far."""
         with self._changed:
             self._life += 1
             self._give_up(list(self._started))
             self._error = None
-            self.window.restore(drawn, tickets)
+            self.window.restore(drawn, tickets, step)
 
     def close(self) -> None:
         """End the scoring thread; the engines are the caller's."""
-        self.restart(0, [])
+        self.restart(0, [], 0)
         self._drafts.put(None)
 
     async def _make(self, tickets: list[Ticket], life: int) -> None:
@@ -176,7 +182,7 @@ class Stream:
             with self._changed:
                 if life != self._life:
                     continue
-                self.reward_s += time.perf_counter() - start
+                self._scoring_s += time.perf_counter() - start
                 for draft, group in zip(drafts, groups, strict=True):
                     self._started.pop(draft.ticket.number, None)
                     self.window.finish(draft.ticket.number, group, self._keep(group))

@@ -6,7 +6,7 @@ group is trained by a step s with a token older than version s - K. K = 0 is syn
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,17 @@ class Window[T]:
             self.open.pop(number, None)
             self._finished.pop(number, None)
 
-    def restore(self, drawn: int, tickets: Iterable[Ticket]) -> list[Ticket]:
-        """Begin anew with these tickets in the making, of `drawn` so far."""
-        self.drawn, self.open = drawn, {ticket.number: ticket for ticket in tickets}
-        self._finished, self._refused = {}, {}
-        return list(self.open.values())
+    def restore(self, drawn: int, tickets: Sequence[Ticket], step: int) -> None:
+        """Begin anew before `step` with these tickets in the making, of `drawn` so far, in the order of drawing.
+
+        Where a run had drawn more than this window holds, the later ones are born anew, when there will be room for them.
+        """
+        oldest = step - self.staleness
+        born = [max(ticket.born, oldest + place // self.size) for place, ticket in enumerate(tickets)]
+        self.open = {
+            ticket.number: replace(ticket, born=version) for ticket, version in zip(tickets, born, strict=True)
+        }
+        self.drawn, self._finished, self._refused = drawn, {}, {}
 
     @property
     def waiting(self) -> list[Ticket]:

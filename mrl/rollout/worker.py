@@ -104,7 +104,7 @@ class RolloutWorker:
         entry = self._journaled(step)
         if entry is None:
             self._kept.turn(step)
-            stream.go_on()
+            stream.go_on(step)
             chosen = stream.wait(step, self.spec.request_timeout_s)
             if chosen is None:
                 return stream.room()
@@ -137,12 +137,12 @@ class RolloutWorker:
             self._kept.forget(step - self._stream.window.staleness + 1)
         return entry
 
-    def restart(self, drawn: int, waiting: Sequence[Sequence[int]]) -> None:
-        """Give up what is in the making, and begin anew with these tickets (number, row, born) of `drawn` so far.
+    def restart(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
+        """Give up what is in the making, and begin anew before `step` with these tickets (number, row, born) of `drawn` so far.
 
         What engines had answered of them is taken up again; nothing is asked before `gather`.
         """
-        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting])
+        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting], step)
         self._kept.read()
         self._draws = 0
 

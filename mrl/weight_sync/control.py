@@ -18,6 +18,9 @@ CONNECT_TRIES = 3  # only for connections that could not be made: nothing was se
 LOADER = "mrl.weight_sync.receiver.load"
 """What engines of live syncs are started with as `custom_weight_loader`."""
 
+Memory = Literal["kv_cache", "weights"]
+"""What of an engine's memory can be given back for a time; what was in it is lost."""
+
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running requests: ended; put back in the queue and recomputed; kept with their old KV cache."""
 
@@ -48,6 +51,17 @@ class EngineControl:
     def resume(self) -> None:
         """Go on generating; harmless on an engine that was not paused."""
         self._call("/continue_generation")
+
+    def release_memory(self, tags: Sequence[Memory]) -> None:
+        """Give device memory back, until `resume_memory`. The engine must be paused, but not `in_place`; requests may wait.
+
+        SGLang frees it where the engine was started with enable_memory_saver; a CPU's memory stays where it is.
+        """
+        self._call("/release_memory_occupation", tags=list(tags))
+
+    def resume_memory(self, tags: Sequence[Memory]) -> None:
+        """Take memory again that was given back, and no other: SGLang ends over that. Weights hold anything then."""
+        self._call("/resume_memory_occupation", tags=list(tags))
 
     def begin_weight_update(self) -> None:
         """Open an update session; weights are refused outside one."""

@@ -110,13 +110,14 @@ class Coordinator:
                 f"engines do not hold the weights that were sent: {named}. They stay out of service."
             )
 
-    def serve(self, push: str, version: int) -> None:
-        """Let the engines go on with the new weights, as `version`."""
+    def serve(self, push: str, version: int, go_on: bool = True) -> None:
+        """Let the engines have the new weights as `version`, and go on with them unless they have to wait."""
         self.each(EngineControl.end_weight_update, push)
         self.each(lambda engine: engine.set_weight_version(str(version)), push)
         if self.pause_mode != "in_place":  # that mode keeps the KV cache of the old weights
             self.each(lambda engine: engine.flush_cache(self.timeout_s), push)
-        self.each(EngineControl.resume, push)
+        if go_on:
+            self.each(EngineControl.resume, push)
 
     def each[T](self, call: Callable[[EngineControl], T], push: str = "open") -> dict[int, T]:
         """Call all engines that are alive at once; one that fails is noted and left out."""

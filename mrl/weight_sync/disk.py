@@ -49,8 +49,11 @@ class DiskSync:
         self._layout = layout_of(topology)
         self._coordinator = Coordinator(urls, topology.tp, timeout_s, "retract", join=None)
 
-    def push(self, tensors: NamedTensors, version: int) -> SyncReport:
-        """Write `folder/<version>` and have every engine load it; raises WeightMismatchError, and what `write` raises."""
+    def push(self, tensors: NamedTensors, version: int, released: bool = False) -> SyncReport:
+        """Write `folder/<version>` and have every engine load it; raises WeightMismatchError, and what `write` raises.
+
+        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        """
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
         start, target = time.perf_counter(), self.folder / str(version)
         if target.exists():  # of an attempt that did not reach all engines
@@ -66,7 +69,8 @@ class DiskSync:
                 expected.compare(reported, engines.engines[number].url)
         engines.each(lambda engine: engine.set_weight_version(str(version)))
         engines.each(lambda engine: engine.flush_cache(engines.timeout_s))
-        engines.each(EngineControl.resume)
+        if not released:
+            engines.each(EngineControl.resume)
         self._version = version
         self._remove_old()
         return SyncReport(

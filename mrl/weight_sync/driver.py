@@ -30,6 +30,10 @@ class WeightSync:
         self.version = version
         return numbers
 
+    def again(self) -> None:
+        """Push the version of all once more, to engines that had given the memory of their weights back."""
+        self.restore({})
+
     def restore(self, failed: Mapping[str, str]) -> None:
         """Put others in the place of engines that failed at their work (URL -> why), and bring them the version of all.
 

@@ -29,20 +29,23 @@ class LiveSync:
         self._base: str | None = None  # the last push that every engine holds, checked
         self._version = -1
 
-    def push(self, version: int) -> SyncReport:
+    def push(self, version: int, released: bool = False) -> SyncReport:
         """Bring the current weights to every engine, which then serves them as `version`.
 
+        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
         What this rank sent; and which engines failed on the way (they are out of service; a new LiveSync over those that are
         left and their successors brings them in). Raises WeightMismatchError on all ranks.
         """
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
-        team, base, start = self.session.team, self._base if self._delta else None, time.perf_counter()
+        team, base, start = self.session.team, None, time.perf_counter()
+        if self._delta and not released:
+            base = self._base
         push = team.first(lambda: self._begin(version, base))
         begun = time.perf_counter()
         read = self._weights.reader()
         sent = self.sender.push(push, lambda piece: read(piece.name, piece.box), full=base is None)
         sending = time.perf_counter()
-        failed, again = team.first(lambda: self._finish(push, version, delta=base is not None))
+        failed, again = team.first(lambda: self._finish(push, version, base is not None, not released))
         done = time.perf_counter()
         self._version, self._base = version, None if failed or again else push
         return SyncReport(
@@ -62,12 +65,12 @@ class LiveSync:
         self._coordinator.begin(push, base)
         return push
 
-    def _finish(self, push: str, version: int, delta: bool) -> tuple[dict[str, str], bool]:
+    def _finish(self, push: str, version: int, delta: bool, go_on: bool) -> tuple[dict[str, str], bool]:
         """Rank 0: have the engines serve; which failed, and whether a difference did not arrive as it was meant."""
         coordinator, again = self._coordinator, False
         try:
             coordinator.finish(push)
-            coordinator.serve(push, version)
+            coordinator.serve(push, version, go_on)
         except WeightMismatchError as error:
             if not delta:
                 raise

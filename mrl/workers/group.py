@@ -10,10 +10,16 @@ import ray
 from mrl.autopsy.register import forget, stacks
 from mrl.autopsy.waiting import Waiter
 from mrl.types import Handle, Share, TokenBlock, TrainBatch, UpdateReport
+from mrl.workers.awake import NEEDS
 from mrl.workers.certificate import Trace
 from mrl.workers.shares import Packing, StepPlan, plan_step
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
+
+
+def nothing(role: str) -> None:
+    """Nobody shares devices."""
+
 
 PATIENCE_S = 60.0  # how much longer ranks wait for each other than the driver for them
 
@@ -35,12 +41,15 @@ class WorkerGroup:
         timeout_s: float,
         options: Callable[[], Sequence[Mapping[str, Any]]],
         model: str = "",
+        before: Callable[[str], object] = nothing,
     ) -> None:
         """Ask Ray for the processes; returns at once. `options`: Ray actor options by rank, asked whenever ranks are made.
 
         `run_dir`: its logs/ get a file for each rank, those of a `model` beside the actor in a folder of that name.
+        `before` is told the model's name (actor, where it is empty) before each call that needs its memory on the device.
         """
-        self.dims, self.timeout_s = dims, timeout_s
+        self.dims, self.timeout_s, self.before = dims, timeout_s, before
+        self.role = model or "actor"
         self._waiter = Waiter(Path(run_dir), "rank", model)
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
         self._forget()
@@ -90,10 +99,12 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; results by rank."""
+        self._prepare(method)
         return self._wait(method, [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers])
 
     def call_first(self, method: str, *args: Any) -> Any:
         """Call `method` on rank 0 alone."""
+        self._prepare(method)
         return self._wait(method, [getattr(self.workers[0], method).remote(*args)])[0]
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
@@ -110,6 +121,7 @@ class WorkerGroup:
 
     def _saving(self, method: str, timeout_s: float, *args: Any) -> None:
         """A call whose deadline is a checkpoint's, which the ranks look at themselves."""
+        self._prepare(method)
         futures = [getattr(worker, method).remote(*args) for worker in self.workers]
         self._waiter.get(futures, timeout_s + PATIENCE_S, f"{method}() on {self._all}")
 
@@ -158,11 +170,24 @@ class WorkerGroup:
 
     def _on_shares(self, method: str, block: Handle, shares: Sequence[Any], how: dict[str, Any]) -> list[Any]:
         """Call `method` on every rank with the block and what is its replica's of `shares`; results by rank."""
+        self._prepare(method)
         futures = [
             getattr(worker, method).remote(block, shares[self.dims.coords(rank).dp], **how)
             for rank, worker in enumerate(self.workers)
         ]
         return self._wait(method, futures)
+
+    def sleep(self, keep_weights: bool = False) -> int:
+        """Give the memory on the devices back, but for the weights where they are to be kept; the most bytes a rank still has."""
+        return max(self.call("sleep", keep_weights))
+
+    def wake(self) -> None:
+        """Have all of it on the devices again, as it was."""
+        self.call("wake")
+
+    def _prepare(self, method: str) -> None:
+        if method in NEEDS and method != "push_weights":  # around which engines are awake, see mrl.turns
+            self.before(self.role)
 
     def _wait(self, method: str, futures: list[Any]) -> list[Any]:
         return self._waiter.get(futures, self.timeout_s, f"{method}() on {self._all}")

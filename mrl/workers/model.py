@@ -27,9 +27,11 @@ from parallel import checkpoint, groups, schedule
 from parallel.capabilities import capabilities
 from parallel.collectives import sum_over
 from parallel.device import device
+from parallel.offload import Offload
 from parallel.optimizer import build_optimizer, set_lr, wrap
 from parallel.optimizer_settings import AdamW
 from parallel.packing import pack
+from parallel.residence import Residence
 from parallel.saving import Save
 from parallel.schedule import LossOf, Report
 
@@ -54,6 +56,7 @@ class TrainedModel:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
         self._reference: list[Tensor] | None = None
         self._save: Save | None = None
+        self.offload = Offload(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
         self._pack = partial(
             pack,
             device=device(),
@@ -66,6 +69,17 @@ class TrainedModel:
     def reset_optimizer(self, settings: AdamW) -> None:
         """Start over with fresh optimizer state around the current weights (between supervised and RL stages)."""
         self.optimizer = build_optimizer(self.chunks, settings)
+
+    def sleep(self, keep_weights: bool) -> int:
+        """Give back the device's memory, but for the weights where they are to be kept; all ranks call this.
+
+        Returns the bytes that this process still has there.
+        """
+        return self.offload.move(Residence.WEIGHTS if keep_weights else Residence.NOTHING)
+
+    def wake(self) -> None:
+        """Have all memory on the device again; what was there is, bit by bit, but for gradients. All ranks call this."""
+        self.offload.move(Residence.EVERYTHING)
 
     def keep_reference(self) -> None:
         """Remember the current weights, on the host, as those of the reference policy."""
@@ -264,13 +278,13 @@ class FolderSync:
             write = partial(model.write_hf, notes={})
             self._disk = DiskSync(urls, folder, layout_of, write, timeout_s)
 
-    def push(self, version: int) -> SyncReport:
-        """Write the current weights and have the engines load them as `version`."""
-        return self._model.hand_over(partial(self._push, version)) or SyncReport()
+    def push(self, version: int, released: bool = False) -> SyncReport:
+        """Write the current weights and have the engines load them as `version`; `released` as for LiveSync."""
+        return self._model.hand_over(partial(self._push, version, released)) or SyncReport()
 
-    def _push(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> SyncReport:
+    def _push(self, version: int, released: bool, tensors: Iterable[tuple[str, Tensor]]) -> SyncReport:
         assert self._disk is not None, "rank 0 talks with the engines"
-        return self._disk.push(tensors, version)
+        return self._disk.push(tensors, version, released)
 
     def close(self) -> None:
         """Let the engines go."""

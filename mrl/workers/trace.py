@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -80,5 +81,5 @@ def _whole(model: TrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
     kept = {}
     for name, tensor in tensors:
         if dist.get_rank() == 0:
-            kept[name] = tensor.detach().float().cpu().numpy().copy()
+            kept[name] = tensor.detach().to("cpu", torch.float32, copy=True).numpy()
     return kept

@@ -15,6 +15,7 @@ from mrl.autopsy.register import register, stacks
 from mrl.config import WeightSyncConfig
 from mrl.data.tokenizer import Chat
 from mrl.types import Column, Handle, Share, SyncReport, TokenBlock, UpdateReport
+from mrl.workers.awake import awake
 from mrl.workers.spec import ModelSpec
 from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
@@ -70,16 +71,32 @@ class TrainWorker:
         columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
         return dict(handle=ray.put(block), lengths=block.lengths, **columns)
 
+    def sleep(self, keep_weights: bool = False) -> int:
+        """Give back the device's memory, but for the weights where they are to be kept; bytes this process still has there.
+
+        Until `wake()`, calls that need what is gone raise RuntimeError. A save on its way has all it needs.
+        """
+        with doing("giving the device's memory back"):
+            return self.model.sleep(keep_weights)
+
+    def wake(self) -> None:
+        """Have the memory on the device again, as it was."""
+        with doing("taking the device's memory again"):
+            self.model.wake()
+
+    @awake
     def reset_optimizer(self, **settings: Any) -> None:
         """Fresh optimizer state around the current weights."""
         from parallel.optimizer_settings import AdamW
 
         self.model.reset_optimizer(AdamW(**settings))
 
+    @awake
     def keep_reference(self) -> None:
         """Remember the current weights as the reference policy's."""
         self.model.keep_reference()
 
+    @awake
     def compute(self, block: TokenBlock, share: Share, what: str, **how: Any) -> Handle | None:
         """This replica's part of the column `what` [R]; a handle on one rank of the replica, None on the others."""
         from mrl.workers.columns import compute
@@ -88,6 +105,7 @@ class TrainWorker:
             part = compute(self.model, what, block, share, **how)
         return ray.put(part) if part else None
 
+    @awake
     def update(
         self, block: TokenBlock, shares: list[Share], columns: Mapping[str, Column] | None = None, **how: Any
     ) -> list[UpdateReport]:
@@ -98,6 +116,7 @@ class TrainWorker:
         with doing("updating the weights"):
             return self.model.update(block.with_columns(**columns or {}), shares, **how)
 
+    @awake
     def trace(
         self, block: TokenBlock, share: Share, loss: Loss | None, lr: float, temperature: float, folder: str
     ) -> Any:
@@ -106,12 +125,14 @@ class TrainWorker:
 
         return trace(self.model, block, share, loss, lr, temperature).stored(folder)
 
+    @awake
     def trace_layers(self, block: TokenBlock, share: Share, loss: Loss | None, temperature: float, folder: str) -> Any:
         """A step up to its gradients, layer by layer, tensors in `folder`."""
         from mrl.workers.trace import trace_layers
 
         return trace_layers(self.model, block, share, loss, temperature).stored(folder)
 
+    @awake
     def keep_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
         """This rank's part of a capsule: batch and random numbers, and the current weights as a Hugging Face folder."""
         from mrl.workers import capsule
@@ -122,6 +143,7 @@ class TrainWorker:
             if weights:
                 self.model.export_hf(f"{folder}/{capsule.WEIGHTS}", {})
 
+    @awake
     def begin_from(self, folder: str, weights: str | None) -> bool:
         """Take up what a capsule kept: the weights of the checkpoint `weights`, if any, and the states of random numbers.
 
@@ -136,6 +158,7 @@ class TrainWorker:
             rng.restore(states)
         return states is not None
 
+    @awake
     def look(self, block: TokenBlock, share: Share, temperature: float) -> dict[int, Any]:
         """Row -> log-probabilities or values, on one rank of those that have them."""
         from mrl.workers.trace import look
@@ -161,23 +184,31 @@ class TrainWorker:
         self._collectives.watch()  # the sync has a group of its own
         return {}
 
-    def push_weights(self, version: int) -> SyncReport:
-        """Bring the current weights to the engines as `version`; what this rank sent."""
-        with doing(f"pushing version {version} of the weights"):
-            return self._sync.push(version) if self._sync is not None else SyncReport()
+    @awake
+    def push_weights(self, version: int, released: bool = False) -> SyncReport:
+        """Bring the current weights to the engines as `version`; what this rank sent.
 
+        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        """
+        with doing(f"pushing version {version} of the weights"):
+            return self._sync.push(version, released) if self._sync is not None else SyncReport()
+
+    @awake
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
         """Write the current weights as a Hugging Face folder, with `notes` (file name -> text) beside them."""
         self.model.export_hf(folder, notes or {})
 
+    @awake
     def save(self, folder: str) -> None:
         """Write a distributed checkpoint; the folder appears when it is complete."""
         self.model.save(folder)
 
+    @awake
     def load(self, folder: str) -> bool:
         """Restore a distributed checkpoint; whether random number generators were restored too (same layout)."""
         return self.model.load(folder)
 
+    @awake
     def begin_save(self, folder: str, asynchronous: bool) -> None:
         """Start writing a distributed checkpoint into `folder`, in place; `finish_save` completes it."""
         self.model.begin_save(folder, asynchronous)
@@ -194,10 +225,12 @@ class TrainWorker:
         """Give up what `begin_save` began, if anything."""
         self.model.abandon_save()
 
+    @awake
     def save_reference(self, folder: str) -> None:
         """Write the reference policy's weights as a checkpoint without optimizer."""
         self.model.save_reference(folder)
 
+    @awake
     def load_reference(self, folder: str) -> None:
         """Take the reference policy's weights from what `save_reference` wrote."""
         self.model.load_reference(folder)

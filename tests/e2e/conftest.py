@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 TAG = "MRL_TEST_RUN"
+PATIENCE = 3  # times what a run takes on a machine of its own: how long nobody minds
 
 
 def tagged(tag: str) -> list[psutil.Process]:
@@ -41,10 +42,10 @@ class Run:
 
     def finish(self, timeout_s: float = 240) -> "Run":
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGTERM)
-            raise AssertionError(f"no end after {timeout_s} s:\n{self.output()[-3000:]}") from None
+            raise AssertionError(f"no end after {PATIENCE * timeout_s} s:\n{self.output()[-3000:]}") from None
         return self
 
     def output(self) -> str:
@@ -202,5 +203,5 @@ def engine(qwen3_folder, tmp_path_factory):
     args = default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}
     with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:
         model = Qwen3ForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
-        server.wait_ready(timeout_s=180)
-        yield Engine(server, EngineClient(server.url, timeout_s=60), model, qwen3_folder)
+        server.wait_ready(timeout_s=480)
+        yield Engine(server, EngineClient(server.url, timeout_s=240), model, qwen3_folder)

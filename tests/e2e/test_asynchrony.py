@@ -52,8 +52,8 @@ def test_without_staleness_the_asynchronous_run_is_the_synchronous_one(start_mrl
 
 
 MODES = {
-    "one step off": (["rollout.mode=one_step_off"], 1),
-    "async": (["rollout.mode=async", "rollout.max_staleness=3"], 3),
+    "one step off, on the same devices by turns": (["rollout.mode=one_step_off", "placement=colocated"], 1),
+    "asynchronous": (["rollout.mode=async", "rollout.max_staleness=3"], 3),
 }
 
 
@@ -86,7 +86,7 @@ def test_an_engine_tells_which_version_made_which_token(engine):
         engine.client.set_weight_version("77")
         engine.client.flush_cache()
         engine.client.resume()
-        asking.join(60)
+        asking.join(240)
     finally:
         engine.client.resume()
         engine.client.set_weight_version(before)

@@ -54,7 +54,7 @@ def run(start_mrl, quickstart, tmp_path_factory):
 def replay(run, step: int, *arguments: str) -> tuple[int, str, dict]:
     folder = run.folder / f"capsules/step_{step:06d}"
     line = [sys.executable, "-m", "mrl.cli", "replay", str(folder), *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1) and (folder / "replay/replay.json").exists(), done.stdout + done.stderr
     return done.returncode, done.stdout, json.loads((folder / "replay/replay.json").read_text())
 

@@ -52,7 +52,7 @@ import json, sys
 from mrl.rollout.server import EngineServer, default_server_args
 server = EngineServer(default_server_args("float32", 512) | {"model_path": sys.argv[1]}, sys.argv[2])
 server.start()
-server.wait_ready(180)
+server.wait_ready(480)
 memory = (server._scratch.path / "shared_memory").read_text().split()
 print(json.dumps({"port": server.port, "pids": [p.pid for p in server.processes()], "memory": memory}), flush=True)
 sys.stdin.readline()

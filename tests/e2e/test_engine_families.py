@@ -40,8 +40,8 @@ def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_pa
     other = make_family(name, tmp_path / "other", initializer_range=0.15, **sizes)
     args = default_server_args("float32", 64) | {"model_path": str(first), "random_seed": 0}
     with EngineServer(args, tmp_path / "engine.log") as server:
-        server.wait_ready(timeout_s=180)
-        client = EngineClient(server.url, timeout_s=60)
+        server.wait_ready(timeout_s=480)
+        client = EngineClient(server.url, timeout_s=240)
         assert gap(client, first) < LOGPROB_TOLERANCE < gap(client, other)
 
         tensors = load_file(other / "model.safetensors")

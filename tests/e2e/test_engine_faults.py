@@ -55,7 +55,7 @@ def two(qwen3_folder, tmp_path):
     own = dict(model_path=str(qwen3_folder), num_engines=2, server_args=arguments, deterministic=True)
     engines = Engines(spec_of(tmp_path, **own, faults=faults, request_timeout_s=120.0))
     try:
-        engines.wait_ready(180)
+        engines.wait_ready(480)
         yield engines
     finally:
         engines.close()

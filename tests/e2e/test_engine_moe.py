@@ -36,8 +36,8 @@ def client(folders, tmp_path_factory):
         "random_seed": 0,
     }
     with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:
-        server.wait_ready(timeout_s=180)
-        yield EngineClient(server.url, timeout_s=60)
+        server.wait_ready(timeout_s=480)
+        yield EngineClient(server.url, timeout_s=240)
 
 
 @torch.no_grad()

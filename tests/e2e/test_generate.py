@@ -36,7 +36,7 @@ def continued(start_mrl, keys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("continued") / "answers"
     keys = [*keys, f"generate.output={folder}", "generate.prompts_per_file=8"]
     run = start_mrl("generate", *keys, "generate.requests_in_flight=4")
-    end = time.monotonic() + 150
+    end = time.monotonic() + 600
     while len(list(folder.glob("responses_*.parquet"))) < 3:
         assert time.monotonic() < end and run.process.poll() is None, run.output()
         time.sleep(0.01)

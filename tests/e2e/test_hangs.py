@@ -43,7 +43,7 @@ class Hung:
     @cached_property
     def replicas(self):
         """They start while other tests run."""
-        self._replicas.wait_ready(240.0)
+        self._replicas.wait_ready(480)
         self.update(self._replicas)
         return self._replicas
 

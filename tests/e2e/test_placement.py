@@ -23,15 +23,15 @@ from mrl.rollout.host import HostedEngine
 from mrl.rollout.server import default_server_args
 
 
-def bundle(_) -> tuple[str, set[str]]:
-    """In a process of Ray: its placement group, and the numbers of its bundles in that."""
-    context = ray.get_runtime_context()
-    group, held = context.get_placement_group_id(), context.get_assigned_resources()
-    parts = [name.removesuffix(f"_{group}").split("_group") for name in held if name.endswith(group)]
-    return group, {number.strip("_") for _, number in parts if number}
-
-
 def bundles(*actors) -> list[tuple[str, set[str]]]:
+    """Of each: its placement group, and the numbers of its bundles in that, as Ray tells the process itself."""
+
+    def bundle(_: object) -> tuple[str, set[str]]:
+        held = ray._private.worker.global_worker.core_worker.resource_ids()  # the public call leaves bundles out
+        group = ray.get_runtime_context().get_placement_group_id()
+        parts = [name.removesuffix(f"_{group}").partition("_group")[2] for name in held if name.endswith(group)]
+        return group, {part.strip("_") for part in parts if part}
+
     return ray.get([actor.__ray_call__.remote(bundle) for actor in actors], timeout=60)
 
 
@@ -74,7 +74,7 @@ def hosted(places, number: int, folder, model) -> HostedEngine:
 
 
 def greedy(url: str) -> list[int]:
-    with EngineClient(url, timeout_s=60) as client:
+    with EngineClient(url, timeout_s=240) as client:
         (answer,) = client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])
     return answer.token_ids
 
@@ -97,7 +97,7 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         assert slot.device == "0" and slot.options["num_gpus"] == 0.99
         server = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         server.start()
-        server.wait_ready(180)
+        server.wait_ready(480)
         assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
@@ -106,10 +106,10 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         wait_for(lambda: not any(process.is_running() for process in processes), 60)
         assert server.was_killed
         server.stop()
+        wait_for(lambda: places["engines"].slots()[0].node != slot.node, 60)
         again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         again.start()
-        assert places["engines"].slots()[0].node != slot.node
-        again.wait_ready(180)
+        again.wait_ready(480)
         assert greedy(again.url) == expected
         left = serving(by_id[places["engines"].slots()[0].node])
         again.stop()

@@ -71,7 +71,7 @@ GcsClient(address=sys.argv[1]).internal_kv_keys(b"", timeout=20)
 def asks_ray(address: str, env: dict[str, str]) -> subprocess.CompletedProcess:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return subprocess.run(
-        [sys.executable, "-c", ASK_RAY, address], env=ours | env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ASK_RAY, address], env=ours | env, capture_output=True, text=True, timeout=400
     )
 
 
@@ -101,7 +101,7 @@ def guarded(start_mrl, quickstart):
         secret = "sglang.served_model_name='${oc.env:JUDGE_API_KEY}'"  # SGLang says it, and wandb is told it
         more = ["trainer.max_steps=100000", "trainer.save=false", "sglang.log_level=info", "tracking.wandb=true"]
         run = start_mrl("train", *quickstart, secret, *more)
-    end = time.monotonic() + 240
+    end = time.monotonic() + 720
     while not (run.folder / "metrics.jsonl").exists() or not run.metrics():
         assert run.process.poll() is None and time.monotonic() < end, run.output()
         time.sleep(0.2)

@@ -48,7 +48,7 @@ def make_model(folder: Path, family: str, head: str):
 def served(folder: Path, log: Path, **more):
     args = default_server_args("float32", 512) | {"model_path": str(folder), "random_seed": 0} | more
     with EngineServer(args, log) as server:
-        server.wait_ready(timeout_s=180)
+        server.wait_ready(timeout_s=480)
         yield server.url
 
 

@@ -50,7 +50,7 @@ class Soak:
 
     def strike(self, kind: str) -> None:
         """Kill the next process of this kind, once the run has come farther than when the last one was killed."""
-        training, end = self.chance.random() < 0.75, time.monotonic() + 300
+        training, end = self.chance.random() < 0.75, time.monotonic() + 600
         while training and num_steps(self.folder) <= self.reached and self.goes_on() and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(self.chance.uniform(0, self.pause_s))
@@ -69,7 +69,7 @@ class Soak:
         return status != 0
 
     def finish(self) -> None:
-        end = time.monotonic() + 900
+        end = time.monotonic() + 1500
         while self.goes_on() and self.starts < 60:
             assert time.monotonic() < end, self.run.output()[-5000:]
             time.sleep(0.2)

@@ -9,7 +9,7 @@ import pytest
 PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
 
-def wait_for(condition, timeout_s: float = 180) -> None:
+def wait_for(condition, timeout_s: float = 600) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -25,7 +25,7 @@ def served_gap(folder, model, prompt: list[int]) -> float:
 
     args = default_server_args("float32", 64) | {"model_path": str(folder)}
     with EngineServer(args, folder.parent / "logs/fresh_engine.log") as server:
-        server.wait_ready(timeout_s=120)
+        server.wait_ready(timeout_s=480)
         (done,) = EngineClient(server.url).generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
     with torch.no_grad():
         logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]

@@ -59,7 +59,7 @@ class Made:
 
     def gather(self, first, rows, step, timeout_s=10.0):
         self.stream.admit(first, rows, step)
-        self.stream.go_on()
+        self.stream.go_on(step)
         return self.stream.wait(step, timeout_s)
 
 
@@ -128,7 +128,7 @@ def test_a_restart_gives_up_what_is_in_the_making(make):
     server = Slow()
     made = make(Window(SIZE, 1), server)
     assert made.gather(0, [3, 3, 500, 500], 0)
-    made.stream.restart(2, [Ticket(0, 8, 0), Ticket(1, 9, 0)])
+    made.stream.restart(2, [Ticket(0, 8, 0), Ticket(1, 9, 0)], 0)
     assert [ticket.number for ticket in made.stream.waiting()] == [0, 1] and made.stream.room() == 2
     chosen = made.gather(2, [500, 500], 0)
     assert chosen and [group.samples[0].row for group in chosen.groups] == [8, 9]
@@ -143,14 +143,14 @@ def test_a_draft_of_before_a_restart_is_not_taken(make):
 
     made = make(Window(1, 0), Slow(), score=wait)
     made.stream.admit(0, [2], 0)
-    made.stream.go_on()
+    made.stream.go_on(0)
     while not made.engines._service.engines or made.engines._service.engines[0].pending:
         time.sleep(0.01)
     time.sleep(0.1)
-    made.stream.restart(0, [])
+    made.stream.restart(0, [], 0)
     gate.set()
     made.stream.admit(0, [4], 0)
-    made.stream.go_on()
+    made.stream.go_on(0)
     chosen = made.stream.wait(0, 10)
     assert chosen and chosen.groups[0].samples[0].row == 4
 
@@ -161,7 +161,7 @@ def test_without_an_engine_a_step_ends_and_is_asked_again(make):
     with pytest.raises(NoEngineError, match="has computed nothing"):
         made.gather(0, [300, 1], 0)
     made.engines.wait_ready(5)  # it is back
-    made.stream.restart(0, [Ticket(0, 1, 0), Ticket(1, 1, 0)])
+    made.stream.restart(0, [Ticket(0, 1, 0), Ticket(1, 1, 0)], 0)
     chosen = made.gather(2, [], 0)
     assert chosen and chosen.numbers == [0, 1]
 

@@ -93,9 +93,28 @@ def test_a_window_goes_on_from_its_waiting_tickets():
     window.finish(0, "a", True)
     assert [ticket.number for ticket in window.waiting] == [0, 1, 2, 3]
     again = Window(2, 1)
-    again.restore(window.drawn, window.waiting)
+    again.restore(window.drawn, window.waiting, 0)
     assert again.waiting == window.waiting and again.room() == 0
     again.take([0, 1])
     assert again.room() == 2 and again.admit([9], 1) == [Ticket(4, 9, 1)]
     with pytest.raises(AssertionError, match="room for 1"):
         again.admit([1, 2], 1)
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.booleans(), DURATIONS)
+def test_a_window_that_holds_less_takes_up_what_was_drawn(size, before, staleness, step, in_order, durations):
+    """A run goes on with another staleness: nothing is lost, and nothing is asked for too early."""
+    wide, narrow = Window(size, before), Window(size, staleness, in_order=in_order)
+    run(wide, step, durations)
+    waiting = wide.waiting
+    narrow.restore(wide.drawn, waiting, step)
+    trained: list[int] = []
+    for now in range(step, step + before + 2):
+        narrow.admit([7] * narrow.room(), now)
+        for number, ticket in list(narrow.open.items()):
+            if ticket.born <= now:
+                narrow.finish(number, "", True)
+        found = narrow.choose(now)
+        assert found and len(found.numbers) == size
+        trained += found.numbers
+    assert {ticket.number for ticket in waiting} <= set(trained) and len(set(trained)) == len(trained)

@@ -1,0 +1,322 @@
+"""A model whose memory is given back and taken again between steps trains as one that never slept, bit by bit."""
+
+import pytest
+import torch
+from models_for_layouts import make
+from test_layouts import ragged_block, share_of
+
+from mrl.algorithms.losses import CrossEntropy
+from mrl.workers.spec import ModelSpec
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+from parallel.residence import Residence
+
+LR, STEPS = 1e-2, 3
+LAYOUTS = [
+    ("dense", ParallelDims(), "bfloat16"),
+    ("dense", ParallelDims(tp=2, pp=2), "float32"),
+    ("tied", ParallelDims(pp=2, dp=2), "bfloat16"),
+    ("dense", ParallelDims(pp=2, vpp=2), "bfloat16"),
+    ("moe", ParallelDims(dp=2, ep=2), "bfloat16"),
+    ("moe", ParallelDims(tp=2, ep=2, etp=1), "float32"),
+    ("deepseek", ParallelDims(dp=2, ep=2), "bfloat16"),  # its router has a bias, which is no parameter
+]
+
+
+def make_actor(path, dims: ParallelDims, dtype: str, trained: bool = True):
+    from mrl.workers.actor import Actor
+
+    optimizer = AdamW(lr=LR, betas=(0.9, 0.98), eps=1e-6) if trained else None
+    return Actor(ModelSpec(str(path), dims, dtype, optimizer, {}))
+
+
+def train(actor, dims: ParallelDims, rank: int) -> dict[str, str]:
+    """One step; every number reported, bit by bit (nothing sampled these tokens: some are NaN)."""
+    block = ragged_block(40)
+    report = actor.update(block, [share_of(block, dims, 40, rank)], CrossEntropy(), [LR])[0]
+    numbers = {**report.sums, **report.maxima}
+    return {name: float(value).hex() for name, value in numbers.items() if name != "seconds"}
+
+
+def logprobs(actor, dims: ParallelDims, rank: int) -> list[bytes]:
+    block = ragged_block(40)
+    return [raw(column) for column in actor.compute_logprobs(block, share_of(block, dims, 40, rank))]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """A copy, so that the tensor's memory can still be given back."""
+    return tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def weights(actor) -> list[torch.Tensor]:
+    return list(actor._weights())
+
+
+def state(actor) -> list[torch.Tensor]:
+    from parallel.optimizer_state import tensors_of
+
+    return list(tensors_of(actor.optimizer))
+
+
+def gradients(actor) -> list[torch.Tensor]:
+    return [b.grad_data for c in actor.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+
+
+def nbytes(tensors) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def places(tensors) -> list[tuple]:
+    """Which storage each lies in, and where."""
+    return [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()) for t in tensors]
+
+
+def everything(actor) -> list[bytes]:
+    return [raw(tensor) for tensor in (*weights(actor), *state(actor))]
+
+
+def train_awake(rank: int, path, dims: ParallelDims, dtype: str):
+    actor = make_actor(path, dims, dtype)
+    found = [(train(actor, dims, rank), logprobs(actor, dims, rank)) for _ in range(STEPS)]
+    return found, everything(actor)
+
+
+def train_between_sleeps(rank: int, path, dims: ParallelDims, dtype: str):
+    actor, found = make_actor(path, dims, dtype), []
+    for _ in range(STEPS):
+        sleep_and_wake(actor)  # the first time before there is any optimizer state
+        losses = train(actor, dims, rank)
+        assert actor.sleep(keep_weights=True) > 0
+        found.append((losses, logprobs(actor, dims, rank)))
+        actor.wake()
+    return found, everything(actor)
+
+
+def sleep_and_wake(actor) -> None:
+    before, where = everything(actor), places([*weights(actor), *state(actor)])
+    sizes = nbytes(gradients(actor))
+    assert actor.sleep(keep_weights=False) == 0 == actor.sleep(keep_weights=False)
+    assert not any(nbytes([*weights(actor), *state(actor), *gradients(actor)]))
+    assert actor.offload.residence is Residence.NOTHING
+    actor.wake()
+    actor.wake()
+    assert actor.offload.residence is Residence.EVERYTHING
+    assert everything(actor) == before and places([*weights(actor), *state(actor)]) == where
+    assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
+
+
+@pytest.mark.parametrize(("kind", "dims", "dtype"), LAYOUTS, ids=str)
+def test_training_between_sleeps_is_training_bit_by_bit(run_ranks, tmp_path, kind, dims, dtype):
+    make(kind, tmp_path)
+    expected = run_ranks(dims, train_awake, tmp_path, dims, dtype)
+    assert run_ranks(dims, train_between_sleeps, tmp_path, dims, dtype) == expected
+    losses = [sum(float.fromhex(found[step][0].get("loss", "0")) for found, _ in expected) for step in range(STEPS)]
+    assert losses[-1] < losses[0]  # it is trained at all
+
+
+def levels(rank: int, path, dims: ParallelDims, dtype: str):
+    """From every level to every other, weights on the device where they belong and nothing else."""
+    actor = make_actor(path, dims, dtype)
+    train(actor, dims, rank)
+    before, held = everything(actor), sum(set_of_bytes(weights(actor)))
+    moves = {
+        Residence.NOTHING: lambda: actor.sleep(keep_weights=False),
+        Residence.WEIGHTS: lambda: actor.sleep(keep_weights=True),
+        Residence.EVERYTHING: actor.wake,
+    }
+    for first in moves:
+        for second in moves:
+            moves[first]()
+            left = moves[second]()
+            assert actor.offload.residence is second
+            assert bool(min(nbytes(weights(actor)))) == (second >= Residence.WEIGHTS)
+            own = [t for t in state(actor) if t.untyped_storage()._cdata not in storages(weights(actor))]
+            assert own and all(bool(n) == (second is Residence.EVERYTHING) for n in nbytes([*own, *gradients(actor)]))
+            if second is not Residence.EVERYTHING:
+                assert left == (held if second is Residence.WEIGHTS else 0)
+    actor.wake()
+    assert everything(actor) == before
+
+
+def storages(tensors) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def set_of_bytes(tensors) -> list[int]:
+    return list({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_every_level_is_reached_from_every_other(run_ranks, tmp_path):
+    make("moe", tmp_path)
+    dims = ParallelDims(dp=2, ep=2)
+    run_ranks(dims, levels, tmp_path, dims, "bfloat16")
+
+
+def host_memory(rank: int, path, dims: ParallelDims):
+    actor = make_actor(path, dims, "bfloat16")
+    train(actor, dims, rank)
+    parts, blocks = (actor.offload._weights, actor.offload._state), []
+    for _ in range(3):
+        actor.sleep(keep_weights=True)  # the optimizer goes first, and comes back last
+        actor.sleep(keep_weights=False)
+        actor.sleep(keep_weights=True)
+        actor.sleep(keep_weights=False)
+        blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
+        actor.wake()
+    actor.reset_optimizer(AdamW(lr=LR))  # other storages, of the same size
+    train(actor, dims, rank)
+    before = everything(actor)
+    actor.sleep(keep_weights=False)
+    blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
+    actor.wake()
+    assert everything(actor) == before
+    return blocks
+
+
+def test_memory_on_the_host_is_taken_once(run_ranks, tmp_path, monkeypatch):
+    from parallel import offload
+
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 1000)  # storages lie across many blocks
+    make("dense", tmp_path)
+    for blocks in run_ranks(ParallelDims(tp=2), host_memory, tmp_path, ParallelDims(tp=2)):
+        assert len(blocks[0][0]) > 10 and all(later == blocks[0] for later in blocks)
+
+
+def failing_moves(rank: int, path):
+    """(bytes of everything before, after) moves that the host or the device has no memory for."""
+    from parallel import offload
+
+    actor = make_actor(path, ParallelDims(), "bfloat16")
+    train(actor, ParallelDims(), rank)
+    before, real = everything(actor), offload.host_memory
+    left = [2]
+
+    def refuse(nbytes: int):
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no memory")
+        return real(nbytes)
+
+    offload.host_memory = refuse
+    with pytest.raises(MemoryError):
+        actor.sleep(keep_weights=False)
+    offload.host_memory = real
+    actor.wake()
+    assert everything(actor) == before
+    actor.sleep(keep_weights=False)
+    pieces, calls = offload._pieces, [0]
+
+    def refuse_some(storage, spans):
+        calls[0] += 1
+        if calls[0] == 5:
+            raise MemoryError("no memory")
+        return pieces(storage, spans)
+
+    offload._pieces = refuse_some
+    with pytest.raises(MemoryError):
+        actor.wake()
+    assert actor.offload.residence is not Residence.EVERYTHING
+    offload._pieces = pieces
+    actor.sleep(keep_weights=False)
+    assert not any(nbytes([*weights(actor), *state(actor)]))
+    actor.wake()
+    assert everything(actor) == before
+
+
+def test_a_move_that_fails_can_be_repeated_or_taken_back(run_ranks, tmp_path, monkeypatch):
+    from parallel import offload
+
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 1000)
+    make("dense", tmp_path)
+    run_ranks(ParallelDims(), failing_moves, tmp_path)
+
+
+def frozen(rank: int, path, dims: ParallelDims):
+    model = make_actor(path, dims, "bfloat16", trained=False)
+    before = logprobs(model, dims, rank)
+    assert model.sleep(keep_weights=True) > 0 and logprobs(model, dims, rank) == before
+    assert model.sleep(keep_weights=False) == 0
+    model.wake()
+    assert logprobs(model, dims, rank) == before
+
+
+def test_a_model_that_is_not_trained_sleeps_too(run_ranks, tmp_path):
+    make("moe", tmp_path)
+    run_ranks(ParallelDims(tp=2), frozen, tmp_path, ParallelDims(tp=2))
+
+
+def reference(rank: int, path, dims: ParallelDims):
+    actor = make_actor(path, dims, "bfloat16")
+    actor.keep_reference()
+    block = ragged_block(40)
+    share = share_of(block, dims, 40, rank)
+    before = [raw(column) for column in actor.compute_reference_logprobs(block, share)]
+    for _ in range(2):
+        train(actor, dims, rank)
+        actor.sleep(keep_weights=False)
+        actor.wake()
+    assert [raw(column) for column in actor.compute_reference_logprobs(block, share)] == before
+    return before != logprobs(actor, dims, rank)
+
+
+def test_the_reference_policy_outlives_sleep(run_ranks, tmp_path):
+    make("dense", tmp_path)
+    assert any(run_ranks(ParallelDims(tp=2), reference, tmp_path, ParallelDims(tp=2)))
+
+
+def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
+    """Writers begin when the model has slept, waked and trained on."""
+    from test_checkpoints import hold_writers
+
+    gate = folder.with_name("gate")
+    actor = make_actor(path, dims, "bfloat16")
+    train(actor, dims, rank)
+    before = everything(actor)
+    hold_writers(gate)
+    actor.begin_save(folder, asynchronous=True)
+    assert actor.sleep(keep_weights=False) == 0
+    torch.distributed.barrier()
+    gate.touch()
+    actor.finish_save(60)
+    actor.wake()
+    train(actor, dims, rank)
+    assert actor.load(folder)
+    assert everything(actor) == before
+    actor.export_hf(folder.with_name("hf"), {})
+    assert actor.sleep(keep_weights=False) == 0  # whoever reads weights leaves them as they were
+
+
+def test_a_checkpoint_on_its_way_does_not_keep_memory_nor_lose_any(run_ranks, tmp_path):
+    make("dense", tmp_path / "model")
+    dims = ParallelDims(tp=2, dp=2)
+    run_ranks(dims, save_then_sleep, tmp_path / "model", tmp_path / "checkpoint", dims)
+
+
+def refusals(rank: int, path) -> dict[Residence, list[tuple[str, str]]]:
+    """(method, what it says) of each call that needs what is not on the device, by what is."""
+    from mrl.workers.awake import NEEDS
+    from mrl.workers.worker import TrainWorker
+
+    worker = object.__new__(TrainWorker)  # as after setup(), without Ray
+    worker.model = make_actor(path, ParallelDims(), "float32")
+    said: dict[Residence, list[tuple[str, str]]] = {}
+    for level in (Residence.NOTHING, Residence.WEIGHTS):
+        worker.sleep(keep_weights=level is Residence.WEIGHTS)
+        for name in [name for name, needed in NEEDS.items() if needed > level]:
+            with pytest.raises(RuntimeError) as caught:
+                getattr(worker, name)()
+            said.setdefault(level, []).append((name, str(caught.value)))
+    worker.wake()
+    with pytest.raises(TypeError):  # awake, it is the method itself that misses its arguments
+        worker.update()
+    return said
+
+
+def test_a_sleeping_model_refuses_what_it_cannot_do(run_ranks, tiny_qwen3):
+    from mrl.workers.awake import NEEDS
+
+    (said,) = run_ranks(ParallelDims(), refusals, tiny_qwen3())
+    assert len(said[Residence.NOTHING]) == len(NEEDS) > len(said[Residence.WEIGHTS]) > 0
+    for level, lines in said.items():
+        for name, line in lines:
+            assert line.startswith(f"{name}() needs ") and f"where {level.name.lower()} is" in line

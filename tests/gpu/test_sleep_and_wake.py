@@ -1,0 +1,125 @@
+"""Memory of a GPU that a sleeping trainer and a sleeping engine give back. Run with `pytest -m gpu`.
+
+Everything runs in processes of its own: CUDA does not survive a fork.
+"""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from tiny_families import make_family
+
+TRAINER = """
+import sys
+import numpy as np, torch
+from mrl.algorithms.losses import CrossEntropy
+from mrl.algorithms.reduce import token_weights
+from mrl.types import Share, TokenBlock
+from mrl.workers.actor import Actor
+from mrl.workers.spec import ModelSpec
+from parallel import device, groups
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+from parallel.optimizer_state import tensors_of
+
+device.init_process_group(0, 1, "127.0.0.1", 29513, 60)
+groups.initialize(ParallelDims(), 0)
+actor = Actor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", AdamW(lr=1e-3), {}))
+rng = np.random.default_rng(0)
+prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
+responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
+block = TokenBlock.from_lists(prompts, responses)
+share = Share((np.arange(6),), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
+
+def train():
+    actor.update(block, [share], CrossEntropy(), [1e-3])
+
+def everything():
+    return [t.detach().clone().cpu() for t in (*actor._weights(), *tensors_of(actor.optimizer))]
+
+def free():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+train()
+total = torch.ones(1, device="cuda")
+torch.distributed.all_reduce(total)  # NCCL has its buffers
+weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
+state = sum(t.numel() * t.element_size() for t in tensors_of(actor.optimizer))
+assert weights > 50e6 and state > 5 * weights
+before, awake = everything(), free()
+kept = actor.sleep(keep_weights=True)
+assert free() - awake >= state, (free() - awake, state)
+asleep = actor.sleep(keep_weights=False)
+assert free() - awake >= weights + state, (free() - awake, weights + state)
+assert kept - asleep >= weights and asleep < 0.2 * weights, (kept, asleep, weights)
+host = [[block.data_ptr() for block in part._blocks] for part in (actor.offload._weights, actor.offload._state)]
+assert all(block.is_pinned() for part in (actor.offload._weights, actor.offload._state) for block in part._blocks)
+actor.wake()
+torch.distributed.all_reduce(total)
+assert total.item() == 1.0
+assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+actor.sleep(keep_weights=False)
+assert host == [[b.data_ptr() for b in part._blocks] for part in (actor.offload._weights, actor.offload._state)]
+actor.wake()
+train()
+assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+"""
+
+ENGINE = """
+import sys, threading
+import torch
+from mrl.rollout.client import EngineClient, SamplingParams
+from mrl.rollout.server import EngineServer, default_server_args
+from mrl.rollout.server_args import memory_saver_args
+from mrl.weight_sync.memory import EngineMemory
+
+folder, log = sys.argv[1:]
+args = default_server_args("bfloat16", 512) | memory_saver_args() | {"model_path": folder, "mem_fraction_static": 0.3}
+with EngineServer(args, log) as server:
+    server.wait_ready(300)
+    client, memory = EngineClient(server.url, 60), EngineMemory(lambda: [server.url], 60)
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+    client.generate([[5, 6, 7]], sampling)
+    awake, total = torch.cuda.mem_get_info()
+    memory.sleep()
+    asleep, _ = torch.cuda.mem_get_info()
+    assert asleep - awake > 0.2 * total, (awake, asleep, total)  # weights and KV cache are 0.3 of it
+    done = []
+    asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
+    asking.start()
+    memory.wake_weights()
+    client.update_weights_from_disk(folder)
+    assert torch.cuda.mem_get_info()[0] - awake > 0.1 * total and not done
+    memory.wake_cache()
+    asking.join(60)
+    assert len(done[0][0].token_ids) == 200
+"""
+
+
+def run(code: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A model of some 50 million parameters."""
+    path = tmp_path_factory.mktemp("qwen3")
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, head_dim=128)
+    make_family("qwen3", path, **sizes, num_hidden_layers=4, max_position_embeddings=512)
+    return str(path)
+
+
+@pytest.mark.gpu
+def test_a_sleeping_trainer_has_given_its_weights_and_optimizer_state_back(folder):
+    run(TRAINER, folder)
+
+
+@pytest.mark.gpu
+def test_a_sleeping_engine_has_given_its_weights_and_cache_back(folder, tmp_path):
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        pytest.skip("torch_memory_saver is not installed")
+    run(ENGINE, folder, str(tmp_path / "engine.log"))

@@ -1,0 +1,79 @@
+"""One experiment with actor, critic and engines under every placement and every mode of sampling. Run with `-m learning`.
+
+Synchronous runs are the same run, to the bit, wherever their processes are. A table is left in outputs/learning.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from test_every_algorithm_learns import OUTPUT
+
+pytestmark = [pytest.mark.learning, pytest.mark.timeout(1200)]
+
+MODES = {
+    "sync": (["rollout.mode=sync"], 0),
+    "one_step_off": (["rollout.mode=one_step_off"], 1),
+    "async": (["rollout.mode=async", "rollout.max_staleness=2"], 2),
+}
+PLACEMENTS = ("disaggregated", "mixed", "colocated")
+MODELS = {"dense": [], "experts": ["model=quickstart_moe", "sft.steps=45"]}
+GOAL, MAX_STEPS = 0.6, 100  # from a reward of about 0.1
+NOT_OF_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "placement/", "rollout/cached")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """(model, mode, placement) -> metrics by step; a table of them when all have run."""
+    found: dict[tuple[str, str, str], list[dict]] = {}
+    yield found
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    lines = ["| model | mode | placement | first 3 | last 5 | steps | s a step | age | switching s |", "|---" * 9 + "|"]
+    (OUTPUT / "placements.md").write_text(
+        "\n".join([*lines, *(row(*key, steps) for key, steps in found.items())]) + "\n"
+    )
+
+
+def row(model: str, mode: str, placement: str, steps: list[dict]) -> str:
+    def mean(name: str, part: list[dict]) -> float:
+        return float(np.mean([step.get(name, 0.0) for step in part]))
+
+    numbers = [mean("reward/mean", steps[:3]), mean("reward/mean", steps[-5:]), len(steps)]
+    costs = [mean(name, steps) for name in ("time/step_s", "rollout/token_age_mean_versions", "placement/switch_s")]
+    return f"| {model} | {mode} | {placement} | {' | '.join(f'{number:.4g}' for number in [*numbers, *costs])} |"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_quickstart_learns_under(start_mrl, inputs, runs, model, mode, placement):
+    folder, (overrides, staleness) = inputs.parent / f"inputs_{model}", MODES[mode]
+    short = [
+        f"trainer.stop_reward={GOAL}",
+        f"trainer.max_steps={MAX_STEPS}",
+        "trainer.save=false",
+        "trainer.eval_rows=16",
+    ]
+    task = [
+        "experiment=quickstart",
+        *MODELS[model],
+        "algorithm=ppo",
+        "algorithm.lr=3e-4",
+        f"data.inputs.folder={folder}",
+    ]
+    run = start_mrl("train", *task, *overrides, f"placement={placement}", *short, "tracking.wandb=false").finish(1100)
+    assert run.process.returncode == 0, run.output()
+    runs[model, mode, placement] = steps = run.metrics()
+    first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))
+    assert first < 0.25 and last >= GOAL, f"{first:.3f} -> {last:.3f} in {len(steps)} steps"
+    assert max(step["rollout/age_max_versions"] for step in steps) <= staleness
+    trained = [json.loads(line)["tickets"] for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert len({ticket for step in trained for ticket in step}) == 64 * len(steps), "each group once"
+    assert ("placement/switch_s" in steps[0]) == (placement != "disaggregated")
+    assert run.leftovers() == []
+    if mode == "sync" and (elsewhere := runs.get((model, mode, PLACEMENTS[0]))):
+        assert [of_learning(step) for step in steps] == [of_learning(step) for step in elsewhere]
+
+
+def of_learning(step: dict) -> dict:
+    return {name: value for name, value in step.items() if not name.startswith(NOT_OF_LEARNING)}
