@@ -42,8 +42,8 @@ def test_a_shape_that_trains_faster_says_so():
     """Engines that are always waited for: with staleness their time is hidden, and what is left is training and pushes."""
     slow = Speeds(SPEEDS.engine, 50.0, 0.0, 1.0)
     rows = {row.name: row for row in what_if(lengths_of(1), slow, Setup(N, 1, 0, in_order=True), Gpus(1, 1), 24)}
-    assert rows["staleness 4"].seconds == pytest.approx(51.0) and rows["staleness 4"].of_best == pytest.approx(1)
-    assert rows["as it is"].seconds > 51.5
+    assert rows["staleness 4"].seconds == pytest.approx(51.0) and rows["staleness 4"].of_best > 0.99
+    assert rows["as it is"].seconds > 51.5 and max(row.of_best for row in rows.values()) <= 1
 
 
 def test_a_recorded_run_is_fitted_compared_and_drawn(tmp_path, capsys):
