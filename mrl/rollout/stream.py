@@ -45,7 +45,9 @@ class Stream:
         together: Callable[[Sequence[Ticket]], Sequence[Sequence[Ticket]]],
     ) -> None:
         self.window, self.engines = window, engines
-        self._waited_s = self._scored_s = 0.0  # for groups; of that, while responses were scored; since they were read last
+        self._waited_s = self._scored_s = (
+            0.0  # for groups; of that, while responses were scored; since they were read last
+        )
         self._scoring_s = 0.0  # in all
         self._answer, self._score, self._keep, self._together = answer, score, keep, together
         self._changed = threading.Condition()  # guards all that follows, and the window
