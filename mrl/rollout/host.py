@@ -147,6 +147,7 @@ class HostedEngine:
             ray.get([host.stop.remote(timeout_s) for host in self._hosts], timeout=timeout_s + PATIENCE_S)
         for host in self._hosts:
             ray.kill(host)
+        self._hosts, self._started, self._ended = [], [], []
 
 
 def visible(slots: Sequence[Slot]) -> dict[str, str]:

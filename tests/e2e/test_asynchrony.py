@@ -5,11 +5,15 @@ import random
 import threading
 import time
 
+import httpx
 import pytest
+from http_engines import spec_of
 from test_resumed_runs import learning
 from test_soak import KINDS, Soak
 
 from mrl.rollout.client import SamplingParams
+from mrl.rollout.engines import Engines
+from mrl.secrets import authorization
 
 SIZE = 6  # groups of a step
 
@@ -94,3 +98,34 @@ def test_an_engine_tells_which_version_made_which_token(engine):
     assert len(done.token_ids) == 300
     (old, first), (new, second) = done.versions
     assert (old, new) == (76, 77) and first + second == 300 and first and second
+
+
+def test_a_response_that_is_given_up_ends_in_the_engine_too(engine, tmp_path):
+    """Its connection is closed, which SGLang takes for an abort; the time of a whole one is taken in the same test."""
+    engines = Engines(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=240.0))
+    engines.wait_ready(60)
+    prompts, sampling = [[5, 6, number] for number in range(8)], [SamplingParams(450, ignore_eos=True)] * 8
+    try:
+        start = time.monotonic()
+        engines.complete(prompts, sampling)
+        whole_s = time.monotonic() - start
+        asked = engines.start(engines.answers(range(8), prompts, sampling))
+        wait_until(lambda: running(engine) == 8)
+        start = time.monotonic()
+        asked.cancel()
+        wait_until(lambda: not running(engine))
+        assert time.monotonic() - start < 0.7 * whole_s
+    finally:
+        engines.close()
+
+
+def running(engine) -> int:
+    answer = httpx.get(f"{engine.server.url}/v1/loads", params={"include": "core"}, headers=authorization(), timeout=60)
+    return sum(load["num_running_reqs"] for load in answer.json()["loads"])
+
+
+def wait_until(condition, timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)

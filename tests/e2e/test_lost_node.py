@@ -29,7 +29,8 @@ def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, clus
         "train", *quickstart, f"cluster.address={made.address}", "trainer.max_steps=40", "checkpoint.every=5"
     )
     wait_for(
-        lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 6)
+        lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 6),
+        timeout_s=300,
     )
     assert run.process.poll() is None, run.output()
     (raylet,) = {process.ppid() for process in psutil.Process().children(recursive=True) if is_rank(process)}

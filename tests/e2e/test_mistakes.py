@@ -43,6 +43,10 @@ MISTAKES = {
         ["parallel.tp=2", "parallel.cp=2", "parallel.world_size=6"],
         "parallel.world_size=6 does not factor: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
     ),
+    "a role in no pool": (
+        ["placement.pools={all: [actor]}"],
+        "this run has engines, which no pool names (there are all)",
+    ),
     "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
     "a learning-rate schedule without an end": (["algorithm.lr_schedule=cosine"], "lr_decay_steps=0"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),

@@ -87,6 +87,7 @@ def serving(node) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(nodes, qwen3_folder, tmp_path, engine):
     made, by_id = nodes
     expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
