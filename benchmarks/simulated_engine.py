@@ -103,7 +103,7 @@ class SimulatedEngine:
     def __init__(self, speeds: EngineSpeeds, script: Script, asked: Counter[tuple[int, ...]], name: str = "") -> None:
         self.script, self.asked, self.name = script, asked, name
         self.queue = Decoding(speeds, now=time.monotonic())
-        self.version, self.updating, self.beats = "default", False, 0
+        self.version, self.updating, self.beats = "0", False, 0
         self._woken = asyncio.Event()
         self._unpaused = asyncio.Event()
         self._unpaused.set()
