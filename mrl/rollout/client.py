@@ -205,13 +205,13 @@ def _body(
 def _completion(answer: Mapping[str, Any]) -> Completion:
     info = answer["meta_info"]
     spans = info.get("weight_versions")  # [{version, start, end}], oldest first
-    parts = ((int(span["version"]), span["end"] - span["start"]) for span in spans or ())
-    versions = tuple((version, tokens) for version, tokens in parts if tokens)
+    parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
+    versions = tuple((int(version), tokens) for version, tokens in parts) if len(parts) > 1 else ()
     return Completion(
         answer["output_ids"],
         [entry[0] for entry in info.get("output_token_logprobs") or ()],
         info["finish_reason"]["type"],
         spans[0]["version"] if spans else info["weight_version"],
         cached_tokens=info.get("cached_tokens", 0),
-        versions=versions if len(versions) > 1 else (),
+        versions=versions,
     )
