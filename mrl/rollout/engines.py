@@ -21,6 +21,7 @@ from mrl.rollout.agent import Conversation, Generate, Limits, converse
 from mrl.rollout.answers import Answers
 from mrl.rollout.asking import Engine, Seat, Service
 from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
+from mrl.rollout.dealing import POST_RESPONSES
 from mrl.rollout.loop import Loop
 from mrl.rollout.outside import OutsideEngine, check_seeds
 from mrl.rollout.server import EngineServer
@@ -31,9 +32,6 @@ log = logging.getLogger(__name__)
 
 
 CLOSE_S = 15.0
-POST_RESPONSES = 64
-"""Responses asked for in one request: so many at most are lost with an engine although they were done. A request each would
-cost the engine's HTTP server a millisecond of CPU each."""
 
 
 class Engines:

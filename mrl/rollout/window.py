@@ -116,6 +116,9 @@ class Window[T]:
 
         Of the tickets that are too old for a step after s + d, at most d * `size` may be left behind by step s.
         """
+        first = next(iter(self.open.values()), None)  # none in the making is older
+        if first and not self.extra and first.born <= step - self.staleness:
+            return None  # at once: it is asked after every group
         chosen: dict[int, None] = {}
         for later in range(0 if self.extra else self.staleness + 1):
             oldest = step - self.staleness + later

@@ -23,7 +23,8 @@ from mrl.rollout import recording
 from mrl.rollout.answers import Answers
 from mrl.rollout.batch import Batch, failures
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines import POST_RESPONSES, Engines
+from mrl.rollout.dealing import apart, together
+from mrl.rollout.engines import Engines
 from mrl.rollout.journal import Entry, Journal, digests
 from mrl.rollout.lengths import Lengths, Selection
 from mrl.rollout.seeds import HELD_OUT, TRAINING, seed_of
@@ -236,12 +237,8 @@ class RolloutWorker:
     def _together(self, tickets: Sequence[Ticket]) -> Sequence[Sequence[Ticket]]:
         """Tickets by the request they share. Those that a step waits for anyway share one, which costs engines less."""
         if self._apart:
-            longest_first = sorted(tickets, key=lambda ticket: -self._lengths.expected(ticket.row))
-            return [[ticket] for ticket in longest_first]
-        shares = np.array_split(np.arange(len(tickets)), max(1, len(self.engines.urls)))
-        most = max(1, POST_RESPONSES // self.spec.responses_per_prompt)
-        parts = [share[at : at + most] for share in shares for at in range(0, len(share), most)]
-        return [[tickets[place] for place in part.tolist()] for part in parts]
+            return [[ticket] for ticket in apart(tickets, lambda ticket: self._lengths.expected(ticket.row))]
+        return together(tickets, len(self.engines.urls), self.spec.responses_per_prompt)
 
     def _replayed(self, step: int) -> list[Group]:
         """The groups of a recorded step, scored again."""

@@ -1,0 +1,295 @@
+"""What a run would take in another shape: its rollouts, training and weight pushes, event by event, without a process or a clock.
+
+Groups are admitted, chosen and dealt to engines by the very code that runs use, and engines are queues of
+mrl.planner.decoding; so what is predicted is the schedule, given how long tokens take.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrl.planner.decoding import Decoding, EngineSpeeds, Request
+from mrl.rollout.dealing import apart, together
+from mrl.rollout.lengths import Lengths
+from mrl.rollout.window import Chosen, Ticket, Window
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of a run's parts."""
+
+    engine: EngineSpeeds
+    train_s: float  # of a step's training, whatever its size
+    train_token_s: float  # for each token of prompts and responses
+    push_s: float  # of bringing weights to the engines, which are paused meanwhile
+
+    def training(self, tokens: float, scale: float) -> float:
+        """Seconds to train so many tokens, with trainers that take `scale` as long for a token."""
+        return self.train_s + self.train_token_s * tokens * scale
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The shape of a run."""
+
+    prompts_per_step: int  # N
+    num_engines: int
+    staleness: int  # K: 0 synchronous, 1 one step off
+    in_order: bool = False  # train groups in the order of drawing
+    extra: int = 0  # groups in the making beyond what steps need: over-sampling
+    train_scale: float = 1.0  # seconds that a token's training takes, over those of the speeds: replicas then / now
+    colocated: bool = False  # engines and trainers have the same GPUs, by turns
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Lengths of the groups that a run draws, by ticket; beyond the last they are drawn again, at random."""
+
+    responses: NDArray[np.int64]  # [T, G] tokens
+    prompts: NDArray[np.int64]  # [T] tokens
+    rows: NDArray[np.int64] | None = None  # [T] of the data set; None: all different
+    seed: int = 0  # of what is drawn again
+
+    def __post_init__(self) -> None:
+        assert len(self.responses) == len(self.prompts) > 0, (
+            f"{len(self.responses)} groups, {len(self.prompts)} prompts"
+        )
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return list(range(len(self.prompts)))
+
+    def of(self, ticket: int) -> tuple[int, list[int]]:
+        """(prompt tokens, response tokens [G]) of a ticket."""
+        while len(self._places) <= ticket:
+            self._places.append(int(self._random.integers(len(self.prompts))))
+        place = self._places[ticket]
+        return int(self.prompts[place]), self.responses[place].tolist()
+
+    def row(self, ticket: int) -> int:
+        """Of the data set; those drawn again are rows that nobody has seen."""
+        return int(self.rows[ticket]) if self.rows is not None and ticket < len(self.rows) else -1 - ticket
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulated run does."""
+
+    step_s: NDArray[np.float64]  # [steps]
+    tokens: NDArray[np.int64]  # [steps] response tokens that were trained
+    best_possible_s: float  # of a mean step: what engines that are always full, or trainers that never wait, would take
+    engine_idle_fraction: float  # of the engines' time: nothing runs
+    occupancy: float  # mean of running requests over the most there can be
+    ages: dict[int, int]  # weight versions from admission to training -> groups
+    selection_ratio: float  # mean length of trained responses over that of all that were drawn
+    dropped: int  # groups given up by over-sampling
+
+    def seconds(self, skip: int = 0) -> float:
+        """Of a mean step, without the first ones."""
+        return float(self.step_s[skip:].mean())
+
+    def tokens_per_s(self, skip: int = 0) -> float:
+        """Trained response tokens, without those of the first steps."""
+        return float(self.tokens[skip:].sum() / self.step_s[skip:].sum())
+
+
+def simulate(groups: Groups, speeds: Speeds, setup: Setup, steps: int) -> Prediction:
+    """Run so many steps."""
+    return _Run(groups, speeds, setup).run(steps)
+
+
+def best_possible_s(tokens: float, train_s: float, speeds: Speeds, setup: Setup) -> float:
+    """Seconds that steps of so many response tokens and seconds of training take at least: engines always full, or trainers
+    always at work, each but for one push. In turns, where they share GPUs, both."""
+    full = speeds.engine.max_running
+    engine_s = tokens * speeds.engine.token_s(full) / (full * setup.num_engines)
+    both = (engine_s, train_s)
+    return (sum(both) if setup.colocated else max(both)) + speeds.push_s
+
+
+@dataclass
+class _Done:
+    """What happened so far."""
+
+    ends: list[float] = field(default_factory=list)  # of steps, s
+    tokens: list[int] = field(default_factory=list)  # response tokens of steps
+    ages: Counter[int] = field(default_factory=Counter)
+    train_s: float = 0.0
+    dropped: int = 0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One request: groups that are whole at one time."""
+
+    place: int  # of its engine
+    work: float  # that the engine is expected to have with it
+    numbers: list[int]  # its tickets
+    left: int  # responses
+
+
+@dataclass(eq=False)
+class _Run:
+    """The driver of a simulated run, step by step as mrl.trainer has them."""
+
+    groups: Groups
+    speeds: Speeds
+    setup: Setup
+    now: float = 0.0
+    _ready: int = 0  # groups finished and not trained
+    _asked: dict[Hashable, _Asked] = field(default_factory=dict)  # ticket -> its request, until that is done
+    _born: dict[int, int] = field(default_factory=dict)  # ticket -> version
+    _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # ticket -> tokens of (prompts, responses)
+
+    def __post_init__(self) -> None:
+        setup = self.setup
+        self.window: Window[None] = Window(setup.prompts_per_step, setup.staleness, setup.extra, setup.in_order)
+        self.engines = [Decoding(self.speeds.engine) for _ in range(setup.num_engines)]
+        self._next = [inf] * len(self.engines)  # second of each engine's next response
+        self._work = [0.0] * len(self.engines)  # expected of each engine
+        self._expected = Lengths(float(self.groups.responses.mean()))
+        self._rows = count()
+
+    def run(self, steps: int) -> Prediction:
+        """Wait, train, push."""
+        done = _Done()
+        for step in range(steps):
+            chosen = self._collect(step)
+            self._drop(chosen.dropped)
+            prompts, responses = np.sum([self._lengths[number] for number in chosen.numbers], axis=0)
+            seconds = self.speeds.training(prompts + responses, self.setup.train_scale)
+            self._train(seconds)
+            self._push()
+            done.ends.append(self.now)
+            done.tokens.append(int(responses))
+            done.ages.update(step - self._born[number] for number in chosen.numbers)
+            done.train_s += seconds
+            done.dropped += len(chosen.dropped)
+        return self._prediction(done)
+
+    def _collect(self, step: int) -> Chosen[None]:
+        """Wait for the groups of a step."""
+        while True:
+            if room := self.window.room():
+                self._admit(self.window.admit([next(self._rows) for _ in range(room)], step))
+            if self._ready >= self.window.size and (chosen := self.window.choose(step)) is not None:
+                self._ready -= len(chosen.numbers)
+                return chosen
+            self._pass_until_ready()
+
+    def _pass_until_ready(self) -> None:
+        """Go on until another group is finished."""
+        ready = self._ready
+        while self._ready == ready:
+            assert min(self._next) < inf, "a step waits, and nothing is in the making"
+            self._pass(min(self._next))
+
+    def _admit(self, tickets: Sequence[Ticket]) -> None:
+        """Ask for these groups, each request of the engine that has least to do."""
+        for ticket in tickets:
+            prompt, responses = self.groups.of(ticket.number)
+            self._born[ticket.number] = ticket.born
+            self._lengths[ticket.number] = (prompt * len(responses), sum(responses))
+        for numbers, work in self._requests([ticket.number for ticket in tickets]):
+            place = self._work.index(min(self._work))
+            self._work[place] += work
+            asked = _Asked(place, work, numbers, sum(len(self.groups.of(number)[1]) for number in numbers))
+            self._asked |= dict.fromkeys(numbers, asked)
+            self.engines[place].advance(self.now)
+            for number in numbers:
+                prompt, responses = self.groups.of(number)
+                for tokens in responses:
+                    self.engines[place].add(Request(number, number, prompt, tokens))
+        self._look()
+
+    def _requests(self, tickets: Sequence[int]) -> Iterator[tuple[list[int], float]]:
+        """(tickets, expected work) of each request."""
+        if self.setup.staleness or self.setup.extra:
+            for number in apart(tickets, lambda number: self._expected.expected(self.groups.row(number))):
+                _, responses = self.groups.of(number)
+                yield [number], len(responses) * self._expected.expected(self.groups.row(number))
+        else:
+            size = self.groups.responses.shape[1]
+            for numbers in together(tickets, len(self.engines), size):
+                yield numbers, float(len(numbers) * size)
+
+    def _pass(self, until: float) -> None:
+        """Go on until then; what is finished is told in its order."""
+        while (then := min(self._next)) <= until:
+            place = self._next.index(then)
+            engine = self.engines[place]
+            for request in engine.advance(then):
+                self._finished(request)
+            self._next[place] = engine.next_finish()
+        self.now = max(self.now, until)
+
+    def _finished(self, request: Request) -> None:
+        """A response is done; with the last of its request its groups are whole."""
+        asked = self._asked[request.key]
+        asked.left -= 1
+        if not asked.left:
+            self._work[asked.place] -= asked.work
+            for number in asked.numbers:
+                del self._asked[number]
+                self.window.finish(number, None, kept=True)
+                self._expected.learn(self.groups.row(number), self.groups.of(number)[1])
+            self._ready += len(asked.numbers)
+
+    def _train(self, seconds: float) -> None:
+        if self.setup.colocated:
+            self._all(lambda engine: engine.pause("in_place"))
+        self._pass(self.now + seconds)
+
+    def _push(self) -> None:
+        """As a push does it: retract, new weights, an empty cache, go on."""
+        self._all(lambda engine: engine.pause("retract"))
+        self._all(Decoding.flush)
+        self.now += self.speeds.push_s
+        self._all(Decoding.resume)
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        """Give groups up, whole or in the making."""
+        gone = {number for number in numbers if number in self._asked}
+        self._ready -= len(numbers) - len(gone)
+        for number in gone:
+            asked = self._asked.pop(number)
+            self._work[asked.place] -= asked.work
+        if gone:
+            self._all(lambda engine: engine.abort(lambda request: request.key in gone))
+
+    def _all(self, act: Callable[[Decoding], object]) -> None:
+        """Do something with every engine, now."""
+        for engine in self.engines:
+            for request in engine.advance(self.now):
+                self._finished(request)
+            act(engine)
+        self._look()
+
+    def _look(self) -> None:
+        self._next = [engine.next_finish() for engine in self.engines]
+
+    def _prediction(self, done: _Done) -> Prediction:
+        full_s = self.now * len(self.engines)
+        lengths = np.array([responses for _, responses in self._lengths.values()])
+        steps = len(done.ends)
+        return Prediction(
+            step_s=np.diff(done.ends, prepend=0.0),
+            tokens=np.array(done.tokens),
+            best_possible_s=best_possible_s(sum(done.tokens) / steps, done.train_s / steps, self.speeds, self.setup),
+            engine_idle_fraction=1 - sum(engine.busy_s for engine in self.engines) / full_s,
+            occupancy=sum(engine.request_seconds for engine in self.engines)
+            / (full_s * self.speeds.engine.max_running),
+            ages=dict(sorted(done.ages.items())),
+            selection_ratio=sum(done.tokens) / done.ages.total() / float(lengths.mean()),
+            dropped=done.dropped,
+        )
