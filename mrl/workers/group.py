@@ -40,9 +40,13 @@ class WorkerGroup:
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
         self._forget()
         remote = ray.remote(TrainWorker).options(**options)
-        self._make = lambda: [remote.remote(rank, dims, run_dir, model) for rank in range(dims.world_size)]
-        self.workers = self._make()
+        self._rank = lambda rank: remote.remote(rank, dims, run_dir, model)
+        self.workers = self.processes()
         self._ready: list[Any] = []
+
+    def processes(self) -> list[Any]:
+        """Ask Ray for the process of every rank; anything whose methods have a `remote` may stand for one."""
+        return [self._rank(rank) for rank in range(self.dims.world_size)]
 
     def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:
         """Begin building the model on every rank; `wait_ready` waits for it.
@@ -58,7 +62,7 @@ class WorkerGroup:
         for worker in self.workers:
             ray.kill(worker)
         self._forget()
-        self.workers = self._make()
+        self.workers = self.processes()
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         """Whether every rank answers, which it does between calls."""
