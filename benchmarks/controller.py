@@ -145,20 +145,25 @@ class SimulatedRanks:
         """What this rank says."""
         return getattr(self, method)(rank, *args, **how)
 
-    def compute(self, rank: int, block: TokenBlock, share: Share, what: str, temperature: float) -> Handle | None:
+    def compute(
+        self, rank: int, block: TokenBlock, shares: Sequence[Share], what: str, temperature: float
+    ) -> Handle | None:
         """Zeros, from the rank that speaks for its replica."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return None
-        rows = np.concatenate([np.empty(0, np.int64), *share.micro_batches])
+        rows = np.concatenate([np.empty(0, np.int64), *shares[at.dp].micro_batches])
         return ray.put(Part(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
 
-    def update(self, rank: int, block: TokenBlock, shares: Sequence[Share], **how: Any) -> list[UpdateReport]:
+    def update(
+        self, rank: int, block: TokenBlock, shares: Sequence[Sequence[Share]], **how: Any
+    ) -> list[UpdateReport]:
         """As many numbers as an actor reports."""
         sums = dict.fromkeys([*SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
-        last = self.dims.coords(rank).pp == self.dims.pp - 1
+        at = self.dims.coords(rank)
+        last = at.pp == self.dims.pp - 1
         maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
-        return [UpdateReport(sums if last else {}, maxima) for _ in shares]
+        return [UpdateReport(sums if last else {}, maxima) for _ in shares[at.dp]]
 
     def push_weights(self, rank: int, version: int) -> SyncReport:
         """The first rank tells the engines the version."""
@@ -240,8 +245,12 @@ class Clock:
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic, self.waited_s, self.steps = traffic, 0.0, []
-        self._wait, self._last = ray.wait, self._read()
-        ray.wait = self._waiting
+        self._wait, ray.wait = ray.wait, self._waiting
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins now."""
+        self._last = self._read()
 
     def _waiting(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -256,9 +265,8 @@ class Clock:
         return np.array([*cpu, now - self.waited_s, now, traffic.calls, traffic.sent_bytes, traffic.received_bytes])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        now = self._read()
-        self.steps.append(now - self._last)
-        self._last = now
+        self.steps.append(self._read() - self._last)
+        self.begin()
 
     def rewind(self, last_step: int, evaluated: bool) -> None: ...
 
@@ -367,6 +375,7 @@ def measure(size: Size, profile: Path | None = None) -> str:
     with tempfile.TemporaryDirectory() as run_dir, Traffic() as traffic:
         clock = Clock(traffic)
         with trainer(size, run_dir, [clock]) as built, cProfile.Profile() if profile else nullcontext() as profiler:
+            clock.begin()
             built.fit()
         if profile and profiler:
             profiler.dump_stats(profile)

@@ -153,12 +153,12 @@ class WorkerGroup:
         return {row: column for part in parts for row, column in part.items()}
 
     def _on_shares(self, method: str, block: Handle, shares: Sequence[Any], how: dict[str, Any]) -> list[Any]:
-        """Call `method` on every rank with the block and what is its replica's of `shares`; results by rank."""
-        futures = [
-            getattr(worker, method).remote(block, shares[self.dims.coords(rank).dp], **how)
-            for rank, worker in enumerate(self.workers)
-        ]
-        return self._wait(method, futures)
+        """Call `method` on every rank with the block and the shares of all replicas; results by rank.
+
+        Shares have columns [B] in common, so that all of them together are little more than one, and are sent once.
+        """
+        everyones = ray.put(list(shares))
+        return self._wait(method, [getattr(worker, method).remote(block, everyones, **how) for worker in self.workers])
 
     def _wait(self, method: str, futures: list[Any]) -> list[Any]:
         return self._waiter.get(futures, self.timeout_s, f"{method}() on {self._all}")
