@@ -17,7 +17,6 @@ import cProfile
 import math
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -155,9 +154,7 @@ class SimulatedRanks:
         rows = np.concatenate([np.empty(0, np.int64), *shares[at.dp].micro_batches])
         return ray.put(Part(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
 
-    def update(
-        self, rank: int, block: TokenBlock, shares: Sequence[Sequence[Share]], **how: Any
-    ) -> list[UpdateReport]:
+    def update(self, rank: int, block: TokenBlock, shares: Sequence[Sequence[Share]], **how: Any) -> list[UpdateReport]:
         """As many numbers as an actor reports."""
         sums = dict.fromkeys([*SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
@@ -167,9 +164,10 @@ class SimulatedRanks:
 
     def push_weights(self, rank: int, version: int) -> SyncReport:
         """The first rank tells the engines the version."""
-        with httpx.Client(trust_env=False) as http:
-            for url in self.urls if rank == 0 else ():
-                http.post(f"{url}/update_weight_version", json=dict(new_version=str(version))).raise_for_status()
+        if rank == 0:
+            with httpx.Client(trust_env=False) as http:
+                for url in self.urls:
+                    http.post(f"{url}/update_weight_version", json=dict(new_version=str(version))).raise_for_status()
         return SyncReport()
 
 
@@ -277,7 +275,9 @@ class Clock:
         """Of the table: medians over the steps after the first."""
         cpu, main, busy, wall, calls, sent, received = np.median(self.steps[1:], axis=0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        numbers = f"{cpu:.2f} | {main:.2f} | {busy:.2f} | {wall:.1f} | {calls:.0f} | {sent / 1e6:.2f} | {received / 1e6:.2f}"
+        numbers = (
+            f"{cpu:.2f} | {main:.2f} | {busy:.2f} | {wall:.1f} | {calls:.0f} | {sent / 1e6:.2f} | {received / 1e6:.2f}"
+        )
         return f"| {size.prompts * size.responses} | {size.tokens} | {size.ranks} | {numbers} | {peak:.0f} |"
 
 
