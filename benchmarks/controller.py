@@ -72,8 +72,8 @@ ALL = [  # prompts, tokens, ranks
     *((1024, 512, ranks) for ranks in (64, 256)),
 ]
 HEAD = (
-    "| samples | tokens | ranks | driver CPU-s | of these main thread | wall not waiting, s | step, s | Ray calls | MB sent | "
-    "MB received | peak RSS, MB |\n" + "|---" * 11 + "|"
+    "| samples | tokens | ranks | CPU-s | of these main thread | of these in ray.wait | step, s | of these not in ray.wait | "
+    "Ray calls | MB sent | MB received | peak RSS, MB |\n" + "|---" * 12 + "|"
 )
 
 
@@ -242,7 +242,7 @@ class Clock:
     """A tracker sink that reads the driver's clocks after each step."""
 
     def __init__(self, traffic: Traffic) -> None:
-        self.traffic, self.waited_s, self.steps = traffic, 0.0, []
+        self.traffic, self.waited_s, self.waited_cpu_s, self.steps = traffic, 0.0, 0.0, []
         self._wait, ray.wait = ray.wait, self._waiting
         self.begin()
 
@@ -251,16 +251,17 @@ class Clock:
         self._last = self._read()
 
     def _waiting(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         try:
             return self._wait(*args, **kwargs)
         finally:
             self.waited_s += time.perf_counter() - start
+            self.waited_cpu_s += time.thread_time() - cpu
 
     def _read(self) -> np.ndarray:
         now, traffic = time.perf_counter(), self.traffic
-        cpu = time.process_time(), time.thread_time()
-        return np.array([*cpu, now - self.waited_s, now, traffic.calls, traffic.sent_bytes, traffic.received_bytes])
+        cpu = time.process_time(), time.thread_time(), self.waited_cpu_s
+        return np.array([*cpu, now, now - self.waited_s, traffic.calls, traffic.sent_bytes, traffic.received_bytes])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(self._read() - self._last)
@@ -273,11 +274,10 @@ class Clock:
 
     def row(self, size: Size) -> str:
         """Of the table: medians over the steps after the first."""
-        cpu, main, busy, wall, calls, sent, received = np.median(self.steps[1:], axis=0)
+        cpu, main, waiting, wall, busy, calls, sent, received = np.median(self.steps[1:], axis=0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        numbers = (
-            f"{cpu:.2f} | {main:.2f} | {busy:.2f} | {wall:.1f} | {calls:.0f} | {sent / 1e6:.2f} | {received / 1e6:.2f}"
-        )
+        seconds = f"{cpu:.2f} | {main:.2f} | {waiting:.2f} | {wall:.1f} | {busy:.2f}"
+        numbers = f"{seconds} | {calls:.0f} | {sent / 1e6:.3f} | {received / 1e6:.3f}"
         return f"| {size.prompts * size.responses} | {size.tokens} | {size.ranks} | {numbers} | {peak:.0f} |"
 
 
@@ -374,7 +374,10 @@ def measure(size: Size, profile: Path | None = None) -> str:
     """A row of the table."""
     with tempfile.TemporaryDirectory() as run_dir, Traffic() as traffic:
         clock = Clock(traffic)
-        with trainer(size, run_dir, [clock]) as built, cProfile.Profile() if profile else nullcontext() as profiler:
+        with (
+            trainer(size, run_dir, [clock]) as built,
+            cProfile.Profile(time.thread_time) if profile else nullcontext() as profiler,
+        ):
             clock.begin()
             built.fit()
         if profile and profiler:
@@ -387,7 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in dict(prompts=1024, responses=8, tokens=512, ranks=1024, engines=256, steps=3).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--profile", type=Path, help="where to keep a profile of the driver's main thread")
+    parser.add_argument("--profile", type=Path, help="where to keep a profile of the main thread's CPU-seconds")
     parser.add_argument("--all", action="store_true", help="every size of the table, each in a process of its own")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     known = parser.parse_args()
