@@ -58,8 +58,8 @@ class Waiter:
         Raises Stalled when the deadline passes, RankLost or WorkerLost when a process died, and what a process raised.
         """
         try:
-            _until_there(futures, timeout_s)
-            return ray.get(list(futures))
+            answers = _until_there(futures, timeout_s)
+            return [answers[future] for future in futures]
         except GetTimeoutError as error:
             raise self._stalled(futures, f"{what} has not ended after {timeout_s:g} s", starting) from error
         except LOST as error:
@@ -134,21 +134,20 @@ class Waiter:
         return diagnosed
 
 
-def _until_there(futures: Sequence[ObjectRef], timeout_s: float) -> None:
+def _until_there(futures: Sequence[ObjectRef], timeout_s: float) -> dict[ObjectRef, Any]:
     """Wait for all answers, or for the first error, which is raised; in short waits, as a signal must not raise inside Ray's.
 
     Raises GetTimeoutError, and what the run's `check_wait` raises.
     """
-    end, pending = time.monotonic() + timeout_s, list(futures)
+    end, pending, answers = time.monotonic() + timeout_s, list(futures), {}
     while pending:
         left = max(0.0, end - time.monotonic())
         there, pending = ray.wait(pending, num_returns=len(pending), timeout=min(LOOK_S, left), fetch_local=False)
-        for future in there:
-            if error := failure(future):
-                raise error
+        answers |= zip(there, ray.get(there), strict=True)
         if pending and left <= LOOK_S and time.monotonic() >= end:
             raise GetTimeoutError(f"{len(pending)} of {len(futures)} answers are missing after {timeout_s:g} s")
         check_wait()
+    return answers
 
 
 def _data_gone(error: RayError) -> bool:

@@ -53,13 +53,15 @@ class WorkerGroup:
         self._waiter = Waiter(Path(run_dir), "rank", model)
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
         self._forget()
-        self._make = lambda: [
-            ray.remote(TrainWorker).options(**of_rank).remote(rank, dims, run_dir, model)
-            for rank, of_rank in enumerate(options())
-        ]
-        self.workers = self._make()
+        self._options, self._of_ranks = options, (dims, run_dir, model)
+        self.workers = self.processes()
         assert len(self.workers) == dims.world_size, f"{len(self.workers)} places for {dims.world_size} ranks"
         self._ready: list[Any] = []
+
+    def processes(self) -> list[Any]:
+        """Ask Ray for the process of every rank; anything whose methods have a `remote` may stand for one."""
+        remote = ray.remote(TrainWorker)
+        return [remote.options(**place).remote(rank, *self._of_ranks) for rank, place in enumerate(self._options())]
 
     def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:
         """Begin building the model on every rank; `wait_ready` waits for it.
@@ -75,7 +77,7 @@ class WorkerGroup:
         for worker in self.workers:
             ray.kill(worker)
         self._forget()
-        self.workers = self._make()
+        self.workers = self.processes()
 
     def alive(self, timeout_s: float = 30.0) -> bool:
         """Whether every rank answers, which it does between calls."""
@@ -169,13 +171,13 @@ class WorkerGroup:
         return {row: column for part in parts for row, column in part.items()}
 
     def _on_shares(self, method: str, block: Handle, shares: Sequence[Any], how: dict[str, Any]) -> list[Any]:
-        """Call `method` on every rank with the block and what is its replica's of `shares`; results by rank."""
+        """Call `method` on every rank with the block and the shares of all replicas; results by rank.
+
+        Shares have columns [B] in common, so that all of them together are little more than one, and are sent once.
+        """
         self._prepare(method)
-        futures = [
-            getattr(worker, method).remote(block, shares[self.dims.coords(rank).dp], **how)
-            for rank, worker in enumerate(self.workers)
-        ]
-        return self._wait(method, futures)
+        everyones = ray.put(list(shares))
+        return self._wait(method, [getattr(worker, method).remote(block, everyones, **how) for worker in self.workers])
 
     def sleep(self, keep_weights: bool = False) -> int:
         """Give the memory on the devices back, but for the weights where they are to be kept; the most bytes a rank still has."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from parallel.dims import ParallelDims
 
 
 class TrainWorker:
-    """One trainer process. Methods are called on all ranks of the layout at once, by mrl.workers.group."""
+    """One trainer process. Methods are called on all ranks of the layout at once, by mrl.workers.group.
+
+    `shares`: of all replicas, by data-parallel rank.
+    """
 
     def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
         """Start the heavy imports; nothing here waits for another rank. `model`: the name of one beside the actor."""
@@ -97,40 +100,46 @@ class TrainWorker:
         self.model.keep_reference()
 
     @awake
-    def compute(self, block: TokenBlock, share: Share, what: str, **how: Any) -> Handle | None:
+    def compute(self, block: TokenBlock, shares: Sequence[Share], what: str, **how: Any) -> Handle | None:
         """This replica's part of the column `what` [R]; a handle on one rank of the replica, None on the others."""
         from mrl.workers.columns import compute
 
         with doing(f"computing {what}"):
-            part = compute(self.model, what, block, share, **how)
+            part = compute(self.model, what, block, self._own(shares), **how)
         return ray.put(part) if part else None
 
     @awake
     def update(
-        self, block: TokenBlock, shares: list[Share], columns: Mapping[str, Column] | None = None, **how: Any
+        self,
+        block: TokenBlock,
+        shares: Sequence[Sequence[Share]],
+        columns: Mapping[str, Column] | None = None,
+        **how: Any,
     ) -> list[UpdateReport]:
         """One optimizer step on this replica's share of each mini-batch; Ray has fetched block and columns by their handles.
 
         `how`: what the model's own `update` takes besides.
         """
         with doing("updating the weights"):
-            return self.model.update(block.with_columns(**columns or {}), shares, **how)
+            return self.model.update(block.with_columns(**columns or {}), self._own(shares), **how)
 
     @awake
     def trace(
-        self, block: TokenBlock, share: Share, loss: Loss | None, lr: float, temperature: float, folder: str
+        self, block: TokenBlock, shares: Sequence[Share], loss: Loss | None, lr: float, temperature: float, folder: str
     ) -> Any:
         """One step of the certificate, tensors in `folder`; without a loss the model is a critic."""
         from mrl.workers.trace import trace
 
-        return trace(self.model, block, share, loss, lr, temperature).stored(folder)
+        return trace(self.model, block, self._own(shares), loss, lr, temperature).stored(folder)
 
     @awake
-    def trace_layers(self, block: TokenBlock, share: Share, loss: Loss | None, temperature: float, folder: str) -> Any:
+    def trace_layers(
+        self, block: TokenBlock, shares: Sequence[Share], loss: Loss | None, temperature: float, folder: str
+    ) -> Any:
         """A step up to its gradients, layer by layer, tensors in `folder`."""
         from mrl.workers.trace import trace_layers
 
-        return trace_layers(self.model, block, share, loss, temperature).stored(folder)
+        return trace_layers(self.model, block, self._own(shares), loss, temperature).stored(folder)
 
     @awake
     def keep_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
@@ -159,11 +168,15 @@ class TrainWorker:
         return states is not None
 
     @awake
-    def look(self, block: TokenBlock, share: Share, temperature: float) -> dict[int, Any]:
+    def look(self, block: TokenBlock, shares: Sequence[Share], temperature: float) -> dict[int, Any]:
         """Row -> log-probabilities or values, on one rank of those that have them."""
         from mrl.workers.trace import look
 
-        return look(self.model, block, share, temperature)
+        return look(self.model, block, self._own(shares), temperature)
+
+    def _own[T](self, shares: Sequence[T]) -> T:
+        """Of all replicas' shares this one's."""
+        return shares[self.dims.coords(self.rank).dp]
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
         """Open the ways to the engines, in place of those to earlier ones; every rank sends what it owns.

@@ -1,18 +1,26 @@
 """The driver moves no tokens: what it sends and receives is counted while one step of short and one of long responses run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import ray
 from hydra import compose, initialize_config_dir
 
+from benchmarks.controller import SimulatedGroup, SimulatedRanks, layout
+from benchmarks.driver_traffic import Traffic
 from mrl import build
 from mrl.commands import hydra_app
 from mrl.config_rules import from_hydra
 from mrl.leaving import Leaving
+from mrl.placement import ray_cluster
 from mrl.plan import plan_training
 from mrl.rollout import recording
-from mrl.types import TokenBlock
+from mrl.types import TokenBlock, TrainBatch
+from mrl.workers.shares import Packing
 
 NUM_PROMPTS, GROUP = 5, 3
+LENGTHS = (16, 512)  # tokens of a response
 
 
 def write_step(folder, step: int, response_length: int) -> TokenBlock:
@@ -27,49 +35,9 @@ def write_step(folder, step: int, response_length: int) -> TokenBlock:
     return block
 
 
-class Meter:
-    """Counts what Ray serialises and deserialises in this process."""
-
-    def __init__(self) -> None:
-        self.bytes, self.values = 0, []
-
-    def attach(self, monkeypatch) -> None:
-        from ray._private.serialization import SerializationContext
-
-        send, receive = SerializationContext.serialize, SerializationContext.deserialize_objects
-
-        def serialize(context, value):
-            packed = send(context, value)
-            self.bytes += packed.total_bytes
-            self.values.append(value)
-            return packed
-
-        def deserialize(context, packed, refs, *rest):
-            values = receive(context, packed, refs, *rest)
-            self.bytes += sum(len(p.data or b"") for p in packed)
-            self.values += values
-            return values
-
-        monkeypatch.setattr(SerializationContext, "serialize", serialize)
-        monkeypatch.setattr(SerializationContext, "deserialize_objects", deserialize)
-
-    def arrays(self) -> list[np.ndarray]:
-        return [array for value in self.values for array in find_arrays(value)]
-
-
-def find_arrays(value) -> list[np.ndarray]:
-    if isinstance(value, np.ndarray):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = [getattr(value, name) for name in value.__dataclass_fields__]
-    return [a for item in value for a in find_arrays(item)] if isinstance(value, (list, tuple)) else []
-
-
 @pytest.fixture
 def trainer(quickstart, tmp_path):
-    blocks = [write_step(tmp_path / "rollouts", 0, 4), write_step(tmp_path / "rollouts", 1, 40)]
+    blocks = [write_step(tmp_path / "rollouts", step, length) for step, length in enumerate(LENGTHS)]
     more = [
         f"run.dir={tmp_path / 'run'}",
         f"rollout.replay={tmp_path / 'rollouts'}",
@@ -88,22 +56,62 @@ def trainer(quickstart, tmp_path):
         yield built, blocks
 
 
-def test_no_token_passes_through_the_driver(trainer, monkeypatch):
+def test_no_token_passes_through_the_driver(trainer):
     built, blocks = trainer
-    meters = []
+    counts = []
     for step, block in enumerate(blocks):
-        meter = Meter()
-        with monkeypatch.context() as patch:
-            meter.attach(patch)
+        with Traffic(keeps_objects=True) as traffic:
             metrics = built.step(step)
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
         assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
         token_columns = {len(block.tokens), len(block.rollout_logprobs)}  # S, R
-        assert meter.arrays(), "the meter sees the control plane"
-        token_bytes = sum(array.nbytes for array in meter.arrays() if len(array) in token_columns)
+        assert traffic.arrays(), "the control plane is seen"
+        token_bytes = sum(array.nbytes for array in traffic.arrays() if len(array) in token_columns)
         assert token_bytes == 0
-        assert not any(isinstance(value, TokenBlock) for value in meter.values)
-        meters.append(meter)
-    short, long = meters
-    assert len(blocks[1].tokens) > 3 * len(blocks[0].tokens)
+        assert not any(isinstance(value, TokenBlock) for value in traffic.objects)
+        counts.append(traffic)
+    short, long = counts
+    assert len(blocks[1].tokens) > 20 * len(blocks[0].tokens)
     assert abs(long.bytes - short.bytes) < 200, "bytes through the driver do not grow with the responses"
+    assert long.calls == short.calls
+
+
+@pytest.fixture
+def cluster():
+    with ray_cluster(None):
+        yield
+
+
+def traffic_of(folder, ranks: int, prompts: int, tokens: int) -> Traffic:
+    """What log-probabilities and an optimizer step of so many groups cost the driver, with ranks that compute nothing."""
+    actor = ray.remote(SimulatedRanks).options(num_cpus=0).remote(layout(ranks), [])
+    group, packing = SimulatedGroup(layout(ranks), str(folder), actor), Packing(max_tokens=4 * GROUP * tokens)
+    responses = [[7] * tokens] * prompts * GROUP
+    batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
+    batch = replace(batch, block=ray.put(batch.block))
+    with Traffic() as traffic:
+        group.compute("logprobs", batch, packing, temperature=1.0)
+        group.update([batch], packing, aggregation="token_mean", lrs=[0.1])
+    ray.kill(actor)
+    return traffic
+
+
+def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(cluster, tmp_path):
+    few, many = 64, 1024  # prompts
+    found = {
+        (ranks, prompts, tokens): traffic_of(tmp_path, ranks, prompts, tokens)
+        for ranks in (16, 128)
+        for prompts, tokens in ((few, 16), (many, 16), (many, 64))
+    }
+    assert {key[0]: traffic.calls for key, traffic in found.items()} == {16: 2 * 16, 128: 2 * 128}
+    assert len({(key[0], traffic.calls) for key, traffic in found.items()}) == 2
+    for ranks in (16, 128):
+        short, long = found[ranks, many, 16], found[ranks, many, 64]
+        assert abs(long.bytes - short.bytes) < 200, "nothing grows with the responses"
+    a_rank = 4096  # bytes of its two calls; columns [B] would be 16 B for each response of `many`, 49152
+    for prompts in (few, many):
+        assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * a_rank
+    a_sample = 80  # bytes, of the two calls together
+    more = (many - few) * GROUP
+    for ranks in (16, 128):
+        assert found[ranks, many, 16].bytes - found[ranks, few, 16].bytes < more * a_sample

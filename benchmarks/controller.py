@@ -1,0 +1,411 @@
+"""What the driver itself costs at scale: the real loop, with 1,024 trainer ranks and 256 engines that compute nothing.
+
+    python benchmarks/controller.py [--prompts 1024] [--tokens 512] [--ranks 1024] [--engines 256] [--steps 3]
+    python benchmarks/controller.py --all
+    python benchmarks/controller.py --profile driver.prof
+
+Four processes: this one is the driver (mrl.trainer, with the real generator, policy, worker group, weight sync and ledger);
+one is the real rollout worker; one answers for all engines over HTTP, at once; one for all trainer ranks over Ray.
+CPU-seconds are of this process, all its threads; a call to a rank is a Ray call of its own, as to a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import ray
+from aiohttp import web
+
+from benchmarks.driver_traffic import Traffic
+from benchmarks.simulated_engine import LongTailed, SimulatedEngine, start
+from mrl.algorithms.advantages import GRPO
+from mrl.algorithms.estimate import Estimator
+from mrl.algorithms.kl_control import KLControl
+from mrl.algorithms.losses import PPOClip
+from mrl.algorithms.mismatch import SUMS
+from mrl.algorithms.objective import Objective
+from mrl.data.batching import CostModel
+from mrl.data.columns import Example
+from mrl.data.prompts import PromptDataset
+from mrl.data.prompts import Share as SourceShare
+from mrl.data.report import Report
+from mrl.ledger import Ledger
+from mrl.placement import Phases
+from mrl.planner.decoding import EngineSpeeds
+from mrl.rewards.base import Response
+from mrl.rollout.generator import RolloutGenerator
+from mrl.rollout.spec import RolloutSpec
+from mrl.tracking import JsonlSink, Tracker
+from mrl.trainer import Schedule, Trainer
+from mrl.types import Handle, Part, Share, SyncReport, TokenBlock, UpdateReport
+from mrl.weight_sync.driver import WeightSync
+from mrl.workers.group import WorkerGroup
+from mrl.workers.policy import ActorPolicy, Updates
+from mrl.workers.shares import Packing
+from parallel.dims import ParallelDims
+from parallel.optimizer_settings import AdamW
+
+SIGMA = 0.5  # of the logarithm of a response's length
+LONGEST = 4  # times the mean length
+ALL = [  # prompts, tokens, ranks
+    *((prompts, 512, 1024) for prompts in (128, 256, 512, 1024)),
+    *((1024, tokens, 1024) for tokens in (128, 2048, 8192)),
+    *((1024, 512, ranks) for ranks in (64, 256)),
+]
+HEAD = (
+    "| samples | tokens | ranks | CPU-s | of these main thread | of these in ray.wait | step, s | of these not in ray.wait | "
+    "Ray calls | MB sent | MB received | peak RSS, MB |\n" + "|---" * 12 + "|"
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one measurement."""
+
+    prompts: int
+    responses: int  # per prompt
+    tokens: int  # mean length of a response
+    ranks: int
+    engines: int
+    steps: int
+
+
+class AtOnce(SimulatedEngine):
+    """Answers before any time has passed, in the bytes that so many tokens take."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Token 7 throughout, of log-probability -1: a small whole number costs the rollout worker no memory."""
+        body = orjson.loads(await request.read())
+        answer = web.StreamResponse(headers={"content-type": "application/json"})
+        await answer.prepare(request)
+        for place, prompt in enumerate(body["input_ids"]):
+            self.asked[tuple(prompt)] += 1
+            tokens = self.script.length(prompt, self.asked[tuple(prompt)])
+            await answer.write((b"," if place else b"[") + self._completion_of(tokens))
+        await answer.write(b"]")
+        return answer
+
+    def _completion_of(self, tokens: int) -> bytes:
+        return b'{"output_ids":[%s],"meta_info":{"finish_reason":{"type":"stop"},"weight_version":"%s",%s[%s]}}' % (
+            b",".join([b"7"] * tokens),
+            self.version.encode(),
+            b'"output_token_logprobs":',
+            b",".join([b"[-1,7,null]"] * tokens),
+        )
+
+
+async def serve(engines: int, tokens: int) -> None:
+    """Prints the engines' URLs, then answers for all of them."""
+    script = LongTailed(tokens * math.exp(-(SIGMA**2) / 2), SIGMA, LONGEST * tokens)
+    asked: Counter[tuple[int, ...]] = Counter()
+    urls, _ = await start([AtOnce(EngineSpeeds(0.0, 0.0, 0.0, 1), script, asked) for _ in range(engines)])
+    print("\n".join(urls), flush=True)
+    await asyncio.to_thread(sys.stdin.read)  # until the driver ends
+
+
+@contextmanager
+def engines(size: Size) -> Iterator[list[str]]:
+    """URLs of engines, all in one process."""
+    command = [sys.executable, __file__, "--serve", "--engines", str(size.engines), "--tokens", str(size.tokens)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout, "it is piped"
+        try:
+            yield [process.stdout.readline().strip() for _ in range(size.engines)]
+        finally:
+            process.terminate()
+
+
+class SimulatedRanks:
+    """A Ray actor that answers for all trainer ranks, as mrl.workers.worker.TrainWorker does, without a model."""
+
+    def __init__(self, dims: ParallelDims, urls: Sequence[str]) -> None:
+        self.dims, self.urls = dims, urls
+
+    def call(self, rank: int, method: str, *args: Any, **how: Any) -> Any:
+        """What this rank says."""
+        return getattr(self, method)(rank, *args, **how)
+
+    def compute(
+        self, rank: int, block: TokenBlock, shares: Sequence[Share], what: str, temperature: float
+    ) -> Handle | None:
+        """Zeros, from the rank that speaks for its replica."""
+        at = self.dims.coords(rank)
+        if at.tp or at.cp or at.pp < self.dims.pp - 1:
+            return None
+        rows = np.concatenate([np.empty(0, np.int64), *shares[at.dp].micro_batches])
+        return ray.put(Part(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
+
+    def update(self, rank: int, block: TokenBlock, shares: Sequence[Sequence[Share]], **how: Any) -> list[UpdateReport]:
+        """As many numbers as an actor reports."""
+        sums = dict.fromkeys([*SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
+        at = self.dims.coords(rank)
+        last = at.pp == self.dims.pp - 1
+        maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
+        return [UpdateReport(sums if last else {}, maxima) for _ in shares[at.dp]]
+
+    def push_weights(self, rank: int, version: int) -> SyncReport:
+        """The first rank tells the engines the version."""
+        if rank == 0:
+            with httpx.Client(trust_env=False) as http:
+                for url in self.urls:
+                    http.post(f"{url}/update_weight_version", json=dict(new_version=str(version))).raise_for_status()
+        return SyncReport()
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A method of a rank that another actor answers for."""
+
+    actor: Any
+    rank: int
+    method: str
+
+    def remote(self, *args: Any, **how: Any) -> Handle:
+        return self.actor.call.remote(self.rank, self.method, *args, **how)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Stands for a Ray actor of its own."""
+
+    actor: Any
+    rank: int
+
+    def __getattr__(self, method: str) -> Forwarded:
+        return Forwarded(self.actor, self.rank, method)
+
+
+class SimulatedGroup(WorkerGroup):
+    """A WorkerGroup without processes of its own."""
+
+    def __init__(self, dims: ParallelDims, run_dir: str, actor: Any) -> None:
+        self.actor = actor
+        super().__init__(dims, run_dir, 3600.0, list)
+
+    def processes(self) -> list[Any]:
+        return [Rank(self.actor, rank) for rank in range(self.dims.world_size)]
+
+
+class Prompts(PromptDataset):
+    """Random prompts, whose responses nobody reads."""
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        return [""] * len(responses)
+
+
+def random_prompts(rows: int) -> Prompts:
+    """Of 32 to 96 tokens."""
+    rng = np.random.default_rng(0)
+    cu_seqlens = np.cumsum([0, *rng.integers(32, 96, rows)])
+    tokens = rng.integers(1000, 50000, cu_seqlens[-1]).astype(np.int32)
+    examples = [Example([], "", "", {})] * rows
+    return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (SourceShare("", rows),), Report(rows, rows), "")
+
+
+class RandomReward:
+    """Another one for each response, so that every group has advantages."""
+
+    in_process = True
+
+    def __call__(self, responses: list[Response]) -> list[float]:
+        return np.random.default_rng(len(responses)).random(len(responses)).tolist()
+
+
+class NoSaver:
+    """Writes nothing."""
+
+    def between_steps(self, state: object, metrics: object) -> None: ...
+
+    def finish(self, state: object) -> None: ...
+
+
+class Clock:
+    """A tracker sink that reads the driver's clocks after each step."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic, self.waited_s, self.waited_cpu_s, self.steps = traffic, 0.0, 0.0, []
+        self._wait, ray.wait = ray.wait, self._waiting
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins now."""
+        self._last = self._read()
+
+    def _waiting(self, *args: Any, **kwargs: Any) -> Any:
+        start, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return self._wait(*args, **kwargs)
+        finally:
+            self.waited_s += time.perf_counter() - start
+            self.waited_cpu_s += time.thread_time() - cpu
+
+    def _read(self) -> np.ndarray:
+        now, traffic = time.perf_counter(), self.traffic
+        cpu = time.process_time(), time.thread_time(), self.waited_cpu_s
+        return np.array([*cpu, now, now - self.waited_s, traffic.calls, traffic.sent_bytes, traffic.received_bytes])
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(self._read() - self._last)
+        self.begin()
+
+    def rewind(self, last_step: int, evaluated: bool) -> None: ...
+
+    def close(self) -> None:
+        ray.wait = self._wait
+
+    def row(self, size: Size) -> str:
+        """Of the table: medians over the steps after the first."""
+        cpu, main, waiting, wall, busy, calls, sent, received = np.median(self.steps[1:], axis=0)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        seconds = f"{cpu:.2f} | {main:.2f} | {waiting:.2f} | {wall:.1f} | {busy:.2f}"
+        numbers = f"{seconds} | {calls:.0f} | {sent / 1e6:.3f} | {received / 1e6:.3f}"
+        return f"| {size.prompts * size.responses} | {size.tokens} | {size.ranks} | {numbers} | {peak:.0f} |"
+
+
+def layout(ranks: int) -> ParallelDims:
+    """Of a model that takes 16 ranks."""
+    return ParallelDims(tp=4, pp=4, dp=ranks // 16)
+
+
+def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Sequence[str], run_dir: str) -> RolloutSpec:
+    return RolloutSpec(
+        model_path="",
+        run_dir=run_dir,
+        train=prompts,
+        test=None,
+        reward=RandomReward(),
+        estimator=Estimator(GRPO(), objective),
+        keep=None,
+        needs_greedy=False,
+        old_from_rollout=False,
+        prompts_per_step=size.prompts,
+        responses_per_prompt=size.responses,
+        max_response_tokens=LONGEST * size.tokens,
+        temperature=1.0,
+        num_engines=0,
+        engine_urls=tuple(urls),
+        engine_tp=1,
+        seed=0,
+        eval_rows=None,
+        request_timeout_s=3600.0,
+        record=False,
+        replay=None,
+    )
+
+
+@contextmanager
+def cluster(store_bytes: int) -> Iterator[None]:
+    """A local one whose object store takes so much."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", RAY_worker_niceness="0")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=store_bytes,
+        logging_level="error",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]:
+    """As mrl.build wires it, with the simulated parts."""
+    with ExitStack() as stack:
+        urls = stack.enter_context(engines(size))
+        samples = size.prompts * size.responses
+        stack.enter_context(cluster(256 * 2**20 + 40 * samples * size.tokens))
+        prompts, objective = random_prompts(size.prompts * (size.steps + 1)), Objective(PPOClip())
+        group = SimulatedGroup(layout(size.ranks), run_dir, ray.remote(SimulatedRanks).remote(layout(size.ranks), urls))
+        spec = rollout_spec(size, objective, prompts, urls, run_dir)
+        generator = RolloutGenerator(spec, dict(num_cpus=0), 3600.0)
+        stack.callback(generator.close)
+        generator.wait_ready(300.0)
+        longest = LONGEST * size.tokens
+        updates = Updates(AdamW(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
+        actor = ActorPolicy(group, objective, updates, 1.0, skip_zero_advantage=True)
+        ledger = Ledger(Path(run_dir) / "ledger.jsonl", 0)
+        stack.callback(ledger.close)
+        yield Trainer(
+            prompts=prompts.stream(size.prompts, 0, True),
+            generator=generator,
+            scorers={"old_logprobs": actor.logprobs},
+            actor=actor,
+            critic=None,
+            kl=KLControl({}),
+            weight_sync=WeightSync(partial(group.call, "push_weights"), lambda urls: {}, lambda urls: urls),
+            phase=Phases(),
+            tracker=stack.enter_context(Tracker([JsonlSink(Path(run_dir) / "metrics.jsonl"), *sinks])),
+            ledger=ledger,
+            saver=NoSaver(),  # type: ignore[arg-type]
+            recover=_raise,
+            leaving=lambda: False,
+            schedule=Schedule(size.steps),
+        )
+
+
+def _raise(error: BaseException, boundary: object) -> Any:
+    raise error
+
+
+def measure(size: Size, profile: Path | None = None) -> str:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory() as run_dir, Traffic() as traffic:
+        clock = Clock(traffic)
+        with (
+            trainer(size, run_dir, [clock]) as built,
+            cProfile.Profile(time.thread_time) if profile else nullcontext() as profiler,
+        ):
+            clock.begin()
+            built.fit()
+        if profile and profiler:
+            profiler.dump_stats(profile)
+        return clock.row(size)
+
+
+def main() -> None:
+    """Measure, and print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in dict(prompts=1024, responses=8, tokens=512, ranks=1024, engines=256, steps=3).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--profile", type=Path, help="where to keep a profile of the main thread's CPU-seconds")
+    parser.add_argument("--all", action="store_true", help="every size of the table, each in a process of its own")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    known = parser.parse_args()
+    if known.serve:
+        asyncio.run(serve(known.engines, known.tokens))
+        return
+    if known.all:
+        print(HEAD, flush=True)
+        for prompts, tokens, ranks in ALL:
+            sizes = ["--prompts", str(prompts), "--tokens", str(tokens), "--ranks", str(ranks)]
+            subprocess.run([sys.executable, __file__, *sizes], check=True)
+        return
+    size = Size(known.prompts, known.responses, known.tokens, known.ranks, known.engines, known.steps)
+    print(measure(size, known.profile), flush=True)
+
+
+if __name__ == "__main__":
+    main()

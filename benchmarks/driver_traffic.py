@@ -1,0 +1,77 @@
+"""Counts what a process says to others through Ray: calls of actors, bytes, and the objects themselves."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Traffic:
+    """As a context it counts what this process does meanwhile; entered again it goes on counting."""
+
+    keeps_objects: bool = False  # for `arrays`
+    calls: int = 0  # of actors' methods
+    sent_bytes: int = 0  # serialised: arguments, and what is put into the object store
+    received_bytes: int = 0  # deserialised
+    objects: list[Any] = field(default_factory=list)  # that were sent or received
+    _patches: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def bytes(self) -> int:
+        """Both ways."""
+        return self.sent_bytes + self.received_bytes
+
+    def arrays(self) -> list[NDArray]:
+        """Of numpy, wherever in the objects they are."""
+        return [array for value in self.objects for array in _arrays(value)]
+
+    def __enter__(self) -> Self:
+        from ray._private.serialization import SerializationContext
+        from ray.actor import ActorHandle
+
+        serialize, deserialize = SerializationContext.serialize, SerializationContext.deserialize_objects
+        call = ActorHandle._actor_method_call
+
+        def counted_serialize(context: Any, value: Any) -> Any:
+            packed = serialize(context, value)
+            self.sent_bytes += packed.total_bytes
+            self._keep([value])
+            return packed
+
+        def counted_deserialize(context: Any, packed: Any, refs: Any, *rest: Any) -> list[Any]:
+            values = deserialize(context, packed, refs, *rest)
+            self.received_bytes += sum(len(one.data or b"") for one in packed)
+            self._keep(values)
+            return values
+
+        def counted_call(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return call(handle, *args, **kwargs)
+
+        self._patches.enter_context(patch.object(SerializationContext, "serialize", counted_serialize))
+        self._patches.enter_context(patch.object(SerializationContext, "deserialize_objects", counted_deserialize))
+        self._patches.enter_context(patch.object(ActorHandle, "_actor_method_call", counted_call))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def _keep(self, values: list[Any]) -> None:
+        if self.keeps_objects:
+            self.objects += values
+
+
+def _arrays(value: Any) -> list[NDArray]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [getattr(value, name) for name in value.__dataclass_fields__]
+    return [a for item in value for a in _arrays(item)] if isinstance(value, (list, tuple)) else []
