@@ -108,7 +108,7 @@ def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(clust
     for ranks in (16, 128):
         short, long = found[ranks, many, 16], found[ranks, many, 64]
         assert abs(long.bytes - short.bytes) < 200, "nothing grows with the responses"
-    a_rank = 4096  # bytes of its two calls; columns [B] would be 16 B for each response of `many`, 49152
+    a_rank = 2048  # bytes of its two calls; columns [B] of `many` would be 49152 in each
     for prompts in (few, many):
         assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * a_rank
     a_sample = 80  # bytes, of the two calls together
