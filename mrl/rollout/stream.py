@@ -118,10 +118,11 @@ class Stream:
             return self.window.finished
 
     def known(self, numbers: Sequence[int], rows: Sequence[int]) -> bool:
-        """Whether these tickets are drawn, and for these rows, as far as they are drawn."""
+        """Whether these tickets wait, for these rows, as far as they are drawn."""
         with self._changed:
-            drawn = {ticket.number: ticket.row for ticket in self.window.waiting}
-            return all(drawn.get(number, row) == row for number, row in zip(numbers, rows, strict=True))
+            waiting = {ticket.number: ticket.row for ticket in self.window.waiting}
+            drawn = [pair for pair in zip(numbers, rows, strict=True) if pair[0] < self.window.drawn]
+            return all(waiting.get(number) == row for number, row in drawn)
 
     def take(self, numbers: Sequence[int]) -> None:
         """These tickets are trained or refused already."""

@@ -58,6 +58,7 @@ class RolloutWorker:
         self._one_scores = threading.Lock()  # the stream, or an evaluation
         self._batch, self._taken = Batch(), Entry([], [], [], [], [])  # of the step that was gathered last
         self._draws = 0  # times that prompts were drawn for the step
+        self._read: Entry | None = None  # what the journal has of the step, while more of its prompts are to be drawn
         self._journal = Journal(Path(spec.run_dir) / "journal", spec.journal_key)
         self._kept = Answers(self._journal.folder)
         if len(self._kept):
@@ -112,18 +113,19 @@ class RolloutWorker:
         elif (missing := max(entry.all_numbers, default=-1) + 1 - stream.window.drawn) > 0:
             return missing
         self._batch = Batch(entry.groups, entry.refused, self._draws, *stream.take_seconds())
-        self._draws, self._taken = 0, entry
+        self._draws, self._taken, self._read = 0, entry, None
         return 0
 
     def _journaled(self, step: int) -> Entry | None:
         """What the journal has of the step, for the prompts that the run draws; they are taken out of the stream."""
-        entry = self._journal.get(step)
+        entry = self._read or self._journal.get(step)
         if entry is None:
             return None
-        if not self._stream.known([*entry.numbers, *entry.refused_numbers], entry.rows):
+        if self._read is None and not self._stream.known([*entry.numbers, *entry.refused_numbers], entry.rows):
             self._journal.remove(step, "answers other prompts than the run draws now")
             return None
         self._stream.take(entry.all_numbers)
+        self._read = entry
         return entry
 
     def _entry(self, step: int, chosen: Chosen[Group]) -> Entry:
@@ -144,7 +146,7 @@ class RolloutWorker:
         """
         self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting], step)
         self._kept.read()
-        self._draws = 0
+        self._draws, self._read = 0, None
 
     def hold(self, held: bool) -> None:
         """Whether engines are paused on purpose, so that nobody takes them for stuck."""

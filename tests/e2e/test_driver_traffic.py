@@ -82,25 +82,25 @@ def cluster():
         yield
 
 
-def traffic_of(folder, ranks: int, prompts: int, tokens: int) -> Traffic:
+def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
     """What log-probabilities and an optimizer step of so many groups cost the driver, with ranks that compute nothing."""
-    actor = ray.remote(SimulatedRanks).options(num_cpus=0).remote(layout(ranks), [])
-    group, packing = SimulatedGroup(layout(ranks), str(folder), actor), Packing(max_tokens=4 * GROUP * tokens)
+    packing = Packing(max_tokens=4 * GROUP * tokens)
     responses = [[7] * tokens] * prompts * GROUP
     batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
     batch = replace(batch, block=ray.put(batch.block))
     with Traffic() as traffic:
         group.compute("logprobs", batch, packing, temperature=1.0)
         group.update([batch], packing, aggregation="token_mean", lrs=[0.1])
-    ray.kill(actor)
     return traffic
 
 
 def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(cluster, tmp_path):
     few, many = 64, 1024  # prompts
+    actors = {ranks: ray.remote(SimulatedRanks).options(num_cpus=0).remote(layout(ranks), []) for ranks in (16, 128)}
+    groups = {ranks: SimulatedGroup(layout(ranks), str(tmp_path), actor) for ranks, actor in actors.items()}
     found = {
-        (ranks, prompts, tokens): traffic_of(tmp_path, ranks, prompts, tokens)
-        for ranks in (16, 128)
+        (ranks, prompts, tokens): traffic_of(group, prompts, tokens)
+        for ranks, group in groups.items()
         for prompts, tokens in ((few, 16), (many, 16), (many, 64))
     }
     assert {key[0]: traffic.calls for key, traffic in found.items()} == {16: 2 * 16, 128: 2 * 128}
@@ -108,7 +108,7 @@ def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(clust
     for ranks in (16, 128):
         short, long = found[ranks, many, 16], found[ranks, many, 64]
         assert abs(long.bytes - short.bytes) < 200, "nothing grows with the responses"
-    a_rank = 4096  # bytes of its two calls; columns [B] would be 16 B for each response of `many`, 49152
+    a_rank = 2048  # bytes of its two calls; columns [B] of `many` would be 49152 in each
     for prompts in (few, many):
         assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * a_rank
     a_sample = 80  # bytes, of the two calls together

@@ -189,3 +189,11 @@ def test_a_step_has_a_deadline(make):
     made = make(Window(1, 0), Slow())
     with pytest.raises(EngineError, match=r"rollout\.request_timeout_s=0\.2"):
         made.gather(0, [300], 0, timeout_s=0.2)
+
+
+def test_tickets_of_a_journal_are_known_while_they_wait(make):
+    made = make(Window(SIZE, 1), Slow())
+    assert made.gather(0, [3, 4, 500, 600], 0)
+    assert made.stream.known([2, 3], [500, 600]) and made.stream.known([2, 9], [500, 7]), "9 is not drawn yet"
+    assert not made.stream.known([2], [501]), "of other data"
+    assert not made.stream.known([0, 2], [3, 500]), "0 is taken"
