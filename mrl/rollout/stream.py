@@ -175,6 +175,7 @@ class Stream:
             start = time.perf_counter()
             try:
                 groups = self._score(drafts) if drafts else []
+                kept = [self._keep(group) for group in groups]
             except Exception as error:
                 with self._changed:
                     if life == self._life:
@@ -184,9 +185,9 @@ class Stream:
                 if life != self._life:
                     continue
                 self._scoring_s += time.perf_counter() - start
-                for draft, group in zip(drafts, groups, strict=True):
+                for draft, group, keep in zip(drafts, groups, kept, strict=True):
                     self._started.pop(draft.ticket.number, None)
-                    self.window.finish(draft.ticket.number, group, self._keep(group))
+                    self.window.finish(draft.ticket.number, group, keep)
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:

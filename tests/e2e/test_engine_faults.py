@@ -93,7 +93,7 @@ def strike(server, sign: signal.Signals, after_s: float) -> None:
 
 
 def test_a_run_that_loses_all_engines_and_then_one_goes_on(start_mrl, quickstart, tmp_path, monkeypatch):
-    """In its second step all are killed between two rounds of prompts, in the third one is stopped."""
+    """In its second step all are killed before refused groups are replaced, in the third one is stopped."""
     (tmp_path / "striking_filter.py").write_text(STRIKING_FILTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = ["rollout.filter._target_=striking_filter.Striking", "rollout.num_engines=2", "rollout.deterministic=true"]
@@ -102,11 +102,7 @@ def test_a_run_that_loses_all_engines_and_then_one_goes_on(start_mrl, quickstart
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     assert [s["rollout/replaced_engines"] for s in steps] == [0, 2, 1, 0]
-    assert [steps[number]["rollout/redone_responses"] for number in (0, 2, 3)] == [
-        0,
-        2,
-        0,
-    ]  # of step 2: 4 if the kernel is late
+    assert [steps[number]["rollout/redone_responses"] for number in (0, 2, 3)] == [0, 4, 0], "of one group"
     assert [s["rollout/samples"] for s in steps] == [24] * 4
     assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no response of other weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= 1e-4
@@ -122,7 +118,8 @@ from dataclasses import dataclass
 import psutil
 
 calls = []
-STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # the last groups of steps 2 and 3, which each ask for another one
+STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # the last groups of steps 2 and 3
+REFUSED = {12, 18, 19}  # others are asked for in their place: in step 3 one of each engine
 
 
 def servers():
@@ -137,7 +134,7 @@ def servers():
 
 @dataclass(frozen=True)
 class Striking:
-    """Keeps all groups but two, and strikes engines before the next round: all of them, or one."""
+    """Refuses some groups, and strikes engines before others are asked for: all of them, or one."""
 
     def __call__(self, rewards):
         calls.append(1)
@@ -147,5 +144,5 @@ class Striking:
             for server in own if sign == signal.SIGKILL else own[:1]:
                 for process in [*server.children(recursive=True), server]:
                     process.send_signal(sign)
-        return not sign
+        return len(calls) not in REFUSED
 '''

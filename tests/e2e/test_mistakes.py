@@ -44,7 +44,7 @@ MISTAKES = {
         "parallel.world_size=6 does not factor: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
     ),
     "a role in no pool": (
-        ["placement.pools={all: [actor]}"],
+        ["placement.pools={{all: [actor]}}"],
         "this run has engines, which no pool names (there are all)",
     ),
     "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
