@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +16,16 @@ from mrl.algorithms.inputs import Scored
 from mrl.autopsy.notes import doing
 from mrl.autopsy.register import register, stacks
 from mrl.data.prompts import PromptDataset
-from mrl.data.tokenizer import load_tokenizer
 from mrl.rewards.base import Response, Score
 from mrl.rewards.scorer import Scorer
 from mrl.rollout import recording
 from mrl.rollout.answers import Answers
 from mrl.rollout.batch import Batch, failures
-from mrl.rollout.client import SamplingParams
-from mrl.rollout.dealing import apart, together
 from mrl.rollout.engines import Engines
 from mrl.rollout.journal import Entry, Journal, digests
-from mrl.rollout.lengths import Lengths, Selection
-from mrl.rollout.seeds import HELD_OUT, TRAINING, seed_of
+from mrl.rollout.lengths import Selection
+from mrl.rollout.sampler import Sampler
+from mrl.rollout.seeds import HELD_OUT
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.stream import Draft, Stream
 from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, spans, to_block, to_scored, trajectories
@@ -50,9 +48,6 @@ class RolloutWorker:
         self.engines = Engines(spec)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # reads the tokenizer while the engines start
-        self._conversation = None
-        if spec.agent:
-            self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
         self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
         self._scorer.start()  # while the engines start
         self._one_scores = threading.Lock()  # the stream, or an evaluation
@@ -63,16 +58,15 @@ class RolloutWorker:
         self._kept = Answers(self._journal.folder)
         if len(self._kept):
             logging.info("%d answers of an earlier process are there to be taken up", len(self._kept))
-        self._lengths, self._selection = Lengths(spec.max_response_tokens / 2), Selection()
-        self._apart = bool(spec.window_extra or spec.staleness or spec.agent)  # each group is asked for by itself
+        self._sampler, self._selection = Sampler(spec, self.engines, self._kept), Selection()
         size = spec.prompts_per_step
         self._stream = Stream(
             Window(size, spec.staleness, spec.window_extra, spec.in_order, (spec.max_rounds - 1) * size),
             self.engines,
-            self._answer,
+            self._sampler.answer,
             self._scored,
             self._keeps,
-            self._together,
+            self._sampler.together,
         )
         self._all_refused = False  # of the last collected batch, by the filter
         self._last: tuple[Scored, Column] | None = None  # the last collected batch, and the engines' log-probabilities
@@ -197,30 +191,6 @@ class RolloutWorker:
         rejected = found.rejected | self._all_refused
         return Estimates(ray.put(made), found.without_advantage, rejected, found.numbers)
 
-    async def _answer(self, tickets: Sequence[Ticket]) -> list[Draft]:
-        """G responses to each ticket's prompt, and a greedy one where the advantage asks for it, in one request each."""
-        size, rows = self.spec.responses_per_prompt, ", ".join(str(ticket.row) for ticket in tickets)
-        prompts = [self._prompt(ticket.row) for ticket in tickets]
-        numbers = [size * ticket.number + member for ticket in tickets for member in range(size)]
-        sampling = self._sampling(self.spec.temperature, [(TRAINING, number) for number in numbers])
-        work = size * sum(self._lengths.expected(ticket.row) for ticket in tickets) if self._apart else None
-        with doing(f"sampling {len(tickets)} x {size} responses to rows {rows}"):
-            paths = await self._respond(
-                [prompt for prompt in prompts for _ in range(size)], sampling, self._kept, numbers, work
-            )
-            greedy: Sequence[Trajectory | None] = [None] * len(tickets)
-            if self.spec.needs_greedy:
-                greedy = await self._respond(prompts, self._sampling(0.0, [()] * len(tickets)))
-        parts = zip(tickets, prompts, greedy, strict=True)
-        return [
-            Draft(ticket, prompt, paths[n * size : (n + 1) * size], likeliest)
-            for n, (ticket, prompt, likeliest) in enumerate(parts)
-        ]
-
-    def _prompt(self, row: int) -> list[int]:
-        with doing(f"tokenising the prompt of row {row}"):
-            return self.train.encode(row)
-
     def _scored(self, drafts: list[Draft]) -> list[Group]:
         """The groups that drafts become."""
         rows = np.array([draft.ticket.row for draft in drafts for _ in draft.paths])
@@ -234,14 +204,8 @@ class RolloutWorker:
         for draft in drafts:
             samples = [Sample(draft.ticket.row, draft.prompt, path, next(scores)) for path in draft.paths]
             groups.append(Group(samples, next(likeliest) if draft.greedy is not None else None))
-            self._lengths.learn(draft.ticket.row, [path.num_sampled for path in draft.paths])
+            self._sampler.lengths.learn(draft.ticket.row, [path.num_sampled for path in draft.paths])
         return groups
-
-    def _together(self, tickets: Sequence[Ticket]) -> Sequence[Sequence[Ticket]]:
-        """Tickets by the request they share. Those that a step waits for anyway share one, which costs engines less."""
-        if self._apart:
-            return [[ticket] for ticket in apart(tickets, lambda ticket: self._lengths.expected(ticket.row))]
-        return together(tickets, len(self.engines.urls), self.spec.responses_per_prompt)
 
     def _keeps(self, group: Group) -> bool:
         """Whether a group is trained."""
@@ -259,31 +223,6 @@ class RolloutWorker:
             sample = Sample(int(columns["rows"][number]), prompt, paths[number], scores[number])
             members.setdefault(group, []).append(sample)
         return [Group(samples) for samples in members.values()]
-
-    def _sampling(self, temperature: float, places: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
-        """How to sample the response at each of these places, where seeds are wanted each with the seed of its place."""
-        plain = SamplingParams(self.spec.max_response_tokens, temperature)
-        if not self.spec.deterministic:
-            return [plain] * len(places)
-        return [replace(plain, seed=seed_of(self.spec.seed, *place)) for place in places]
-
-    async def _respond(
-        self,
-        prompts: list[list[int]],
-        sampling: list[SamplingParams],
-        kept: Answers | None = None,
-        numbers: Sequence[int] = (),
-        work: float | None = None,
-    ) -> list[Trajectory]:
-        """One response to each prompt, all from the engine that has least to do."""
-        seat, numbers = self.engines.seat(), numbers or range(len(prompts))
-        if self._conversation:
-            seats = [seat] * len(prompts)
-            return await self.engines.conversations(self._conversation, numbers, prompts, sampling, kept, seats)
-        return [
-            Trajectory.of(completion)
-            for completion in await self.engines.answers(numbers, prompts, sampling, kept, seat, work)
-        ]
 
     def _score(
         self, data: PromptDataset, rows: NDArray[np.int64], paths: Sequence[Trajectory], groups: Sequence[int] = ()
@@ -305,10 +244,10 @@ class RolloutWorker:
             return {}
         sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.sets().items()}
         rows = np.concatenate(list(sets.values()))
-        sampling = self._sampling(temperature, [(HELD_OUT, row) for row in rows.tolist()])
-        paths = self._evaluated([self.test.encode(row) for row in rows.tolist()], sampling)
+        places = [(HELD_OUT, row) for row in rows.tolist()]
+        paths = self._sampler.respond_now([self.test.encode(row) for row in rows.tolist()], temperature, places)
         rewards = np.array([score.value for score in self._score(self.test, rows, paths)])
-        if self._conversation:
+        if self.spec.agent:
             calls = np.mean([path.usage.tool_calls for path in paths if path.usage])
             logging.info("held out, temperature %g: %.3f tool calls per response", temperature, calls)
         ends = np.cumsum([len(part) for part in sets.values()])[:-1]
@@ -316,11 +255,6 @@ class RolloutWorker:
         return {re.sub(r"\W+", "_", name): float(part.mean()) for name, part in parts if name} | {
             "": float(rewards.mean())
         }
-
-    def _evaluated(self, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Trajectory]:
-        if self._conversation:
-            return self.engines.converse(self._conversation, prompts, sampling)
-        return [Trajectory.of(completion) for completion in self.engines.complete(prompts, sampling)]
 
     def cpu_seconds(self) -> dict[str, float]:
         """User and system seconds of this process and of the engines' process trees, for benchmarks."""

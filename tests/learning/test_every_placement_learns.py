@@ -1,6 +1,6 @@
 """One experiment with actor, critic and engines under every placement and every mode of sampling. Run with `-m learning`.
 
-Synchronous runs are the same run, to the bit, wherever their processes are. A table is left in outputs/learning.
+Synchronous runs are the same run, to the bit but for how far engines are from trainers, wherever their processes are. A table is left in outputs/learning.
 """
 
 import json
@@ -19,7 +19,7 @@ MODES = {
 PLACEMENTS = ("disaggregated", "mixed", "colocated")
 MODELS = {"dense": [], "experts": ["model=quickstart_moe", "sft.steps=45"]}
 GOAL, MAX_STEPS = 0.6, 100  # from a reward of about 0.1
-NOT_OF_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "placement/", "rollout/cached")
+NOT_OF_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "placement/", "rollout/cached", "mismatch/")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Groups in the making on small HTTP servers: what a step gets, when, and what becomes of failures and of what is given up."""
 
+import inspect
 import threading
 import time
 
@@ -13,6 +14,7 @@ from mrl.rollout.client import EngineError, SamplingParams
 from mrl.rollout.stream import Draft, Stream
 from mrl.rollout.trajectory import Group, Sample, Trajectory
 from mrl.rollout.window import Ticket, Window
+from mrl.rollout.worker import RolloutWorker
 
 SIZE = 2
 
@@ -197,3 +199,8 @@ def test_tickets_of_a_journal_are_known_while_they_wait(make):
     assert made.stream.known([2, 3], [500, 600]) and made.stream.known([2, 9], [500, 7]), "9 is not drawn yet"
     assert not made.stream.known([2], [501]), "of other data"
     assert not made.stream.known([0, 2], [3, 500]), "0 is taken"
+
+
+def test_the_rollout_worker_has_no_coroutine():
+    """Ray would let its calls overlap, each in another thread."""
+    assert not [name for name, value in vars(RolloutWorker).items() if inspect.iscoroutinefunction(value)]
