@@ -76,4 +76,5 @@ def test_the_critic_learns_alone_at_first(run):
     ]
     assert errors[2] < errors[0] / 2, f"values come nearer to the returns: {errors}"
     assert max(step["mismatch/logprob_abs_max"] for step in (second, third)) <= 1e-4
-    assert (done.folder / "critic").is_dir() and (done.folder / "hf").is_dir() and done.leftovers() == []
+    assert (done.folder / "checkpoints/step_000003/critic").is_dir() and (done.folder / "hf").is_dir()
+    assert done.leftovers() == []

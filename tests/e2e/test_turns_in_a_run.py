@@ -23,7 +23,7 @@ def numbers(run) -> list[dict]:
     return kept
 
 
-TIMES = {"time", "spent", "throughput", "placement"}
+TIMES = {"time", "spent", "throughput", "placement", "mismatch"}
 
 
 @pytest.mark.parametrize("place", [1, 2], ids=["mixed", "colocated"])

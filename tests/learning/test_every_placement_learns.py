@@ -1,6 +1,7 @@
 """One experiment with actor, critic and engines under every placement and every mode of sampling. Run with `-m learning`.
 
-Synchronous runs are the same run, to the bit but for how far engines are from trainers, wherever their processes are. A table is left in outputs/learning.
+Synchronous runs are the same run to the bit, but for how far engines are from trainers, wherever their processes are. A table
+is left in outputs/learning.
 """
 
 import json
