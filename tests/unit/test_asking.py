@@ -137,6 +137,7 @@ class Asked(RolloutGenerator):
     def __init__(self, losses: int) -> None:
         self.tries, self.losses, self.restored = 3, losses, []
         self.restore = self.restored.append
+        self.before = lambda: None
 
     def _ask(self, method, *arguments):
         if method == "failed_engines":
