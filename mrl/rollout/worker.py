@@ -57,7 +57,7 @@ class RolloutWorker:
         self._journal = Journal(Path(spec.run_dir) / "journal", spec.journal_key)
         self._kept = Answers(self._journal.folder)
         if len(self._kept):
-            logging.info("%d answers of an earlier process are there to be taken up", len(self._kept))
+            logging.info("%d answers of an earlier process are taken up", len(self._kept))
         self._sampler, self._selection = Sampler(spec, self.engines, self._kept), Selection()
         size = spec.prompts_per_step
         self._stream = Stream(
