@@ -61,6 +61,7 @@ MODES = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("mode", "staleness"), MODES.values(), ids=MODES)
 def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quickstart, tmp_path, mode, staleness):
     kinds = list(KINDS)
