@@ -1,6 +1,5 @@
 """Groups in the making: asked of the engines, scored as soon as they are whole, and kept until a step takes them."""
 
-import asyncio
 import logging
 import queue
 import threading
@@ -146,8 +145,6 @@ class Stream:
     async def _make(self, tickets: list[Ticket], life: int) -> None:
         try:
             self._to_score(life, await self._answer(tickets))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             with self._changed:
                 if life == self._life:

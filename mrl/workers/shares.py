@@ -53,8 +53,7 @@ def plan_step(
 
     `longest`: tokens that a response may have, where the aggregation asks for it.
     """
-    weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, longest)
+    weights = _counted_weights(batch, aggregation, longest)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
     units = make_units(
@@ -81,9 +80,15 @@ def plan_step(
 
 def step_weights(batch: TrainBatch, aggregation: str, longest: int | None = None) -> NDArray[np.float64]:
     """[B] what one token of each row of an optimizer step counts for in its loss; 0 of rows that are not trained."""
+    weights = _counted_weights(batch, aggregation, longest)
+    weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0
+    return weights
+
+
+def _counted_weights(batch: TrainBatch, aggregation: str, longest: int | None) -> NDArray[np.float64]:
+    """[B] what one token of each row counts for in the loss whose denominators are of all counted rows."""
     weights = np.zeros(len(batch.prompt_lengths))
     weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, longest)
-    weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0
     return weights
 
 
