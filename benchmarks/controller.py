@@ -49,7 +49,7 @@ from mrl.data.prompts import PromptDataset
 from mrl.data.prompts import Share as SourceShare
 from mrl.data.report import Report
 from mrl.ledger import Ledger
-from mrl.placement import Phases
+from mrl.placement.phases import Phases
 from mrl.planner.decoding import EngineSpeeds
 from mrl.rewards.base import Response
 from mrl.rollout.generator import RolloutGenerator
