@@ -9,6 +9,10 @@ class Lost(RuntimeError):
     role = "rank"  # of what was lost: rank (trainer processes) or rollout (the rollout worker)
 
 
+class NotUp(Lost):
+    """Processes were lost before all of the run were there: nothing can recover yet, but another start of the command."""
+
+
 class Preempted(Exception):
     """The run was asked to leave (SIGTERM, SIGUSR1), and to come back later."""
 

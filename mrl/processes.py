@@ -12,6 +12,7 @@ from typing import Any
 from models.families import located
 from mrl.checkpoint import Checkpoint
 from mrl.config import SftConfig
+from mrl.faults import Lost, NotUp
 from mrl.placement import picture
 from mrl.placement.cluster import ray_cluster
 from mrl.placement.groups import PlacementError, Places, layout_of, placed
@@ -328,12 +329,19 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
 
 @contextmanager
 def started(plan: ModelPlan, command: str) -> Iterator[Processes]:
-    """The run's processes, started side by side and always ended; the run's folder is its own for so long."""
+    """The run's processes, started side by side and always ended; the run's folder is its own for so long.
+
+    Raises NotUp when one of them is lost before all are there.
+    """
     config = plan.config
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(Path(config.run.dir).resolve(), command, plain(config)))
-        stack.enter_context(ray_cluster(config.cluster.address, plan.pools.size))
-        yield Processes(plan, stack.enter_context(_placed(plan)), stack)
+        try:
+            stack.enter_context(ray_cluster(config.cluster.address, plan.pools.size))
+            processes = Processes(plan, stack.enter_context(_placed(plan)), stack)
+        except Lost as error:
+            raise NotUp(str(error)) from error
+        yield processes
 
 
 @contextmanager

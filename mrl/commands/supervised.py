@@ -41,6 +41,12 @@ def say(word: str) -> None:
         os.write(_pipe, f"{word}\n".encode())
 
 
+def start_again() -> None:
+    """In the child: its end, however orderly, is one after which a new start may do better."""
+    global _pipe
+    _pipe = None
+
+
 def supervise(module: str, argv: Sequence[str]) -> int:
     """Run `python -m module argv` until it has ended by itself, with TIMES new starts at most; returns its exit status."""
     watcher = _Watcher()

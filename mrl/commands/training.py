@@ -9,7 +9,7 @@ from mrl import build
 from mrl import plan as planning
 from mrl.commands import hydra_app, supervised
 from mrl.config import Config
-from mrl.faults import Preempted
+from mrl.faults import NotUp, Preempted
 from mrl.leaving import REQUEUE, Leaving
 from mrl.trainer import Result
 
@@ -32,8 +32,13 @@ def _fit(config: Config, leaving: Leaving) -> Result:
         plan = planning.plan_training(config)
     except ValueError as error:
         hydra_app.refuse(error)
-    with build.trainer(plan, leaving) as trainer:
-        return trainer.fit()
+    try:
+        with build.trainer(plan, leaving) as trainer:
+            return trainer.fit()
+    except NotUp as error:
+        supervised.start_again()
+        sys.stderr.write(f"mrl: {error}\n")
+        raise SystemExit(1) from error
 
 
 def summary(result: Result, run_dir: str, goal: float | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants  # private: there is no public way to bind a local cluster to loopback
 
+from mrl.faults import Lost
 from mrl.secrets import ENGINE_KEY, engine_key
 
 # One thread per process: ranks and engines share the cores, and GNU OpenMP's waiting threads would burn them.
@@ -24,7 +25,8 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     """Connect to the cluster at `address`, or run one on this machine; yields Ray actor options for a GPU process in no pool.
 
     `num_slots`: what the pools of a run on this machine need. Ray counts them as CPUs: a slot is a place for a process,
-    however many cores there are. Without GPUs a process in no pool asks for no resource.
+    however many cores there are. Without GPUs a process in no pool asks for no resource. Raises Lost when a cluster on this
+    machine does not come up.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # made here, for every process of the run
@@ -40,7 +42,12 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         _close_to_others()
         os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here, not a guest on the machine
         plain = dict(include_dashboard=False, object_store_memory=512 * 1024**2)
-        ray.init(address="local", num_cpus=num_slots, **plain, **quiet)
+        try:
+            ray.init(address="local", num_cpus=num_slots, **plain, **quiet)
+        except ValueError:
+            raise
+        except Exception as error:  # Ray's own is a bare Exception
+            raise Lost(f"a process of Ray was gone before it was up: {error}") from error
     if heeded is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, heeded)  # Ray's own handler, set meanwhile, would abort this process
     try:

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from conftest import tagged
+from conftest import PATIENCE, tagged
 from test_resumed_runs import learning
 
 KINDS = {  # what the command line of a process has in it
@@ -50,7 +50,7 @@ class Soak:
 
     def strike(self, kind: str) -> None:
         """Kill the next process of this kind, once the run has come farther than when the last one was killed."""
-        training, end = self.chance.random() < 0.75, time.monotonic() + 600
+        training, end = self.chance.random() < 0.75, time.monotonic() + 600 * PATIENCE
         while training and num_steps(self.folder) <= self.reached and self.goes_on() and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(self.chance.uniform(0, self.pause_s))
@@ -69,7 +69,7 @@ class Soak:
         return status != 0
 
     def finish(self) -> None:
-        end = time.monotonic() + 1500
+        end = time.monotonic() + 600 * PATIENCE
         while self.goes_on() and self.starts < 60:
             assert time.monotonic() < end, self.run.output()[-5000:]
             time.sleep(0.2)
@@ -115,6 +115,18 @@ def check_the_ledger(folder, per_step: int) -> None:
     assert all(line["weight_version"] == line["step"] - 1 for line in lines)
 
 
+def test_a_raylet_that_is_gone_before_the_run_is_up_costs_a_new_start(start_mrl, quickstart):
+    run, end = start_mrl("train", *quickstart, "trainer.max_steps=1"), time.monotonic() + 300
+    while not (raylet := find(run.tag, "raylet")) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert raylet, run.output()
+    raylet.kill()
+    assert run.finish(300).process.returncode == 0, run.output()
+    assert "new start 1 of 5" in run.output() and [line["step"] for line in run.metrics()] == [1]
+    assert run.leftovers() == []
+
+
+@pytest.mark.timeout(3600)
 def test_a_run_whose_processes_are_killed_is_the_run_that_was_left_alone(trial, quickstart):
     kinds = list(KINDS)
     random.Random(SEED).shuffle(kinds)

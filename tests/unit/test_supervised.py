@@ -26,6 +26,9 @@ if how == "killed" and starts <= int(sys.argv[3]):
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "quick" and starts <= int(sys.argv[3]):
     os._exit(1)  # as Ray ends a driver whose raylet is gone
+if how == "no start" and starts <= int(sys.argv[3]):
+    supervised.start_again()
+    raise ValueError("gone")
 if how == "placed":
     supervised.say("run.dir=/the/first")
     if starts < 3:
@@ -73,7 +76,7 @@ def test_an_orderly_end_is_the_end(run, tmp_path, argv, status):
     assert run(*argv).wait(60) == status and len(starts(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("how", ["killed", "quick"])
+@pytest.mark.parametrize("how", ["killed", "quick", "no start"])
 def test_a_command_that_vanishes_is_started_again(run, tmp_path, how):
     process = run(how, "2")
     assert process.wait(60) == 0 and len(starts(tmp_path)) == 3
