@@ -30,8 +30,8 @@ setup: ## make or update .venv from LOCK (requirements.txt; on a cluster LOCK=re
 
 # The CPU lock is the GPU lock without what only a GPU can use: both have the same versions.
 lock: setup ## resolve both locks again from setup.py; UPGRADE=--upgrade takes newer versions
-	$(COMPILE) setup.py --extra dev --extra gpu $(UPGRADE) -o requirements-gpu.txt
-	$(COMPILE) setup.py --extra dev --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
+	$(COMPILE) setup.py --extra dev --extra optuna --extra gpu $(UPGRADE) -o requirements-gpu.txt
+	$(COMPILE) setup.py --extra dev --extra optuna --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
 	$(COMPILE) requirements/uv.in $(UPGRADE) -o requirements/uv.txt
 
 COMPILE = PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 UV_CUSTOM_COMPILE_COMMAND="make lock" \

@@ -46,6 +46,7 @@ DEPENDENCIES = [
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
+    "optuna": ["optuna>=5,<6"],  # sweep.trials
     "dev": [
         "import-linter>=2.5",
         "packaging>=26",

@@ -144,7 +144,8 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
     curve.read([folder / "metrics.jsonl", folder / "eval.jsonl"])
     sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
     if config.tracking.wandb:
-        sinks.append(WandbSink(folder, project=config.tracking.project, name=run.name, config=plain(config)))
+        named = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
+        sinks.append(WandbSink(folder, **named, config=plain(config)))
     return sinks
 
 

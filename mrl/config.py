@@ -321,6 +321,22 @@ class PlanConfig:
 class TrackingConfig:
     wandb: bool = True  # offline unless a key is set; never asks for a login
     project: str = "mrl"  # wandb project
+    group: str | None = None  # wandb group; the points of a sweep have one together
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """`mrl train -m`: many runs with other values of some keys (docs/sweeps.md)."""
+
+    params: Node = field(default_factory=dict)  # key -> its values ("1e-4,3e-4", "range(1,4)", "interval(0,1)")
+    metric: str = (
+        "reward/mean"  # what points are compared by: the last steps' mean, or the last evaluation's (eval/...)
+    )
+    maximize: bool = True  # the largest is the best
+    at_once: int = 1  # points that run at one time
+    trials: int | None = (
+        None  # so many points, chosen by what earlier ones achieved (Optuna); default: every combination
+    )
 
 
 @dataclass(frozen=True)
@@ -360,6 +376,7 @@ class Config:
     certify: CertifyConfig = field(default_factory=CertifyConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     sglang: Node = field(default_factory=dict)  # any ServerArgs field of SGLang, passed on

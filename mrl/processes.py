@@ -265,8 +265,8 @@ class Processes:
         try:
             if not Path(output).exists():
                 self.export(output)
-        except OSError as error:
-            if not Path(output).is_dir():
+        except (OSError, ValueError) as error:  # it is there by now, or that run is writing it
+            if not any(Path(name).is_dir() for name in (output, f"{output}.partial")):
                 raise
             logger.warning("the warm start was not kept: %s", error)
 

@@ -114,11 +114,18 @@ class WandbSink:
         *,
         project: str,
         name: str,
+        group: str | None = None,
         config: Mapping[str, Any] | None = None,
         deadline_s: float = 30.0,
     ) -> None:
         self.deadline_s = deadline_s
-        self._run: dict[str, Any] = {"project": project, "name": name, "config": redacted(config or {}), "dir": folder}
+        self._run: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "group": group,
+            "config": redacted(config or {}),
+            "dir": folder,
+        }
         self._run |= {"id": _run_id(folder / "wandb_run_id"), "resume": "allow"}
         self._queue: queue.SimpleQueue[tuple[int, Metrics] | None] = queue.SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True)

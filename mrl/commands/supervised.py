@@ -102,19 +102,22 @@ class _Watcher:
         return status if status >= 0 else 128 - status
 
 
+_prctl = ctypes.CDLL(None).prctl  # loaded before any fork
+
+
+def as_ours() -> None:
+    """In a new child, before its program: it heeds signals, and is asked to leave when its parent is gone."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would Python
+
+
 def _start(module: str, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
     hears, speaks = os.pipe()
-    prctl = ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # without us, as if asked to leave
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would Python
-
     child = subprocess.Popen(
         [sys.executable, "-m", module, *argv],
         env=os.environ | {PIPE: str(speaks)},
         pass_fds=[speaks],
-        preexec_fn=prepare,
+        preexec_fn=as_ours,
         process_group=0,  # a terminal's Ctrl-C comes to us alone, and is passed on once
     )
     os.close(speaks)

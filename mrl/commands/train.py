@@ -1,4 +1,4 @@
-"""`mrl train`: reinforcement learning, from config to exported model."""
+"""`mrl train`: reinforcement learning, from config to exported model; with -m a sweep of such runs."""
 
 import sys
 
@@ -7,6 +7,10 @@ from mrl.commands import supervised
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl train`: nothing is imported here that takes time."""
+    if "-m" in argv or "--multirun" in argv:
+        from mrl.commands import sweep
+
+        return sweep.main(argv)
     return supervised.supervise("mrl.commands.training", argv)
 
 

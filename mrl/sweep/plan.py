@@ -1,0 +1,70 @@
+"""A sweep's file: what its points are, so that any process on any node can run one, and a sweep can go on."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mrl.sweep.points import Point
+
+NAME = "sweep.json"  # in the sweep's folder
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Points of one sweep, each with a folder of its own: FOLDER/0, FOLDER/1, ..."""
+
+    folder: Path
+    group: str  # in wandb
+    metric: str
+    maximize: bool
+    fixed: Point  # overrides of every point
+    points: tuple[Point, ...]
+
+    def of(self, index: int) -> Path:
+        """The folder of a point."""
+        return self.folder / str(index)
+
+    def overrides(self, index: int) -> list[str]:
+        """What `mrl train` is given for a point."""
+        return [*self.fixed, *self.points[index], f"run.dir={self.of(index)}", f"tracking.group={self.group}"]
+
+    def command(self, index: int) -> str:
+        """The point as a line for a shell, in a folder of its own."""
+        return shlex.join(["mrl", "train", *self.fixed, *self.points[index]])
+
+    def write(self) -> None:
+        """Keep it in its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f"{NAME}.partial"
+        partial.write_text(json.dumps(asdict(self) | {"folder": str(self.folder)}, indent=1))
+        partial.replace(self.folder / NAME)
+
+
+def load(folder: Path) -> Sweep:
+    """What `write` kept, wherever the folder is now; raises ValueError where there is no sweep."""
+    try:
+        kept = json.loads((folder / NAME).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: holds no sweep ({NAME} is missing); name the run.dir of one.") from None
+    points = tuple(tuple(point) for point in kept["points"])
+    return Sweep(folder, kept["group"], kept["metric"], kept["maximize"], tuple(kept["fixed"]), points)
+
+
+def differences(kept: Sweep, wanted: Sweep) -> list[str]:
+    """What a sweep that was begun in the folder has otherwise, for a person."""
+    return [
+        f"{name}: {_shown(getattr(kept, name))} there, {_shown(getattr(wanted, name))} now"
+        for name in ("fixed", "points", "metric", "maximize")
+        if getattr(kept, name) != getattr(wanted, name)
+    ]
+
+
+def _shown(value: object) -> str:
+    words = (
+        [" ".join(item) if isinstance(item, tuple) else str(item) for item in value]
+        if isinstance(value, Sequence)
+        else value
+    )
+    return f"{words}"[:200]
