@@ -1,6 +1,7 @@
 """Sweeps: what their points are, how they are run side by side, and what the table says of them."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -155,7 +156,7 @@ def test_the_table_names_the_best_point_its_command_and_what_failed(tmp_path):
         Outcome(0, sweep.points[0], sweep.of(0), DONE, 7, 0.25, 3.0),
         Outcome(1, sweep.points[1], sweep.of(1), FAILED, 2, 0.75, 1.0, "exit status 1: out of memory"),
     ]
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(table.rendered(sweep, outcomes))
     text = console.export_text()
     assert "algorithm.lr" in text and "run.seed" in text and "0.25 *" in text and "0.75 *" not in text
@@ -251,7 +252,7 @@ def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
     assert "lr_kl" in names
     for name in names:
         words = [f"sweep={name}", f"data.inputs.folder={inputs}", f"run.dir={tmp_path}/{name}"]
-        config, space = command._read(words)
+        _, space = command._read(words)
         points = space.points()
         assert len(points) >= 4
         for point in points:
