@@ -7,6 +7,7 @@ from mrl.commands import supervised
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl train`: nothing is imported here that takes time."""
+    argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     return supervised.supervise("mrl.commands.training", argv)
 
 
