@@ -343,6 +343,14 @@ class SweepConfig:
 class ClusterConfig:
     address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
+    scheduler: str | None = None  # slurm: the command submits the run as a job (docs/slurm.md); none: it runs
+    nodes: int = 1  # of the job
+    gpus_per_node: int = 8  # of the job's nodes; 0: without GPUs, each CPU of the job is a place for a process
+    partition: str | None = None  # of the job; default: the cluster's
+    time: str | None = None  # limit of the job, such as "4:00:00" or "2-12" (days-hours); default: the partition's
+    slurm: Node = field(default_factory=dict)  # any other option of sbatch, with _ for -; true: without a value
+    components: list[Node] = field(default_factory=list)  # further parts of a heterogeneous job: what differs in each
+    dry_run: bool = False  # show the job and submit nothing; `mrl train --dry-run` sets it
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A composed config against the schema of mrl/config.py: unknown keys, wrong types, single values that cannot be."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -9,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mrl.config import Config, EvaluateConfig, GenerateConfig, RolloutConfig
+from mrl.config import ClusterConfig, Config, EvaluateConfig, GenerateConfig, RolloutConfig
 from mrl.secrets import refuse_literals
 
 
@@ -132,6 +133,7 @@ _POSITIVE = [
     "plan.receive_gb_per_s",
     "plan.gpus_per_node",
     "cluster.start_timeout_s",
+    "cluster.nodes",
 ]
 _NOT_NEGATIVE = [
     "run.seed",
@@ -153,6 +155,7 @@ _NOT_NEGATIVE = [
     "faults.grace_s",
     "capsule.spike",
     "capsule.keep",
+    "cluster.gpus_per_node",
 ]
 
 _ONE_OF = {
@@ -190,6 +193,7 @@ def check(config: Config) -> None:
     _check_asynchrony(config.rollout)
     _check_sampling(config.generate)
     _check_evaluation(config.evaluate)
+    _check_cluster(config.cluster)
     if config.model.dtype not in ("bfloat16", "float32"):
         raise ValueError(f"model.dtype={config.model.dtype!r}: expected bfloat16 or float32.")
 
@@ -228,3 +232,25 @@ def _check_evaluation(evaluate: EvaluateConfig) -> None:
         raise ValueError(f"evaluate.k={list(evaluate.k)}: expected numbers of responses, 1 or more.")
     if not 0 < evaluate.confidence < 1:
         raise ValueError(f"evaluate.confidence={evaluate.confidence}: expected a probability such as 0.95.")
+
+
+_OF_A_JOB = ("nodes", "gpus_per_node", "partition", "time", "slurm", "components", "dry_run")
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    if cluster.scheduler not in (None, "slurm"):
+        raise ValueError(
+            f"cluster.scheduler={cluster.scheduler!r}: expected slurm, or null for a run that starts here."
+        )
+    default = ClusterConfig()
+    for name in _OF_A_JOB if cluster.scheduler is None else ():
+        if (value := vars(cluster)[name]) != vars(default)[name]:
+            raise ValueError(f"cluster.{name}={value}: is for a job, and this run starts here; add cluster=slurm.")
+    if cluster.time is not None and not _TIME.fullmatch(cluster.time):
+        raise ValueError(
+            f"cluster.time={cluster.time!r}: expected hours:minutes:seconds, days-hours or days-hours:minutes:seconds, as in "
+            "4:00:00 or 2-12 (in a yaml file in quotes, which else makes a number of it), or UNLIMITED."
+        )
+
+
+_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)

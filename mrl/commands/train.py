@@ -11,6 +11,7 @@ def main(argv: list[str]) -> int:
         from mrl.commands import sweep
 
         return sweep.main(argv)
+    argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
     return supervised.supervise("mrl.commands.training", argv)
 
 

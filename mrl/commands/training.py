@@ -1,21 +1,25 @@
 """The process that trains, from config to exported model; `mrl train` watches over it."""
 
 import sys
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from mrl import build
+from mrl import build, slurm
 from mrl import plan as planning
 from mrl.commands import hydra_app, supervised
 from mrl.config import Config
 from mrl.faults import NotUp, Preempted
 from mrl.leaving import REQUEUE, Leaving
+from mrl.placement.pools import check_room
 from mrl.trainer import Result
 
 
 def job(config: Config) -> None:
     """One run, or what is left of it; a signal to leave ends it with the status that asks to be started again."""
+    if config.cluster.scheduler and not config.cluster.address:
+        return _submit(config)
     if HydraConfig.get().mode == RunMode.RUN:  # a sweep's points have folders of their own
         supervised.say(f"run.dir={config.run.dir}")
     with Leaving() as leaving:
@@ -25,6 +29,18 @@ def job(config: Config) -> None:
             sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} goes on from here\n")
             raise SystemExit(REQUEUE) from None
     sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
+
+
+def _submit(config: Config) -> None:
+    """Check all that can be checked where there are no GPUs; then a job runs the command, or the job is only shown."""
+    with hydra_app.as_user_error():
+        plan = planning.plan_training(config)
+        if config.cluster.gpus_per_node:
+            check_room(plan.pools, slurm.gpus_of_nodes(config.cluster), "GPU")
+        run_dir, overrides = Path(config.run.dir).resolve(), HydraConfig.get().overrides.task
+        job = slurm.make_job(config.cluster, config.run.name, run_dir, overrides)
+        text = job.script if config.cluster.dry_run else slurm.told(job, slurm.submit(job))
+    sys.stdout.write(text)
 
 
 def _fit(config: Config, leaving: Leaving) -> Result:

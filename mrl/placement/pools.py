@@ -159,7 +159,7 @@ def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
     if pools.size > total:
         raise ValueError(
             f"the pools need {pools.size} {unit}s, and {there}: {pools}. Let roles share devices (placement=colocated), make "
-            "them smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.address)."
+            "them smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, cluster.address)."
         )
     for pool in pools.pools:
         where = f"{KEY}.{pool.name}.strategy={pool.strategy}"

@@ -52,5 +52,13 @@ def test_the_second_signal_ends_the_process_at_once():
     assert ended.returncode == 128 + signal.SIGTERM and "still here" not in ended.stdout
 
 
+def test_one_asking_that_comes_twice_is_one():
+    """A scheduler tells all processes of a step at once, the supervisor among them, which passes it on."""
+    with Leaving(lambda: False) as leaving:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert leaving()
+
+
 def test_the_status_that_asks_for_another_start_is_the_systems():
     assert REQUEUE == os.EX_TEMPFAIL

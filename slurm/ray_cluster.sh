@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# The Ray cluster of a job. Sourced by train.sbatch for start_ray, nodes_joined and stop_ray; each node runs `ray_cluster.sh node`.
+# Ports are a block of 200 that follows from the job's id, or a later one where another job's Ray listens there already.
+
+listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
+
+# free_block ADDRESS: the first port of a block whose first two, those of a head and of a node, are free on this machine.
+free_block() {
+    local n port
+    for ((n = 0; n < 100; n++)); do
+        port=$((12000 + (MRL_JOB + n) % 100 * 200))
+        listens "$1" $port || listens "$1" $((port + 1)) || { echo $port; return; }
+    done
+    echo "no block of ports is free on $(hostname)" >&2
+    return 1
+}
+
+own_address() {
+    if [ "$MRL_INTERFACE" ]; then
+        ip -4 -o address show dev "$MRL_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'
+    else # not the loopback address that some systems give their own name
+        { getent ahostsv4 "$(hostname)" | awk '{print $1}'; hostname -I | tr ' ' '\n'; } | grep -v '^127\.' | head -n 1
+    fi
+}
+
+# start_ray: one step on all nodes, this one the head. Sets address, and ray: the process to wait for.
+start_ray() {
+    local group=() port
+    export MRL_JOB=$SLURM_JOB_ID MRL_HEAD=$SLURMD_NODENAME MRL_HEAD_IP MRL_HEAD_PORT run_dir
+    MRL_HEAD_IP=$(own_address) && port=$(free_block "$MRL_HEAD_IP") || return 1
+    MRL_HEAD_PORT=$port address=$MRL_HEAD_IP:$port
+    [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && group=(--het-group=0-$((SLURM_HET_SIZE - 1)))
+    "${step[@]}" "${group[@]}" --ntasks-per-node=1 --no-kill --output="$run_dir/logs/ray_%N.log" \
+        bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
+    ray=$!
+}
+
+nodes() {
+    local part lists=${SLURM_JOB_NODELIST}
+    for ((part = 1; part < ${SLURM_HET_SIZE:-1}; part++)); do
+        list=SLURM_JOB_NODELIST_HET_GROUP_$part
+        lists+=,${!list}
+    done
+    scontrol show hostnames "$lists"
+}
+
+# nodes_joined SECONDS: whether all nodes are in the cluster by then; names those that are not.
+nodes_joined() {
+    # shellcheck disable=SC2046
+    on_head "${inside[@]}" "$python" -m mrl.placement.joined "$address" "$1" $(nodes)
+}
+
+# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in.
+stop_ray() {
+    local end=$((SECONDS + MRL_STOP_S))
+    kill -TERM "$ray" 2>/dev/null
+    while kill -0 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 0.5; done
+    kill -KILL "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm will kill them"
+}
+
+# What a node runs: Ray until it ends or is told to; then the logs are kept, and every process that Ray started is ended.
+node() {
+    local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role end=$((SECONDS + MRL_JOIN_S))
+    trap 'kill -TERM $ray 2>/dev/null' TERM
+    if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
+        port=$MRL_HEAD_PORT
+        role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
+    else
+        until listens "$MRL_HEAD_IP" "$MRL_HEAD_PORT"; do
+            ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
+            sleep 0.5
+        done
+        port=$(free_block localhost) && role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT") || return 1
+    fi
+    rm -rf "$tmp"
+    # shellcheck disable=SC2086
+    MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
+        --node-name="$SLURMD_NODENAME" --num-gpus="$gpus" --num-cpus=$((gpus ? gpus : SLURM_CPUS_ON_NODE)) \
+        --node-manager-port=$((port + 1)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
+        --dashboard-agent-grpc-port=$((port + 5)) --dashboard-agent-listen-port=$((port + 6)) \
+        --metrics-export-port=$((port + 7)) --min-worker-port=$((port + 10)) --max-worker-port=$((port + 199)) \
+        --disable-usage-stats $MRL_RAY_OPTIONS &
+    ray=$!
+    wait $ray
+    end_leftovers
+    mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME" && cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
+    rm -rf "$tmp"
+}
+
+leftovers() { grep -lsz "^MRL_RAY_OF=$MRL_JOB\$" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+# They are known by their environment: Slurm loses sight of a process whose parent has ended, unless it counts by cgroups.
+end_leftovers() {
+    local end=$((SECONDS + 10)) pids
+    while pids=$(leftovers) && [ "$pids" ] && ((SECONDS < end)); do sleep 0.2; done
+    # shellcheck disable=SC2086
+    [ -z "$pids" ] || kill -KILL $pids 2>/dev/null
+}
+
+if [ "${1:-}" = node ]; then
+    # shellcheck source=env.sh
+    source "$MRL_CHECKOUT/slurm/env.sh"
+    node
+fi
