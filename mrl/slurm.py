@@ -69,6 +69,29 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
     return Job(tuple(parts), _environment(), (*_arguments(overrides), f"run.dir={run_dir}"), run_dir)
 
 
+def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], at_once: int) -> Job:
+    """The array job that runs these points of the sweep in `folder`, `at_once` at one time; raises ValueError."""
+    if cluster.components:
+        raise ValueError("cluster.components: a heterogeneous job cannot be an array; leave them out of a sweep.")
+    job = make_job(cluster, name, folder, [])
+    tasks = f"{','.join(map(str, indices))}%{at_once}"
+    (part,) = job.components
+    options = {**part, "array": tasks, "output": str(folder / "logs/slurm_%A_%a.log")}
+    return Job((options,), {**job.environment, "MRL_SWEEP": str(folder)}, job.arguments, folder)
+
+
+def queued(job_id: str) -> set[int] | None:
+    """Tasks of an array that wait or run; None where Slurm does not answer."""
+    line = ["squeue", "--noheader", "--array", f"--job={job_id}", "--format=%K"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=SUBMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return set() if "Invalid job id" in done.stderr else None  # it has forgotten a job that ended
+    return {int(word) for word in done.stdout.split() if word.isdecimal()}
+
+
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
     """GPUs of each node of the job."""
     own = dict(nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)

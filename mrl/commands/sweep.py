@@ -13,17 +13,21 @@ from rich.live import Live
 from rich.progress import track
 
 from mrl import plan as planning
+from mrl import slurm
 from mrl.commands import hydra_app
 from mrl.commands.supervised import as_ours
 from mrl.config import Config
 from mrl.config_rules import from_hydra
 from mrl.leaving import REQUEUE
+from mrl.placement.pools import check_room
 from mrl.sweep import plan as sweeps
 from mrl.sweep import table
-from mrl.sweep.here import Here, unfinished
+from mrl.sweep.array import Array
+from mrl.sweep.here import Here
 from mrl.sweep.outcome import FAILED, Outcome
 from mrl.sweep.plan import Sweep
 from mrl.sweep.points import Point, Space, lines_of, split
+from mrl.sweep.runner import Runner, unfinished
 from mrl.sweep.trials import Trials
 
 USAGE = """usage: mrl train -m KEY=VALUE,VALUE [KEY=VALUE ...]     begin a sweep, or go on with the one in run.dir
@@ -37,6 +41,7 @@ what is missing or has failed; a SIGTERM or USR1 ends it with status 75, to be s
   mrl train -m sweep=lr_kl                              a sweep from conf/sweep
   mrl train -m algorithm=grpo,rloo,dapo sweep.at_once=2
   mrl train -m 'algorithm.lr=tag(log,interval(1e-5,1e-3))' sweep.trials=20
+  mrl train -m cluster=slurm cluster.nodes=2 sweep.at_once=8 algorithm.lr=1e-6,3e-6 ...     an array job (docs/slurm.md)
 
   values           1e-4,3e-4   choice(grpo,rloo)   range(1,5)   interval(0,1) and tag(log,interval(1e-6,1e-3)) with sweep.trials
   sweep.params     key -> values, of a sweep in a file
@@ -56,7 +61,7 @@ def main(argv: list[str]) -> int:
     with hydra_app.as_user_error():
         if words[:1] == ["--table"]:
             sweep = sweeps.load(Path(words[1] if len(words) == 2 else "."))
-            return _close(sweep, Here(sweep, 1, point_process).outcomes())
+            return _close(sweep, sweep.outcomes())
         if flags := [word for word in words if word.startswith("-")]:
             raise ValueError(f"{flags[0]}: a sweep takes overrides only (KEY=VALUE); mrl train -m --help")
         config, space = _read(words)
@@ -68,7 +73,8 @@ def main(argv: list[str]) -> int:
         sweep = _sweep(config, space, folder)
         _check_all(sweep, check)
         sweep.write()
-    return _run(sweep, config, trials)
+        runner = _runner(sweep, config, trials)
+    return _run(runner)
 
 
 def _read(words: list[str]) -> tuple[Config, Space]:
@@ -103,7 +109,9 @@ def _checker(space: Space) -> Callable[[Point], None]:
     def check(point: Point) -> None:
         """Raise ValueError for what `mrl train` would refuse."""
         config = composed([*space.fixed, *point])
-        planning.plan_training(replace(config, run=replace(config.run, dir=str(Path(config.run.dir, "check")))))
+        plan = planning.plan_training(replace(config, run=replace(config.run, dir=str(Path(config.run.dir, "check")))))
+        if config.cluster.scheduler and config.cluster.gpus_per_node:
+            check_room(plan.pools, slurm.gpus_of_nodes(config.cluster), "GPU")
 
     return check
 
@@ -141,9 +149,24 @@ def point_process(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(line, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=as_ours)
 
 
-def _run(sweep: Sweep, config: Config, trials: Trials | None) -> int:
+def _runner(sweep: Sweep, config: Config, trials: Trials | None) -> Runner:
+    """What runs the points: this machine, or a job of Slurm. Raises ValueError."""
+    if not config.cluster.scheduler:
+        return Here(sweep, config.sweep.at_once, point_process, trials, config.sweep.trials or 0)
+    if trials:
+        raise ValueError(
+            "sweep.trials: chooses points one by one, and an array is submitted whole; leave out cluster=slurm."
+        )
+
+    def submit(indices: Sequence[int]) -> str:
+        job = slurm.make_array(config.cluster, config.run.name, sweep.folder, indices, config.sweep.at_once)
+        return slurm.submit(job)
+
+    return Array(sweep, submit, slurm.queued)
+
+
+def _run(runner: Runner) -> int:
     console, said = Console(highlight=False), set()
-    runner = Here(sweep, config.sweep.at_once, point_process)
     with Live(console=console, refresh_per_second=2, transient=True) as live:
 
         def show(outcomes: Sequence[Outcome]) -> None:
@@ -154,10 +177,14 @@ def _run(sweep: Sweep, config: Config, trials: Trials | None) -> int:
                     said.add((one.index, one.state))
                     console.print(f"point {one.index} ({' '.join(one.point)}): {one.state}", soft_wrap=True)
 
-        sweep = runner.run(show, trials, config.sweep.trials or 0)
+        with hydra_app.as_user_error():
+            runner.run(show)
     outcomes = runner.outcomes()
-    status = _close(sweep, outcomes)
-    return REQUEUE if runner.asked and unfinished(outcomes) else status
+    status = _close(runner.sweep, outcomes)
+    if runner.asked and unfinished(outcomes):
+        sys.stdout.write(f"{runner.left()}\n")
+        return REQUEUE
+    return status
 
 
 def _close(sweep: Sweep, outcomes: Sequence[Outcome]) -> int:

@@ -12,7 +12,7 @@ LOOK_S = 0.5
 def missing(expected: Collection[str], alive: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
     """Names of nodes that are not alive by then; none as soon as all are."""
     end = time.monotonic() + timeout_s
-    while left := [name for name in expected if name not in (there := alive())]:
+    while left := [name for name in expected if name not in alive()]:
         if time.monotonic() >= end:
             break
         time.sleep(LOOK_S)

@@ -1,84 +1,66 @@
 """Points on this machine: some at one time, each a process that is ended with this one."""
 
-import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 
-from mrl.sweep.outcome import DONE, FAILED, Outcome, read, write_status
+from mrl.sweep.outcome import DONE, write_status
 from mrl.sweep.plan import Sweep
+from mrl.sweep.runner import Runner
 from mrl.sweep.trials import Trials
 
-POLL_S = 0.5
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
+class Here(Runner):
+    """`at_once` processes; a signal to leave is passed on to them, and they are waited for."""
 
-class Here:
-    """Runs what has not ended well."""
+    poll_s = 0.5
 
-    def __init__(self, sweep: Sweep, at_once: int, start: Callable[[Sweep, int], subprocess.Popen[bytes]]) -> None:
-        """`start(sweep, index)`: a point's process."""
-        self.sweep, self.at_once, self.start = sweep, at_once, start
-        self.asked: list[int] = []  # signals to leave
+    def __init__(
+        self,
+        sweep: Sweep,
+        at_once: int,
+        start: Callable[[Sweep, int], subprocess.Popen[bytes]],
+        trials: Trials | None = None,
+        num_trials: int = 0,
+    ) -> None:
+        """`start(sweep, index)`: a point's process. `trials` chooses points beyond those known, `num_trials` in all."""
+        super().__init__(sweep)
+        self.at_once, self.start, self.trials, self.num_trials = at_once, start, trials, num_trials
+        self._queue: list[int] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def run(
-        self, show: Callable[[Sequence[Outcome]], None], trials: Trials | None = None, num_trials: int = 0
-    ) -> Sweep:
-        """Until every point has ended, or a signal to leave came and those that ran have left; the sweep as it is then.
+    def begin(self) -> None:
+        self._queue = [outcome.index for outcome in self.outcomes() if outcome.state != DONE]
 
-        `trials` chooses points beyond those known, up to `num_trials` in all. `show` hears of all again and again.
-        """
-        former = {number: signal.signal(number, self._leave) for number in PASSED_ON}
-        queue = [outcome.index for outcome in self.outcomes() if outcome.state != DONE]
-        try:
-            while self._fill(queue, trials, num_trials) or self._running:
-                time.sleep(POLL_S)
-                for index in self._ended():
-                    if trials:
-                        trials.tell(self.outcomes()[index])
-                show(self.outcomes())
-        finally:
-            for process in self._running.values():
-                process.terminate()
-            for number, handler in former.items():
-                signal.signal(number, handler)
-        return self.sweep
-
-    def outcomes(self) -> list[Outcome]:
-        """Of every point, in order."""
-        sweep = self.sweep
-        return [read(index, point, sweep.of(index), sweep.metric) for index, point in enumerate(sweep.points)]
-
-    def _fill(self, queue: list[int], trials: Trials | None, num_trials: int) -> bool:
-        """Start what there is room for; whether anything waits."""
-        while len(self._running) < self.at_once and not self.asked:
-            if not queue and trials and len(self.sweep.points) < num_trials:
-                queue.append(len(self.sweep.points))
-                self.sweep = replace(self.sweep, points=(*self.sweep.points, trials.ask(queue[-1])))
-                self.sweep.write()
-            if not queue:
-                break
-            index = queue.pop(0)
+    def goes_on(self) -> bool:
+        while len(self._running) < self.at_once and not self.asked and (index := self._next()) is not None:
             self._running[index] = self.start(self.sweep, index)
-        return bool(queue) and not self.asked
+        return bool(self._running)
 
-    def _ended(self) -> list[int]:
-        ended = [index for index, process in self._running.items() if process.poll() is not None]
-        for index in ended:
+    def look(self) -> None:
+        for index in [index for index, process in self._running.items() if process.poll() is not None]:
             status = self._running.pop(index).returncode
             if status < 0:  # killed, it could not say so
                 write_status(self.sweep.of(index), 128 - status, 0.0)
-        return ended
+            if self.trials:
+                self.trials.tell(self.outcomes()[index])
 
-    def _leave(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
+    def leave(self, number: int) -> None:
         for process in self._running.values():
             process.send_signal(number)
 
+    def left(self) -> str:
+        return "the points were saved: the same line goes on with them"
 
-def unfinished(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that neither ended well nor failed."""
-    return [outcome for outcome in outcomes if outcome.state not in (DONE, FAILED)]
+    def close(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+
+    def _next(self) -> int | None:
+        """The point to start now."""
+        if not self._queue and self.trials and len(self.sweep.points) < self.num_trials:
+            index = len(self.sweep.points)
+            self.sweep = replace(self.sweep, points=(*self.sweep.points, self.trials.ask(index)))
+            self.sweep.write()
+            self._queue.append(index)
+        return self._queue.pop(0) if self._queue else None

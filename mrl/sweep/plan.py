@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.sweep.outcome import STATUS, Outcome, read
 from mrl.sweep.points import Point
 
 NAME = "sweep.json"  # in the sweep's folder
@@ -33,6 +34,14 @@ class Sweep:
     def command(self, index: int) -> str:
         """The point as a line for a shell, in a folder of its own."""
         return shlex.join(["mrl", "train", *self.fixed, *self.points[index]])
+
+    def outcomes(self) -> list[Outcome]:
+        """Of every point, in order."""
+        return [read(index, point, self.of(index), self.metric) for index, point in enumerate(self.points)]
+
+    def forget(self, index: int) -> None:
+        """How the point ended, before it is run again."""
+        (self.of(index) / STATUS).unlink(missing_ok=True)
 
     def write(self) -> None:
         """Keep it in its folder."""

@@ -16,10 +16,12 @@ from rich.console import Console
 from mrl.commands import sweep as command
 from mrl.data.arithmetic import make_inputs
 from mrl.sweep import plan, table
-from mrl.sweep.here import Here, unfinished
-from mrl.sweep.outcome import DONE, FAILED, RUNNING, WAITING, Outcome, best, last_words, read, value_of
+from mrl.sweep.array import JOBS, Array
+from mrl.sweep.here import Here
+from mrl.sweep.outcome import DONE, FAILED, RUNNING, WAITING, Outcome, best, last_words, read, value_of, write_status
 from mrl.sweep.plan import Sweep
 from mrl.sweep.points import lines_of, split
+from mrl.sweep.runner import unfinished
 from mrl.sweep.trials import Trials
 
 POINT = """
@@ -148,6 +150,56 @@ def test_a_signal_is_passed_on_and_nothing_more_is_started(tmp_path):
     assert runner.asked == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is before
     assert [one.state for one in runner.outcomes()] == [RUNNING, RUNNING, WAITING]
     assert len(unfinished(runner.outcomes())) == 3 and not sweep.of(2).exists()
+
+
+class Slurm:
+    """An array whose tasks do what a test says, one look after another."""
+
+    def __init__(self, sweep, script):
+        self.sweep, self.script, self.submitted, self.looks = sweep, script, [], 0
+
+    def submit(self, indices):
+        self.submitted.append(list(indices))
+        return str(40 + len(self.submitted))
+
+    def queued(self, job):
+        there = self.script[min(self.looks, len(self.script) - 1)]
+        self.looks += 1
+        for index, status in there.get("ended", {}).items():
+            self.sweep.of(index).mkdir(exist_ok=True)
+            write_status(self.sweep.of(index), status, 1.0)
+        return there["there"]
+
+
+def test_points_of_an_array_are_judged_by_their_own_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(Array, "poll_s", 0.01)
+    sweep = sweep_of(tmp_path)
+    sweep.write()
+    looks = [dict(there={0, 1, 2}), dict(there=None), dict(there={2}, ended={0: 0, 1: 3}), *[dict(there=set())] * 5]
+    slurm = Slurm(sweep, looks)
+    runner = Array(sweep, slurm.submit, slurm.queued)
+    runner.run(lambda outcomes: None)
+    outcomes = runner.outcomes()
+    assert slurm.submitted == [[0, 1, 2]] and json.loads((tmp_path / JOBS).read_text()) == ["41"]
+    assert [one.state for one in outcomes] == [DONE, FAILED, FAILED]
+    assert "exit status 3" in outcomes[1].reason and "ended without a word" in outcomes[2].reason
+
+
+def test_a_sweep_that_goes_on_submits_what_no_array_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(Array, "poll_s", 0.01)
+    sweep = sweep_of(tmp_path)
+    sweep.write()
+    (tmp_path / JOBS).write_text('["7"]')
+    sweep.of(0).mkdir()
+    write_status(sweep.of(0), 1, 1.0)
+    slurm = Slurm(sweep, [dict(there={1}), dict(there={0, 1, 2}), dict(there=set(), ended={0: 0, 1: 0, 2: 0})])
+    runner = Array(sweep, slurm.submit, slurm.queued)
+    runner.run(lambda outcomes: None)
+    assert slurm.submitted == [[0, 2]] and [one.state for one in runner.outcomes()] == [DONE] * 3
+    assert "mrl train -m --table" in runner.left() and "7 41" in runner.left()
+    unknown = Array(sweep, slurm.submit, lambda job: None)
+    with pytest.raises(ValueError, match="squeue does not answer"):
+        unknown.run(lambda outcomes: None)
 
 
 def test_the_table_names_the_best_point_its_command_and_what_failed(tmp_path):
