@@ -17,7 +17,9 @@ from mrl.faults import Lost
 from mrl.secrets import ENGINE_KEY, engine_key
 
 # One thread per process: ranks and engines share the cores, and GNU OpenMP's waiting threads would burn them.
+# Ray's processes take other titles: they must keep the environment that they are found by (setproctitle's SPT_NOENV).
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+PROCESS_ENV |= {"SPT_NOENV": "1"}
 
 
 @contextmanager

@@ -73,6 +73,8 @@ def test_sigkill_leaves_no_process_and_no_port(qwen3_folder, tmp_path, victim):
         try:
             started = json.loads(starter.stdout.readline())
             assert len(started["pids"]) >= 3
+            found_by = [psutil.Process(pid).environ().get("MRL_ENGINE_SCRATCH") for pid in started["pids"][1:]]
+            assert all(found_by), "a process with a title of its own lost the environment that it is found by"
             assert port_is_bound(started["port"])
             assert started["memory"] and all(map(os.path.exists, started["memory"]))
             os.kill(starter.pid if victim == "starter" else started["pids"][0], signal.SIGKILL)

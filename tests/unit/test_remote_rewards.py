@@ -125,14 +125,14 @@ def test_silence_has_an_end():
     """A server that trickles bytes keeps a connection alive, but not a call."""
 
     def answer(path, body, headers):
-        time.sleep(5.0 if "slow" in body["messages"][0]["content"] else 0)
+        time.sleep(12.0 if "slow" in body["messages"][0]["content"] else 0)
         return chat("Score: 10")
 
     with service(answer) as url:
         start = time.monotonic()
-        fast, slow = scores_of(Judge(url=url, model="m", timeout_s=0.2, attempts=2, template="{response}"), "a", "slow")
-        assert time.monotonic() - start < 4
-    assert fast.value == 1.0 and "gave no answer within 0.2 s, 2 times" in slow.failure
+        fast, slow = scores_of(Judge(url=url, model="m", timeout_s=1.0, attempts=2, template="{response}"), "a", "slow")
+        assert time.monotonic() - start < 10
+    assert fast.value == 1.0 and "gave no answer within 1.0 s, 2 times" in slow.failure
 
 
 def test_a_batch_has_a_deadline():

@@ -88,13 +88,13 @@ def test_a_dict_gives_parts_and_args_are_passed(file):
 
 
 def test_coroutine_functions_wait_side_by_side(file):
-    with Scorer(Function(file, "later", timeout_s=1.5), workers=1) as scorer:
+    with Scorer(Function(file, "later", timeout_s=3.0), workers=1) as scorer:
         scorer(of_texts("72"))
         start = time.monotonic()
         scores = scorer(of_texts(*["72"] * 40, "raise", "hang"))
-        assert time.monotonic() - start < 4, "one after another they take 8 s"
+        assert time.monotonic() - start < 7.5, "one after another they take 8 s"
     assert [s.value for s in scores] == [1.0] * 40 + [0.0, 0.0]
-    assert scores[40].failure == "RuntimeError: no judge" and scores[41].failure == "no answer within 1.5 s."
+    assert scores[40].failure == "RuntimeError: no judge" and scores[41].failure == "no answer within 3.0 s."
 
 
 def test_a_dict_without_a_score_is_a_failure(file):

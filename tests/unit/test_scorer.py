@@ -73,8 +73,8 @@ class Batch:
 REASONS = {
     "raise": "KeyError: 'no such thing'",
     "exit": "SystemExit: 3",
-    "hang": "no score within 0.5 s",
-    "spin": "no score within 0.5 s",
+    "hang": "no score within 2.0 s",
+    "spin": "no score within 2.0 s",
     "die": "died (exit code 7)",
     "crash": "died (exit code -11)",
     "fill": "MemoryError",
@@ -85,7 +85,7 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def single():
-    with Scorer(Single(), workers=2, sample_timeout_s=0.5, memory_gb=2) as scorer:
+    with Scorer(Single(), workers=2, sample_timeout_s=2.0, memory_gb=2) as scorer:
         yield scorer
 
 
@@ -133,10 +133,10 @@ def test_nothing_is_called_again_that_was_answered():
 
 def test_a_batch_that_hangs_is_ended_and_narrowed_down():
     start = time.monotonic()
-    with Scorer(Batch(), workers=2, sample_timeout_s=0.3) as scorer:
+    with Scorer(Batch(), workers=2, sample_timeout_s=1.0) as scorer:
         scores = scorer(of_texts("fine", "hang", "fine", "fine"))
     assert [s.value for s in scores] == [1.0, 0.0, 1.0, 1.0]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_the_whole_call_has_a_deadline():
