@@ -14,7 +14,7 @@ from mrl.doctor import report
 from mrl.doctor.examine import Options, Verdict, examine_one, examine_together
 from mrl.doctor.finding import exit_status
 from mrl.doctor.meeting import FolderStore, Meeting, TcpStore
-from mrl.doctor.wanted import Wanted, mistaken, wanted_by
+from mrl.doctor.wanted import Wanted
 
 USAGE = """usage: mrl doctor [--json] [--all-reduce | --no-all-reduce] [--deadline S]
                   [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [KEY=VALUE ...]
@@ -64,6 +64,7 @@ def wanted(keys: Sequence[str]) -> Wanted | None:
 
     from mrl.commands import hydra_app
     from mrl.config_rules import from_hydra
+    from mrl.doctor.asking import wanted_by
 
     try:
         hydra_app.register_schema()
@@ -72,7 +73,7 @@ def wanted(keys: Sequence[str]) -> Wanted | None:
         with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
             return wanted_by(from_hydra(compose("config", overrides)))
     except (HydraException, ValueError) as error:
-        return mistaken([str(error)])
+        return Wanted(mistakes=[str(error)])
 
 
 def _from_environment(names: Sequence[str]) -> int | None:

@@ -129,7 +129,7 @@ class _Kept:
 
 
 class _Asked(socketserver.StreamRequestHandler):
-    server: "_Server"
+    server: Any
     timeout = ANSWER_S
 
     def handle(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from mrl.doctor.facts import Contact, HostFacts
 from mrl.doctor.gather.network import RAY_PORTS
@@ -21,7 +22,7 @@ AT_ONCE = 32
 
 
 class _Echo(socketserver.StreamRequestHandler):
-    server: "_Listener"
+    server: Any
     timeout = CONNECT_S
 
     def handle(self) -> None:

@@ -1,24 +1,11 @@
-"""What a configuration asks of the hosts."""
+"""What a configuration asks of the hosts, as far as they can have it or not."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
-from pathlib import Path
-
-from models.conversion.hf_io import HFWeights
-from mrl.config import Config
-from mrl.doctor.groups import groups_of
-from mrl.plan import plan_model, plan_placement
-
-LARGE = 10**9
-"""Parameters beyond which nobody trains on a CPU."""
-OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}  # of a parameter: two moments, and a float32 copy beside bfloat16
-WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run needs, as far as hosts can have it or not."""
+    """What a run needs."""
 
     gpus: int = 0  # slots of its pools
     cuda: bool = False  # it cannot do without GPUs
@@ -31,36 +18,3 @@ class Wanted:
     address: str | None = None  # of a Ray cluster that runs already
     engines_take_turns: bool = False  # they give their GPU memory back
     mistakes: list[str] = field(default_factory=list)  # in the configuration
-
-
-def wanted_by(config: Config) -> Wanted:
-    """What this configuration needs; what is wrong in it is among its mistakes."""
-    try:
-        base, pools = plan_model(config), plan_placement(config)
-    except ValueError as error:
-        return Wanted(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
-    parameters = sum(map(prod, HFWeights(base.model_path).shapes().values()))
-    bytes_each = parameters * (WEIGHT_BYTES[config.model.dtype] + OPTIMIZER_BYTES[config.model.dtype])
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
-    return Wanted(
-        gpus=pools.size,
-        cuda=_needs_cuda(config, parameters),
-        layout=str(base.dims),
-        groups={name: list(ranks) for name, ranks in groups_of(base.dims).items()},
-        model=str(Path(base.model_path).absolute()),
-        parameters=parameters,
-        run_dir=config.run.dir,
-        checkpoint_bytes=bytes_each * kept if config.checkpoint.every or config.trainer.save else 0,
-        address=config.cluster.address,
-        engines_take_turns=any("engines" in roles for roles in pools.shared),
-    )
-
-
-def mistaken(messages: Sequence[str]) -> Wanted:
-    """Of a configuration that cannot be read."""
-    return Wanted(mistakes=list(messages))
-
-
-def _needs_cuda(config: Config, parameters: int) -> bool:
-    named = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
-    return named or parameters > LARGE

@@ -14,5 +14,5 @@ def check(seen: Seen) -> Iterator[Finding]:
         if host.cluster:
             assert seen.wanted
             what = f"cluster.address={seen.wanted.address}: {host.cluster}"
-            mend = "ray start --head --port=6379 on the head, then cluster.address=HEAD:6379; leave it out to use this machine alone"
+            mend = "ray start --head --port=6379 on the head, then cluster.address=HEAD:6379; or leave it out"
             yield error(NAME, [host.host], what, "the run would not find its cluster", mend)

@@ -26,6 +26,6 @@ def check(seen: Seen) -> Iterator[Finding]:
             what = f"/dev/shm has {shm.total_bytes / GB:.2f} GB, {needed / GB:.1f} GB are needed"
             yield error(NAME, where, what, "a process that writes beyond its end is ended by SIGBUS (bus error)", CURE)
         elif shm.free_bytes < needed:
-            what = f"/dev/shm has {shm.free_bytes / GB:.2f} of {shm.total_bytes / GB:.1f} GB free, {needed / GB:.1f} GB are needed"
+            what = f"/dev/shm has {shm.free_bytes / GB:.2f} of {shm.total_bytes / GB:.1f} GB free, {needed / GB:.1f} GB needed"
             why = "what processes that were killed have left there stays until somebody removes it; then: bus error"
             yield warning(NAME, where, what, why, "ls -la /dev/shm; remove what no process has open (lsof +D /dev/shm)")
