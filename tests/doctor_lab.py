@@ -1,6 +1,7 @@
 """Hosts for `mrl doctor`, each a network, mount and UTS namespace of this machine; and broken things to put into them."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
+NAMESPACES = ["unshare", "-nmpf" if os.getuid() == 0 else "-rnmpf", "--kill-child", "--mount-proc", "bash"]
 
 LAB = """
 set -e
@@ -18,10 +20,12 @@ mount --make-rprivate /
 mount -t tmpfs lab /run; mkdir /run/netns
 mount --bind $LAB/hosts /etc/hosts; mount --bind $LAB/resolv.conf /etc/resolv.conf
 mount -t tmpfs -o size=16g lab $LAB/tmp; export TMPDIR=$LAB/tmp
-mount -t tmpfs -o size=4g lab /dev/shm
+mount -t tmpfs -o size=32g lab /dev/shm
 ip link set lo up; ip link add switch type bridge; ip link set switch up
 for i in $(seq 0 $((HOSTS - 1))); do
-  ip netns add h$i; ip link add port$i type veth peer name eth0 netns h$i; ip link set port$i master switch up
+  ip netns add h$i
+  for n in 1 2 3; do ip -n h$i link add gone$n type bridge; ip -n h$i link del gone$n; done  # leaves low numbers free
+  ip link add port$i type veth peer name eth0 netns h$i; ip link set port$i master switch up
   ip -n h$i link set lo up; ip -n h$i addr add 10.9.0.$((i + 1))/24 dev eth0; ip -n h$i link set eth0 up
   ip -n h$i route add default dev eth0
 done
@@ -51,7 +55,7 @@ sys.exit(doctor.main(argv, clock=lambda: time.time() + ahead))
 
 def available() -> bool:
     """Whether this machine lets us make namespaces."""
-    probe = ["unshare", "-rnmpf", "--kill-child", "--mount-proc", "bash", "-ec", "mount -t tmpfs lab /run; mkdir /run/netns; ip netns add one"]
+    probe = [*NAMESPACES, "-ec", "mount -t tmpfs lab /run; mkdir /run/netns; ip netns add one"]
     tools = all(map(shutil.which, ("ip", "unshare", "mount", "seq")))
     return tools and subprocess.run(probe, capture_output=True).returncode == 0
 
@@ -91,10 +95,14 @@ class Lab:
         started = list(self.started if self.started is not None else range(self.hosts))
         meet = ["--hosts", str(self.hosts), "--rendezvous", str(self.folder / "meet")] if self.hosts > 1 else []
         environment = {
-            **dict(LAB=str(self.folder), HOSTS=str(self.hosts), STARTED=" ".join(map(str, started)), PYTHON=sys.executable),
-            **dict(PATH="/usr/sbin:/usr/bin:/sbin:/bin", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HOME=str(self.folder)),
+            **dict(
+                LAB=str(self.folder), HOSTS=str(self.hosts), STARTED=" ".join(map(str, started)), PYTHON=sys.executable
+            ),
+            **dict(
+                PATH="/usr/sbin:/usr/bin:/sbin:/bin", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HOME=str(self.folder)
+            ),
         }
-        line = ["unshare", "-rnmpf", "--kill-child", "--mount-proc", "bash", "-c", LAB, "lab", "--json", *meet, *options]
+        line = [*NAMESPACES, "-c", LAB, "lab", "--json", *meet, *options]
         lab = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
         try:
             _, problem = lab.communicate(timeout=TIMEOUT_S)
@@ -133,7 +141,7 @@ def distribution(name: str, version: str) -> str:
 
 def card(index: int, name: str = "NVIDIA H200", memory: int = 143771, used: int = 4, driver: str = "580.95.05") -> str:
     """A line of nvidia-smi's answer."""
-    return f"{index}, {name}, {memory}, {used}, {driver}, Disabled"
+    return f"{index}, GPU-{index:08x}-1111-2222-3333-444444444444, {name}, {memory}, {used}, {driver}, Disabled"
 
 
 def matrix(size: int, links: Mapping[tuple[int, int], str] | None = None) -> str:
@@ -146,13 +154,18 @@ def matrix(size: int, links: Mapping[tuple[int, int], str] | None = None) -> str
 
 
 def nvidia_smi(
-    cards: Sequence[str], cuda: str = "13.0", topology: str = "", errors: str = "0", fabric: str = "Completed", fails: str = ""
+    cards: Sequence[str],
+    cuda: str = "13.0",
+    topology: str = "",
+    errors: str = "0",
+    fabric: str = "Completed",
+    fails: str = "",
 ) -> str:
     """Shell: a driver that answers so. torch and our packages for GPUs are as their lock has them."""
     body = f"""#!/bin/bash
 {f"echo '{fails}'; exit 9" if fails else ""}
 case "$*" in
-  *index,name*) cat <<'END'
+  *index,uuid*) cat <<'END'
 {chr(10).join(cards)}
 END
   ;;

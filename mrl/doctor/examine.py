@@ -117,7 +117,11 @@ def examine_together(meeting: Meeting, ask: Callable[[], Wanted | None], options
         own = next(peer for peer in peers if peer.facts.rank == meeting.rank)
         others = [peer for peer in peers if peer is not own]
         contacts = reach.contacts(others, options.clock)
-        names = {peer.facts.host: network.addresses_of(peer.facts.host.partition("#")[0]) for peer in others}
+        names = {
+            peer.facts.host: network.addresses_of(peer.facts.host.partition("#")[0])
+            for peer in others
+            if "#" not in peer.facts.host
+        }
         meeting.say("contacts", plain(replace(own.facts, contacts=contacts, peers=names)))
         ranks = [peer.facts.rank for peer in peers]
         heard = meeting.hear("contacts", ranks, options.deadline_s)  # nobody stops listening before all have tried

@@ -1,6 +1,7 @@
 """Everything that `mrl doctor` finds, broken for real on hosts made of namespaces: each fault with its cure, and nothing else."""
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 
@@ -67,9 +68,9 @@ FAULTS = [
     Fault("hosts with different drivers", "driver", r"driver 570\.1; the other hosts have 580", r"install driver 580\.95\.05",
           {0: GPUS, 1: nvidia_smi([card(i, driver="570.1") for i in range(8)])}, hosts=2, where="h1", status=1),
     Fault("a GPU fell off one host", "gpus", "7 GPUs; the other hosts have 8", "nvidia-smi -L",
-          {0: GPUS, 1: nvidia_smi(EIGHT[:7])}, hosts=2, where="h1", also=frozenset({("topology", "h1")})),
-    Fault("GPUs hidden on one host", "gpus", "0 GPUs; the other hosts have 8", "unset CUDA_VISIBLE_DEVICES",
-          {0: GPUS, 1: nvidia_smi([]) + "export CUDA_VISIBLE_DEVICES=9"}, hosts=2, where="h1"),
+          {0: GPUS, 1: nvidia_smi(EIGHT[:7])}, hosts=2, where="h1"),
+    Fault("GPUs hidden on one host", "gpus", "3 GPUs; the other hosts have 8", "unset CUDA_VISIBLE_DEVICES",
+          {0: GPUS, 1: GPUS + "export CUDA_VISIBLE_DEVICES=0,1,2"}, hosts=2, where="h1"),
     Fault("hosts with different cards", "gpus", "NVIDIA A100-SXM4-80GB 86 GB; the other hosts have NVIDIA H200", "constraint",
           {0: GPUS, 1: nvidia_smi([card(i, "NVIDIA A100-SXM4-80GB", 81920) for i in range(8)])}, hosts=2, where="h1", status=1),
     Fault("memory of a GPU in use", "gpus", r"GPU 1 has 64\.\d GB in use already", "end the process",
@@ -105,7 +106,7 @@ FAULTS = [
     Fault("512 open files, which may be raised", "limits", "may open 512 files", r"ulimit -n \d+", {0: "ulimit -Sn 512"}, status=1),
     Fault("few processes", "limits", "may have 400 processes", "limits.conf", {0: "ulimit -u 400"}, status=1),
     Fault("one core of a job", "cores", "this job may use 1 of", "cpus-per-task",
-          {0: "export SLURM_JOB_ID=7; taskset -p 1 $$ >/dev/null; mount --bind $LAB/online /sys/devices/system/cpu/online"}, status=1),
+          {0: "export SLURM_JOB_ID=7; taskset -p 1 $$ >/dev/null; echo 0-15 >$LAB/online; mount --bind $LAB/online /sys/devices/system/cpu/online"}, status=1),
     # folders
     Fault("the temporary folder is full", "disk", r"\(temporary\) is 9\d% full", "TMPDIR",
           {0: "mkdir $LAB/small; mount -t tmpfs -o size=40m lab $LAB/small; head -c 39m /dev/zero >$LAB/small/old; export RAY_TMPDIR=$LAB/small"}),
@@ -130,9 +131,9 @@ FAULTS = [
     Fault("two hosts of one name", "attendance", "2 hosts call themselves h0", "set-hostname", {1: "hostname h0"}, hosts=2, status=1,
           also=frozenset({("interfaces", "h0#1")})),
     # the network
-    Fault("a bonded interface that leads nowhere", "interfaces", r"NCCL would open its connections on bond9 \(10\.2\.2\.1\): a connection from",
+    Fault("a bonded interface that leads nowhere", "interfaces", r"NCCL would open its connections on bond9 \(10\.2\.2\.1\): a connection from it",
           "^export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0$",
-          {0: GPUS, 1: GPUS + BOND + "export NCCL_SOCKET_IFNAME=bond"}, hosts=2, where="h1"),
+          {0: GPUS, 1: GPUS + BOND}, hosts=2, where="h1"),
     Fault("gloo's name on the bonded interface", "interfaces", "gloo would open its connections on bond9",
           "^export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0$",
           {1: BOND + "sed 's/.* h1$/10.2.2.1 h1/' /etc/hosts >$LAB/h; mount --bind $LAB/h /etc/hosts"}, hosts=2, where="h1"),
@@ -144,7 +145,7 @@ FAULTS = [
           {1: "ip rule add pref 1 sport 6379 ipproto tcp blackhole"}, hosts=2, where="h1"),
     Fault("Ray would take an address that others cannot reach", "network", r"Ray takes 10\.2\.2\.1 for this node",
           r"ray start --node-ip-address=10\.9\.0\.2 ... on h1",
-          {1: "ip link add bond9 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up\n"
+          {0: "ip route del default dev eth0", 1: "ip link add bond9 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up\n"
               "ip route replace default dev bond9 src 10.2.2.1"}, hosts=2, where="h1"),
     Fault("Ray's port is taken", "ports", r"port 6379 is taken by python\S* \(process \d+", "ray stop",
           {0: "export SLURM_JOB_ID=7; $PYTHON -m http.server 6379 >/dev/null 2>&1 & sleep 2"}, status=1),
@@ -177,12 +178,14 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_named_with_its_cure_and_nothing_else_is(fault, tmp_path):
+    if os.getuid() and "ulimit -l unlimited" in fault.breaks.get(0, ""):
+        pytest.skip("only root may lock all memory")
     outcome = Lab(tmp_path, fault.hosts, fault.breaks, fault.wanted or None).run("--no-all-reduce", "--deadline", "120")
     found = [one for one in outcome.findings if one["check"] == fault.check and re.search(fault.what, one["what"])]
     assert found, json.dumps(outcome.findings, indent=1) + outcome.errors
     assert fault.where in found[0]["hosts"] and re.search(fault.mend, found[0]["mend"]) and found[0]["why"]
-    expected = {(fault.check, host) for one in found for host in one["hosts"]} | fault.also
-    assert outcome.seen() == expected, json.dumps(outcome.findings, indent=1)
+    others = {(one["check"], host) for one in outcome.findings if one not in found for host in one["hosts"]}
+    assert others == fault.also, json.dumps(outcome.findings, indent=1)
     assert set(outcome.statuses.values()) == {fault.status}, "every host ends with the same status"
     assert "secret" not in json.dumps(outcome.said) and "aaaa" not in json.dumps(outcome.said)
 

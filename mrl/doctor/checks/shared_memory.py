@@ -24,7 +24,8 @@ def check(seen: Seen) -> Iterator[Finding]:
             )
         elif shm.total_bytes < needed:
             what = f"/dev/shm has {shm.total_bytes / GB:.2f} GB, {needed / GB:.1f} GB are needed"
-            yield error(NAME, where, what, "a process that writes beyond its end is ended by SIGBUS (bus error)", CURE)
+            say = error if shm.total_bytes < OBJECT_STORE_BYTES else warning
+            yield say(NAME, where, what, "a process that writes beyond its end is ended by SIGBUS (bus error)", CURE)
         elif shm.free_bytes < needed:
             what = f"/dev/shm has {shm.free_bytes / GB:.2f} of {shm.total_bytes / GB:.1f} GB free, {needed / GB:.1f} GB needed"
             why = "what processes that were killed have left there stays until somebody removes it; then: bus error"

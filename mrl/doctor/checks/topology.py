@@ -46,5 +46,4 @@ def _own(host: HostFacts) -> Iterator[Finding]:
 
 
 def _shape(links: Mapping[str, str]) -> str:
-    kinds = sorted(set(links.values()))
-    return ", ".join(f"{kind} x{sum(link == kind for link in links.values())}" for kind in kinds)
+    return ", ".join(sorted(set(links.values())))

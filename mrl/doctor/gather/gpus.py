@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from mrl.doctor.facts import Card, Gpus
 
-QUERY = ("index", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERRORS = "ecc.errors.uncorrected.volatile.total"
 TIMEOUT_S = 20.0  # a driver that hangs is a finding
 MIB = 2**20
@@ -20,39 +21,48 @@ class NoAnswer(Exception):
 
 def gpus() -> Gpus:
     """What nvidia-smi says; none where neither it nor a GPU's device file is there."""
-    hidden = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not shutil.which("nvidia-smi"):
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         return Gpus(error=f"/dev has {', '.join(devices)}, but no nvidia-smi is on PATH" if devices else "")
     try:
-        cards = [_card(line) for line in _query(*QUERY)]
+        lines = _query(*QUERY)
+        errors = dict(enumerate(map(_number, _optional(ERRORS))))
+        cards = [_card(line, errors) for line in lines if selected(line, os.environ.get("CUDA_VISIBLE_DEVICES"))]
     except NoAnswer as error:
-        return Gpus(error=str(error), hidden=hidden)
-    errors = _optional(ERRORS)
-    cards = [card if not errors.get(card.index) else _with_errors(card, errors[card.index]) for card in cards]
-    fabric = next(iter(_optional_text("fabric.state")), "")
-    return Gpus(cards, "", _cuda(), links(_text("topo", "-m", needed=False)), fabric, hidden)
+        return Gpus(error=str(error))
+    fabric = next(iter(_optional("fabric.state")), "")
+    topology = links(_text("topo", "-m", needed=False))
+    visible = {str(card.index) for card in cards}
+    topology = {pair: link for pair, link in topology.items() if visible.issuperset(pair.split("-"))}
+    return Gpus(cards, "", _cuda(), topology, fabric, hidden=len(cards) < len(lines))
 
 
-def _card(line: str) -> Card:
-    index, name, total, used, driver, mig = (part.strip() for part in line.split(","))
-    return Card(int(index), name, _number(total) * MIB, _number(used) * MIB, driver, mig == "Enabled")
+def _card(line: str, errors: Mapping[int, int]) -> Card:
+    try:
+        index, _, name, total, used, driver, mig = (part.strip() for part in line.split(","))
+        number = int(index)
+    except ValueError:
+        raise NoAnswer(f"nvidia-smi says {line!r}") from None
+    memory = [_number(text) * MIB for text in (total, used)]
+    return Card(number, name, *memory, driver, mig == "Enabled", errors.get(number, 0))
 
 
-def _with_errors(card: Card, errors: int) -> Card:
-    return Card(card.index, card.name, card.memory_bytes, card.used_bytes, card.driver, card.mig, errors)
+def selected(line: str, variable: str | None) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES lets a process see this card: by number, or by the beginning of its UUID."""
+    if variable is None:
+        return True
+    index, uuid = (part.strip() for part in line.split(",")[:2])
+    return any(
+        part == index or (len(part) > 3 and uuid.startswith(part)) for part in variable.replace(" ", "").split(",")
+    )
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0  # [N/A], [Not Supported]
 
 
-def _optional(field: str) -> dict[int, int]:
-    """Number of each card, by index; empty where this driver does not know the field."""
-    return dict(enumerate(map(_number, _optional_text(field))))
-
-
-def _optional_text(field: str) -> list[str]:
+def _optional(field: str) -> list[str]:
+    """Of each card; empty where this driver does not know the field."""
     try:
         return [line.strip() for line in _query(field)]
     except NoAnswer:
