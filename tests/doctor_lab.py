@@ -184,3 +184,9 @@ esac
 
 
 GPU_PACKAGES = distribution("transformer-engine", "2.20.2")
+
+BOND = """
+ip link add bond9 index 3 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up
+ip rule add pref 1 from 10.2.2.1 blackhole; ip rule add pref 2 lookup local; ip rule del pref 0
+"""
+"""Shell: an interface that comes first, and whose own address does not lead back to the host."""
