@@ -37,14 +37,14 @@ def run(spec: Spec) -> None:
     try:
         if device.has_cuda():
             torch.cuda.set_device(spec.device)
-        _say(began=group)
+        _say(began=group, backend=device.backend())
         device.init_process_group(spec.rank, spec.world, spec.address, spec.port, spec.timeout_s)
         made = {name: dist.new_group(ranks) for name, ranks in spec.groups.items()}
         values = torch.ones(spec.num_bytes // 4, device=device.device())
         for group, ranks in {"world": list(range(spec.world)), **spec.groups}.items():
             if spec.rank in ranks:
-                _say(began=group)
-                _say(done=group, seconds=_timed(values, made.get(group), len(ranks)), backend=device.backend())
+                _say(began=group, backend=device.backend())
+                _say(done=group, seconds=_timed(values, made.get(group), len(ranks)))
     except (RuntimeError, ValueError, OSError) as error:  # torch's own are RuntimeErrors
         _say(failed=group, problem=str(error).strip().splitlines()[0][:300])
 

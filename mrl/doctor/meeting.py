@@ -125,7 +125,8 @@ class _Kept:
             if "put" in question:
                 self.values[question["put"]] = question["value"]
                 return True
-            return {key: value for key, value in self.values.items() if key.startswith(question["under"])}
+            prefix = question["under"]
+            return {key: value for key, value in self.values.items() if key.startswith(prefix)}
 
 
 class _Asked(socketserver.StreamRequestHandler):

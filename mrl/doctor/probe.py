@@ -84,8 +84,9 @@ def _told(rank: int, folder: Path, status: int | None) -> Told:
         said = json.loads(line)
         if "began" in said:
             told.began.append(said["began"])
+            backend = said["backend"]
         elif "done" in said:
-            told.seconds[said["done"]], backend = said["seconds"], said["backend"]
+            told.seconds[said["done"]] = said["seconds"]
         else:
             told.problems[said["failed"]] = said["problem"]
     if status:  # it said nothing itself

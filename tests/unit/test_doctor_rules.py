@@ -5,7 +5,7 @@ import json
 import shutil
 import threading
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -151,7 +151,7 @@ def test_groups_of_an_axis_part_all_ranks_and_a_member_differs_in_it_only(dims):
         if axis == "ep":
             assert {dims.expert_coords(rank)[1] for rank in members} == set(range(dims.ep))
         else:
-            rest = {tuple(v for k, v in dims.coords(rank)._asdict().items() if k != axis) for rank in members}
+            rest = {tuple(v for k, v in asdict(dims.coords(rank)).items() if k != axis) for rank in members}
             assert len(rest) == 1
 
 
@@ -267,7 +267,9 @@ def test_every_rule_is_registered_and_says_its_file_s_name():
     assert {check.__module__.rpartition(".")[2] for check in CHECKS} == files
     for name in files:
         tree = ast.parse((ROOT / f"mrl/doctor/checks/{name}.py").read_text())
-        (named,) = [n.value.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "NAME"]
+        (named,) = [
+            n.value.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "NAME"
+        ]
         assert named == name
 
 
