@@ -11,6 +11,7 @@ COMMANDS = {
     "certify": "check that a parallel layout computes exactly what one process does",
     "replay": "run a kept step again, and name the first layer that differs between layouts or is not finite",
     "plan": "explain what a configuration would do, without starting anything",
+    "doctor": "whether this machine, or a job's hosts, are fit for a run; what is wrong, and the command that mends it",
     "convert": "weights between Hugging Face folders and Megatron checkpoints, and whether that is exact",
     "data": "make or convert input files",
 }

@@ -275,6 +275,15 @@ def plan_placement(config: Config) -> Pools:
     return pools_of(config, dims)
 
 
+def plan_model(config: Config) -> ModelPlan:
+    """The model of this config and its layouts in trainer and engines; raises ValueError, starts no process."""
+    make_inputs(config)
+    base = _model_plan(config, config.model.path)
+    if not config.rollout.replay:
+        engine_layout(config, base)
+    return base
+
+
 def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:
     """How the config's engines hold the model; raises ValueError where SGLang could not, or takes no live weights."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":

@@ -1,0 +1,43 @@
+"""From a configuration to what it asks of the hosts."""
+
+from math import prod
+from pathlib import Path
+
+from models.conversion.hf_io import HFWeights
+from mrl.config import Config
+from mrl.doctor.groups import groups_of
+from mrl.doctor.wanted import Wanted
+from mrl.plan import plan_model, plan_placement
+
+LARGE = 10**9
+"""Parameters beyond which nobody trains on a CPU."""
+OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}  # of a parameter: two moments, and a float32 copy beside bfloat16
+WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def wanted_by(config: Config) -> Wanted:
+    """What this configuration needs; what is wrong in it is among its mistakes."""
+    try:
+        base, pools = plan_model(config), plan_placement(config)
+    except ValueError as error:
+        return Wanted(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
+    parameters = sum(map(prod, HFWeights(base.model_path).shapes().values()))
+    bytes_each = parameters * (WEIGHT_BYTES[config.model.dtype] + OPTIMIZER_BYTES[config.model.dtype])
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    return Wanted(
+        gpus=pools.size,
+        cuda=_needs_cuda(config, parameters),
+        layout=str(base.dims),
+        groups={name: list(ranks) for name, ranks in groups_of(base.dims).items()},
+        model=str(Path(base.model_path).absolute()),
+        parameters=parameters,
+        run_dir=config.run.dir,
+        checkpoint_bytes=bytes_each * kept if config.checkpoint.every or config.trainer.save else 0,
+        address=config.cluster.address,
+        engines_take_turns=any("engines" in roles for roles in pools.shared),
+    )
+
+
+def _needs_cuda(config: Config, parameters: int) -> bool:
+    named = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
+    return named or parameters > LARGE

@@ -1,0 +1,1 @@
+"""The rules: facts of all hosts -> findings. One small file for each subject; all of them in `CHECKS` of mrl/doctor/judge.py."""

@@ -1,0 +1,1 @@
+"""What one host can say about itself, by reading: no torch, no Ray, nothing changed."""
