@@ -13,7 +13,7 @@ from mrl import build
 from mrl.commands import hydra_app
 from mrl.config_rules import from_hydra
 from mrl.leaving import Leaving
-from mrl.placement import ray_cluster
+from mrl.placement.cluster import ray_cluster
 from mrl.plan import plan_training
 from mrl.rollout import recording
 from mrl.types import TokenBlock, TrainBatch
