@@ -1,4 +1,4 @@
-"""A real Slurm cluster on one machine: each node is a set of namespaces with an address, processes, /tmp and GPUs (made up) of its own.
+"""A real Slurm cluster on one machine: each node is a set of namespaces with network, processes and /tmp of its own.
 
 Everything is inside namespaces that end with the processes that hold them, and these end with this process, however it ends:
 nothing is left on the machine, and labs beside each other do not meet.
@@ -232,9 +232,9 @@ def _child(process: subprocess.Popen) -> psutil.Process:
 
 
 def _wait_unused(folder: Path) -> None:
-    """Until no process has the folder's Slurm any more: `unshare --kill-child` ends a node's first process, and that all others."""
+    """Until no process has this Slurm any more: `unshare --kill-child` ends a node's first process, and that all others."""
     end = time.monotonic() + 30
-    while time.monotonic() < end and any(map(lambda process: _of(folder, process), psutil.process_iter())):
+    while time.monotonic() < end and any(_of(folder, process) for process in psutil.process_iter()):
         time.sleep(0.1)
 
 
