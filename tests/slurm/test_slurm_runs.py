@@ -1,14 +1,9 @@
 """Runs on a real Slurm cluster: over nodes, preempted, with a node gone, beside another on one node; nothing is left of any."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "e2e"))
-
-from conftest import LONG_S, submitter
-from test_soak import check_the_same
+from submitted_runs import LONG_S, check_the_same, submitter
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 STEPS = 24
