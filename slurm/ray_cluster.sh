@@ -47,19 +47,20 @@ nodes() {
     scontrol show hostnames "$lists"
 }
 
-# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in.
+# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in. srun passes USR1 on; of TERM it makes a
+# kill, after which nodes could not tidy up.
 stop_ray() {
     local end=$((SECONDS + MRL_STOP_S))
-    kill -TERM "$ray" 2>/dev/null
+    kill -USR1 "$ray" 2>/dev/null
     while kill -0 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 0.5; done
-    kill -KILL "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm will kill them"
+    kill -TERM "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm kills them"
 }
 
 # What a node runs: Ray until it ends or is told to; then the logs are kept, and every process that Ray started is ended.
 node() {
     local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role told= end=$((SECONDS + MRL_JOIN_S))
     ray=
-    trap 'told=1; [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null' TERM
+    trap 'told=1; [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null' USR1 TERM
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
