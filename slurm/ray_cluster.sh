@@ -51,8 +51,7 @@ nodes() {
 # kill, after which nodes could not tidy up.
 stop_ray() {
     local end=$((SECONDS + MRL_STOP_S))
-    kill -USR1 "$ray" 2>/dev/null
-    while kill -0 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 0.5; done
+    while kill -USR1 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 1; done
     kill -TERM "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm kills them"
 }
 
@@ -60,7 +59,7 @@ stop_ray() {
 node() {
     local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role told= end=$((SECONDS + MRL_JOIN_S))
     ray=
-    trap 'told=1; [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null' USR1 TERM
+    trap heed USR1 TERM
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
@@ -72,14 +71,20 @@ node() {
         port=$(free_block localhost) || return 1
         role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT")
     fi
-    until ray_node || [ "$told" ] || ((SECONDS > end)); do # Ray itself waits 30 s for a slow machine, then gives up
+    until [ "$told" ] || ray_node || [ "$told" ] || ((SECONDS > end)); do # Ray itself waits 30 s for a slow machine, then gives up
         echo "Ray ended on $SLURMD_NODENAME; it is started again"
         sleep 1
     done
 }
 
+heed() {
+    told=1
+    [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null
+}
+
 ray_node() {
     local status
+    trap heed USR1 TERM
     rm -rf "$tmp"
     # shellcheck disable=SC2086
     MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
@@ -91,6 +96,7 @@ ray_node() {
     ray=$!
     wait "$ray"
     status=$?
+    trap '' USR1 # which srun gives to all processes of the step, those that tidy up among them
     end_leftovers
     mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME"
     cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
