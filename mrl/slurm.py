@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -101,15 +102,11 @@ def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
 
 def submit(job: Job) -> str:
     """Write the script into the run's folder and submit it; returns the job's id. Raises ValueError where sbatch refuses."""
-    script = write(job)
+    if not (sbatch := shutil.which("sbatch")):
+        raise ValueError("there is no sbatch here; call this on a login node of the cluster, or add --dry-run.")
+    line = [sbatch, "--parsable", str(script := write(job))]
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], env=_own(), capture_output=True, text=True, timeout=SUBMIT_S
-        )
-    except FileNotFoundError:
-        raise ValueError(
-            "there is no sbatch here; call this on a login node of the cluster, or add --dry-run."
-        ) from None
+        done = subprocess.run(line, env=_own(), capture_output=True, text=True, timeout=SUBMIT_S)
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"sbatch did not answer in {SUBMIT_S:g} s; `squeue --me` tells whether it took {script}."

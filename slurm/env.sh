@@ -12,7 +12,8 @@
 
 # Who has the token may use Ray. It reaches the nodes in the environment: in no file, no log and no command line.
 : "${RAY_AUTH_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export MRL_CHECKOUT RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # a slow file system delays Ray's own agents
 export PYTHONPATH=$MRL_CHECKOUT PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 if [ "$MRL_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$MRL_INTERFACE NCCL_SOCKET_IFNAME=$MRL_INTERFACE

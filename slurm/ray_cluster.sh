@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The Ray cluster of a job. Sourced by train.sbatch for start_ray, nodes_joined and stop_ray; each node runs `ray_cluster.sh node`.
+# The Ray cluster of a job. Sourced by train.sbatch for start_ray, nodes and stop_ray; each node runs `ray_cluster.sh node`.
 # Ports are a block of 200 that follows from the job's id, or a later one where another job's Ray listens there already.
 
 listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
@@ -23,20 +23,23 @@ own_address() {
     fi
 }
 
-# start_ray: one step on all nodes, this one the head. Sets address, and ray: the process to wait for.
+# start_ray: one step on all nodes, this one the head. Sets address; ray, the process to wait for; on_head, what runs a command on
+# this node alone; joined, which with SECONDS NODE... tells whether these are in the cluster by then, and names those that are not.
 start_ray() {
-    local group=() port
+    local group=() first=() port
     export MRL_JOB=$SLURM_JOB_ID MRL_HEAD=$SLURMD_NODENAME MRL_HEAD_IP MRL_HEAD_PORT run_dir
     MRL_HEAD_IP=$(own_address) && port=$(free_block "$MRL_HEAD_IP") || return 1
     MRL_HEAD_PORT=$port address=$MRL_HEAD_IP:$port
-    [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && group=(--het-group=0-$((SLURM_HET_SIZE - 1)))
+    [ "${SLURM_HET_SIZE:-1}" = 1 ] || { group=(--het-group=0-$((SLURM_HET_SIZE - 1))) first=(--het-group=0); }
+    on_head=("${step[@]}" "${first[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME")
+    joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.joined "$address")
     "${step[@]}" "${group[@]}" --ntasks-per-node=1 --no-kill --output="$run_dir/logs/ray_%N.log" \
         bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
     ray=$!
 }
 
 nodes() {
-    local part lists=${SLURM_JOB_NODELIST}
+    local part list lists=$SLURM_JOB_NODELIST
     for ((part = 1; part < ${SLURM_HET_SIZE:-1}; part++)); do
         list=SLURM_JOB_NODELIST_HET_GROUP_$part
         lists+=,${!list}
@@ -44,34 +47,44 @@ nodes() {
     scontrol show hostnames "$lists"
 }
 
-# nodes_joined SECONDS: whether all nodes are in the cluster by then; names those that are not.
-nodes_joined() {
-    # shellcheck disable=SC2046
-    on_head "${inside[@]}" "$python" -m mrl.placement.joined "$address" "$1" $(nodes)
-}
-
-# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in.
+# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in. srun passes USR1 on; of TERM it makes a
+# kill, after which nodes could not tidy up.
 stop_ray() {
     local end=$((SECONDS + MRL_STOP_S))
-    kill -TERM "$ray" 2>/dev/null
-    while kill -0 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 0.5; done
-    kill -KILL "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm will kill them"
+    while kill -USR1 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 1; done
+    kill -TERM "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm kills them"
 }
 
 # What a node runs: Ray until it ends or is told to; then the logs are kept, and every process that Ray started is ended.
 node() {
-    local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role end=$((SECONDS + MRL_JOIN_S))
-    trap 'kill -TERM $ray 2>/dev/null' TERM
+    local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role told= end=$((SECONDS + MRL_JOIN_S))
+    ray=
+    trap heed USR1 TERM
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
     else
         until listens "$MRL_HEAD_IP" "$MRL_HEAD_PORT"; do
-            ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
+            [ -z "$told" ] && ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
             sleep 0.5
         done
-        port=$(free_block localhost) && role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT") || return 1
+        port=$(free_block localhost) || return 1
+        role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT")
     fi
+    until [ "$told" ] || ray_node || [ "$told" ] || ((SECONDS > end)); do # Ray itself waits 30 s for a slow machine, then gives up
+        echo "Ray ended on $SLURMD_NODENAME; it is started again"
+        sleep 1
+    done
+}
+
+heed() {
+    told=1
+    [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null
+}
+
+ray_node() {
+    local status
+    trap heed USR1 TERM
     rm -rf "$tmp"
     # shellcheck disable=SC2086
     MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
@@ -81,20 +94,27 @@ node() {
         --metrics-export-port=$((port + 7)) --min-worker-port=$((port + 10)) --max-worker-port=$((port + 199)) \
         --disable-usage-stats $MRL_RAY_OPTIONS &
     ray=$!
-    wait $ray
+    wait "$ray"
+    status=$?
+    trap '' USR1 # which srun gives to all processes of the step, those that tidy up among them
     end_leftovers
-    mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME" && cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
+    mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME"
+    cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
     rm -rf "$tmp"
+    return $status
 }
 
 leftovers() { grep -lsz "^MRL_RAY_OF=$MRL_JOB\$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
 # They are known by their environment: Slurm loses sight of a process whose parent has ended, unless it counts by cgroups.
 end_leftovers() {
-    local end=$((SECONDS + 10)) pids
-    while pids=$(leftovers) && [ "$pids" ] && ((SECONDS < end)); do sleep 0.2; done
+    local end=$((SECONDS + 10)) signal=TERM pids
     # shellcheck disable=SC2086
-    [ -z "$pids" ] || kill -KILL $pids 2>/dev/null
+    while pids=$(leftovers) && [ "$pids" ] && ((SECONDS < end + 10)); do
+        kill -$signal $pids 2>/dev/null
+        ((SECONDS < end)) || signal=KILL
+        sleep 0.5
+    done
 }
 
 if [ "${1:-}" = node ]; then

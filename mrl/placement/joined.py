@@ -6,17 +6,15 @@ from collections.abc import Callable, Collection
 
 import ray
 
-LOOK_S = 0.5
+LOOK_S = 0.5  # between looks
 
 
 def missing(expected: Collection[str], alive: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
     """Names of nodes that are not alive by then; none as soon as all are."""
     end = time.monotonic() + timeout_s
-    while left := [name for name in expected if name not in alive()]:
-        if time.monotonic() >= end:
-            break
+    while (left := set(expected).difference(alive())) and time.monotonic() < end:
         time.sleep(LOOK_S)
-    return left
+    return [name for name in expected if name in left]
 
 
 def _alive_in(address: str) -> Callable[[], set[str]]:

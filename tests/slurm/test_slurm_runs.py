@@ -1,0 +1,107 @@
+"""Runs on a real Slurm cluster: over nodes, preempted, with a node gone, beside another on one node; nothing is left of any."""
+
+import sys
+
+import pytest
+from submitted_runs import LONG_S, check_the_same, submitter
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
+STEPS = 24
+SAME = [f"trainer.max_steps={STEPS}", "checkpoint.every=5", "algorithm.lr=5e-5"]
+
+
+@pytest.fixture(scope="session")
+def left_alone(lab, quickstart, tmp_path_factory):
+    """A run over two nodes that nothing happened to."""
+    run = submitter(lab, quickstart, tmp_path_factory.mktemp("left_alone"))(*SAME)
+    run.finish()
+    return run
+
+
+def test_a_run_over_two_nodes_completes_and_leaves_nothing(lab, left_alone):
+    job = lab.job(left_alone.job_id)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), left_alone.logs()
+    assert [line["step"] for line in left_alone.metrics()] == list(range(1, STEPS + 1))
+    assert (left_alone.folder / "hf/model.safetensors").exists()
+    picture = (left_alone.folder / "mrl.log").read_text()
+    assert "10.77.0.1 " in picture and "10.77.0.2 " in picture, "trainer on one node, engine on the other"
+    logs = {path.name for path in (left_alone.folder / "logs").iterdir()}
+    names = {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1", "ray_n2", f"slurm_{left_alone.job_id}.log"}
+    assert names <= logs and list((left_alone.folder / "logs/ray_n2").glob("raylet*"))
+    assert "2 nodes are in the Ray cluster" in left_alone.said()
+    lab.wait(lambda: not left_alone.leftovers(), 60)
+
+
+def test_a_preempted_run_saves_is_queued_again_and_ends_the_same(lab, submit, left_alone):
+    run = submit(*SAME)
+    run.wait_for_step(3)
+    urgent = lab.run(
+        "sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3"
+    )
+    job = run.finish()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) == 1, run.logs()
+    assert lab.job(urgent.strip())["JobState"] == "COMPLETED"
+    assert "asked to leave" in run.said() and "mrl train ended with status 75" in run.said()
+    check_the_same(left_alone.folder, run.folder)
+    lab.wait(lambda: not run.leftovers(), 60)
+
+
+@pytest.mark.parametrize("which", ["another node", "the head"])
+def test_a_run_survives_the_loss_of(lab, submit, left_alone, which):
+    """It is queued again on the nodes that are left, and ends as if nothing had been."""
+    run = submit(*SAME)
+    run.wait_for_step(7)
+    head = lab.job(run.job_id)["BatchHost"]
+    lost = head if which == "the head" else ({"n1", "n2", "n3"} & nodes_of(lab, run) - {head}).pop()
+    lab.kill(lost)
+    try:
+        job = run.finish()
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) >= 1, run.logs()
+        assert lost not in nodes_of(lab, run)
+        check_the_same(left_alone.folder, run.folder)
+        lab.wait(lambda: not run.leftovers(), 60)
+    finally:
+        lab.boot(lost)
+        lab.wait(lambda: "idle" in lab.slurm("sinfo", "-h", "-N", "-p", "main", "-n", lost, "-o", "%T"), 60)
+
+
+def nodes_of(lab, run) -> set[str]:
+    names = lab.job(run.job_id)["NodeList"]
+    return set(lab.slurm("scontrol", "show", "hostnames", names).split())
+
+
+def test_two_jobs_share_a_node(lab, submit):
+    on_one = ["cluster.nodes=1", "++cluster.slurm.nodelist=n1", "placement=colocated", "trainer.max_steps=3"]
+    runs = [submit(*on_one, f"run.seed={seed}") for seed in range(2)]
+    jobs = [run.finish() for run in runs]
+    for run, job in zip(runs, jobs, strict=True):
+        assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n1"), run.logs()
+        assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+    assert max(job["StartTime"] for job in jobs) < min(job["EndTime"] for job in jobs), "they were there together"
+    lab.wait(lambda: not runs[0].leftovers(), 60)
+
+
+def test_a_cancelled_job_is_gone_at_once_and_stays_so(lab, submit):
+    run = submit("trainer.max_steps=100000")
+    run.wait_for_step(2)
+    lab.run("scancel", run.job_id)
+    lab.wait(lambda: not run.leftovers(), 120)
+    job = lab.finish(run.job_id, LONG_S)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), run.logs()
+
+
+SLEEPY = """#!/bin/sh
+[ "$(hostname)" = n1 ] || exec sleep 600
+exec {python} "$@"
+"""
+
+
+def test_a_node_that_does_not_join_is_named_and_the_job_ends(lab, submit, tmp_path):
+    (sleepy := tmp_path / "python").write_text(SLEEPY.format(python=sys.executable))
+    sleepy.chmod(0o755)
+    run = submit("++cluster.slurm.nodelist=n[1-2]", MRL_PYTHON=str(sleepy), MRL_JOIN_S="90")
+    job = run.finish()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "1:0"), run.logs()
+    assert "1 of 2 nodes are not in the Ray cluster" in run.said() and "after 90 s: n2;" in run.said()
+    assert not (run.folder / "logs/driver.log").exists()
+    lab.wait(lambda: not run.leftovers(), 60)

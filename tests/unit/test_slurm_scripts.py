@@ -1,0 +1,287 @@
+"""The batch scripts of slurm/, run with a stand-in for Slurm's commands and for Python: what they start, say and leave behind."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+SLURM = Path(__file__).resolve().parents[2] / "slurm"
+
+SRUN = """#!/usr/bin/env bash
+# Starts a command once on each node it is for: in turn the names that FAKE_NODES has.
+echo "srun $*" >>"$FAKE/calls"
+on=$FAKE_NODES log=/dev/stdout
+while [[ $1 == --* ]]; do
+    case $1 in --nodelist=*) on=${1#*=} ;; --output=*) log=${1#*=} ;; esac
+    shift
+done
+pids=() id=0
+trap 'kill -TERM "${pids[@]}"' TERM
+trap 'kill -USR1 "${pids[@]}"' USR1
+for node in $on; do
+    SLURMD_NODENAME=$node SLURM_PROCID=$id "$@" >>"${log//%N/$node}" 2>&1 &
+    pids+=($!) id=$((id + 1))
+done
+status=0
+for pid in "${pids[@]}"; do
+    while :; do wait $pid; s=$?; kill -0 $pid 2>/dev/null || break; done
+    [ $s -le $status ] || status=$s
+done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >>"$FAKE/calls"
+[ "$1" != show ] || tr ' ' '\\n' <<<"$FAKE_NODES"
+"""
+SQUEUE = '#!/bin/sh\necho "${FAKE_STATE:-RUNNING}"\n'
+SLEEP = '#!/bin/sh\n[ "$1" = 60 ] || exec /bin/sleep "$@"\n'  # that of a script which Slurm ends
+APPTAINER = '#!/usr/bin/env bash\necho "apptainer $*" >>"$FAKE/calls"\nshift 5\nexec "$@"\n'
+PYTHON = """#!{python}
+import json, os, signal, socket, subprocess, sys, time
+fake, module = os.environ["FAKE"], sys.argv[2]
+with open(f"{{fake}}/started", "a") as file:
+    names = ("SLURMD_NODENAME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PYTHONPATH", "GLOO_SOCKET_IFNAME")
+    file.write(json.dumps(dict(argv=sys.argv[2:], env={{name: os.environ.get(name) for name in names}})) + "\\n")
+if module == "ray.scripts.scripts":
+    options = dict(word.partition("=")[::2] for word in sys.argv[4:])
+    os.makedirs(options["--temp-dir"] + "/session_latest/logs")
+    open(options["--temp-dir"] + "/session_latest/logs/raylet.out", "w").write("a raylet")
+    open(f"{{fake}}/ray_on_{{os.environ['SLURMD_NODENAME']}}", "w").close()
+    if "--head" in options:
+        listener = socket.create_server((options["--node-ip-address"], int(options["--port"])))
+    subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)  # a daemon that Slurm may lose sight of
+    time.sleep(600)
+elif module == "mrl.placement.joined":
+    address, timeout_s, *nodes = sys.argv[3:]
+    for name, seconds in (("FAKE_JOINED", os.environ["MRL_JOIN_S"]), ("FAKE_LOST", "5")):
+        if name in os.environ and seconds == timeout_s:
+            sys.exit(int(os.environ[name]))
+    while not all(os.path.exists(f"{{fake}}/ray_on_{{node}}") for node in nodes):
+        time.sleep(0.05)
+elif module == "mrl.cli":
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+    open(f"{{fake}}/driver", "w").close()
+    if os.environ.get("FAKE_STATUS") == "wait":
+        time.sleep(60)
+    sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
+"""
+
+
+@dataclass
+class Batch:
+    """A batch script that runs on stand-ins."""
+
+    folder: Path
+    process: subprocess.Popen
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    def started(self, module: str) -> list[dict]:
+        lines = map(json.loads, (self.folder / "started").read_text().splitlines())
+        return [line for line in lines if line["argv"][0] == module]
+
+    def ray_of(self, node: str) -> dict[str, str]:
+        """Options of `ray start` on a node."""
+        (line,) = [each for each in self.started("ray.scripts.scripts") if each["env"]["SLURMD_NODENAME"] == node]
+        return dict(word.partition("=")[::2] for word in line["argv"][2:])
+
+    def leftovers(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("FAKE") == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """`batch(argument, ..., NAME=value)` runs train.sbatch with these arguments and variables."""
+    tools = dict(srun=SRUN, scontrol=SCONTROL, squeue=SQUEUE, sleep=SLEEP, apptainer=APPTAINER)
+    tools["python"] = PYTHON.format(python=sys.executable)
+    made = []
+    (tmp_path / "bin").mkdir()
+    for name, text in tools.items():
+        (path := tmp_path / "bin" / name).write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def run(*arguments: str, **variables: str) -> Batch:
+        kept = {name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ}
+        env = kept | {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "FAKE": str(tmp_path),
+            "FAKE_NODES": "n1 n2",
+            "MRL_CHECKOUT": str(SLURM.parent),
+            "MRL_PYTHON": str(tmp_path / "bin/python"),
+            "MRL_JOIN_S": "60",
+            "MRL_STOP_S": "30",
+            "SLURM_JOB_ID": str(4000 + os.getpid() % 97),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURMD_NODENAME": "n1",
+            "SLURM_CPUS_ON_NODE": "3",
+        }
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(
+                ["bash", str(SLURM / "train.sbatch"), *arguments],
+                env=env | variables,
+                cwd=tmp_path,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        made.append(Batch(tmp_path, process))
+        return made[-1]
+
+    yield run
+    for each in made:
+        each.process.kill()
+        for process in each.leftovers():
+            process.kill()
+
+
+def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, tmp_path):
+    job = batch("experiment=x", "run.dir=mine")
+    assert job.end() == 0, job.said
+    head, other = job.ray_of("n1"), job.ray_of("n2")
+    assert "--head" in head and other["--address"] == f"{head['--node-ip-address']}:{head['--port']}"
+    (driver,) = job.started("mrl.cli")
+    run_dir, address = f"run.dir={tmp_path / 'mine'}", f"cluster.address={other['--address']}"
+    assert driver["argv"] == ["mrl.cli", "train", "experiment=x", "run.dir=mine", run_dir, address]
+    assert driver["env"]["PYTHONPATH"] == str(SLURM.parent)
+    assert job.leftovers() == [] and not list(Path("/tmp").glob(f"mrl-{4000 + os.getpid() % 97}.*"))
+    logs = {str(path.relative_to(tmp_path / "mine/logs")) for path in (tmp_path / "mine/logs").rglob("*")}
+    assert logs >= {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1/raylet.out", "ray_n2/raylet.out"}
+
+
+def test_the_token_is_random_and_in_no_command_line_log_or_file(batch, tmp_path):
+    job = batch("run.dir=mine")
+    assert job.end() == 0, job.said
+    envs = [line["env"] for module in ("ray.scripts.scripts", "mrl.cli") for line in job.started(module)]
+    (token,) = {env["RAY_AUTH_TOKEN"] for env in envs}
+    assert len(token) == 64 and {env["RAY_AUTH_MODE"] for env in envs} == {"token"}
+    assert not any(token in " ".join(line["argv"]) for line in job.started("ray.scripts.scripts"))
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "started"]
+    assert files and not any(token.encode() in path.read_bytes() for path in files)
+
+
+PORTS = ("port", "node-manager-port", "object-manager-port", "ray-client-server-port", "runtime-env-agent-port")
+PORTS += ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "metrics-export-port")
+
+
+def ports(options: dict[str, str]) -> set[int]:
+    fixed = {int(options[f"--{name}"]) for name in PORTS}
+    return fixed | set(range(int(options["--min-worker-port"]), int(options["--max-worker-port"]) + 1))
+
+
+def test_two_jobs_on_a_node_have_other_ports_whatever_their_ids(batch, tmp_path):
+    """Ids that differ by the number of blocks have the same one: who comes second takes the next."""
+    first = batch("run.dir=a", FAKE_STATUS="wait", FAKE_NODES="n1")
+    wait_for(tmp_path / "driver")
+    ours = ports(first.ray_of("n1"))
+    assert len(ours) == 198 and min(ours) >= 12000 and max(ours) < 32768, "below the ports that the system gives away"
+    (tmp_path / "started").unlink()
+    second = batch("run.dir=b", FAKE_NODES="n1", SLURM_JOB_ID=str(4100 + os.getpid() % 97))
+    assert second.end() == 0, second.said
+    assert not ours & ports(second.ray_of("n1"))
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.end() == 75
+
+
+def wait_for(path: Path, within_s: float = 30) -> None:
+    end = time.monotonic() + within_s
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "queued_again"),
+    [
+        (dict(FAKE_STATUS="0"), 0, False),
+        (dict(FAKE_STATUS="2"), 2, False),  # a mistake in the config
+        (dict(FAKE_STATUS="75"), 75, True),
+        (dict(FAKE_STATUS="75", FAKE_STATE="COMPLETING"), 75, False),  # it was cancelled
+        (dict(FAKE_STATUS="1"), 1, False),
+        (dict(FAKE_STATUS="1", FAKE_LOST="1"), 75, True),  # a node is gone
+        (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="5"), 1, False),
+        (dict(FAKE_JOINED="1"), 1, False),
+    ],
+)
+def test_what_ends_a_job_and_what_queues_it_again(batch, variables, status, queued_again):
+    job = batch("run.dir=mine", **variables)
+    assert job.end() == status, job.said
+    assert any(call.startswith("scontrol requeue") for call in job.calls) == queued_again
+    assert bool((job.folder / "driver").exists()) == ("FAKE_JOINED" not in variables)
+    assert job.leftovers() == []
+
+
+def test_asked_to_leave_a_job_lets_the_run_save_and_is_queued_again(batch, tmp_path):
+    job = batch("run.dir=mine", FAKE_STATUS="wait")
+    wait_for(tmp_path / "driver")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75, job.said
+    assert f"scontrol requeue {4000 + os.getpid() % 97}" in job.calls and job.leftovers() == []
+
+
+def test_asked_to_leave_before_ray_is_up_a_job_starts_nothing_more(batch, tmp_path):
+    job = batch("run.dir=mine")
+    wait_for(tmp_path / "calls")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75, job.said
+    assert not (tmp_path / "driver").exists() and job.leftovers() == []
+
+
+def test_a_task_of_an_array_has_a_folder_of_its_own(batch, tmp_path):
+    job = batch("run.dir=sweep", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert job.end() == 0, job.said
+    assert (tmp_path / "sweep/3/logs/driver.log").exists() and not (tmp_path / "sweep/logs").exists()
+
+
+def test_a_heterogeneous_job_has_all_its_parts_in_one_cluster(batch):
+    variables = dict(SLURM_HET_SIZE="2", SLURM_JOB_NODELIST_HET_GROUP_1="n3", FAKE_NODES="n1 n2 n3")
+    job = batch("run.dir=mine", **variables)
+    assert job.end() == 0, job.said
+    assert "scontrol show hostnames n[1-2],n3" in job.calls
+    (everywhere,) = [call for call in job.calls if "ray_cluster.sh node" in call]
+    assert "--het-group=0-1 " in everywhere and job.ray_of("n3")
+    assert all("--het-group=0 " in call for call in job.calls if call.startswith("srun") and call != everywhere)
+
+
+def test_one_variable_puts_everything_into_an_apptainer_image(batch, tmp_path):
+    job = batch("run.dir=mine", MRL_CONTAINER="/images/mrl.sif", MRL_MOUNTS="/data,/scratch:/s")
+    assert job.end() == 0, job.said
+    inside = [call for call in job.calls if call.startswith("apptainer")]
+    assert len(inside) == 4, "Ray on two nodes, the look at them, and the run"
+    folders = [f"{folder}:{folder}" for folder in (SLURM.parent, tmp_path, tmp_path / "mine", "/tmp", "/data")]
+    binds = ",".join([*folders, "/scratch:/s"])
+    assert all(call.startswith(f"apptainer exec --nv --bind {binds} /images/mrl.sif ") for call in inside)
+
+
+def test_any_other_image_is_for_pyxis(batch, tmp_path):
+    job = batch("run.dir=mine", MRL_CONTAINER="ghcr.io#me/mrl:1")
+    assert job.end() == 0, job.said
+    steps = [call for call in job.calls if call.startswith("srun")]
+    mounts = f"--container-mounts={SLURM.parent}:{SLURM.parent},{tmp_path}:{tmp_path},{tmp_path}/mine:{tmp_path}/mine,/tmp:/tmp"
+    assert len(steps) == 3 and all(f"--container-image=ghcr.io#me/mrl:1 {mounts}" in call for call in steps)

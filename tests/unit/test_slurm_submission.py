@@ -1,0 +1,67 @@
+"""`mrl train cluster=slurm` as a user calls it: what is wrong is said before anything is submitted."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """`train(argument, ...)` -> (status, output, whether sbatch was called), with a stand-in for sbatch."""
+    base = tmp_path_factory.mktemp("submission")
+    (base / "bin").mkdir()
+    (base / "bin/sbatch").write_text(f'#!/bin/sh\necho "$@" >>{base}/submitted; echo 77\n')
+    (base / "bin/sbatch").chmod(0o755)
+
+    def run(*arguments: str) -> tuple[int, str, bool]:
+        (base / "submitted").unlink(missing_ok=True)
+        line = [
+            sys.executable,
+            "-m",
+            "mrl.cli",
+            "train",
+            "experiment=quickstart",
+            f"run.dir={base / 'run'}",
+            *arguments,
+        ]
+        env = os.environ | {"PATH": f"{base / 'bin'}:{os.environ['PATH']}"}
+        env |= {"RAY_ADDRESS": "nobody:1"}  # nothing may ask Ray
+        done = subprocess.run(
+            [*line, f"data.inputs.folder={base / 'inputs'}"], env=env, capture_output=True, text=True, timeout=300
+        )
+        return done.returncode, done.stdout + done.stderr, (base / "submitted").exists()
+
+    return run
+
+
+JOB = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=2")
+
+
+def test_a_job_is_submitted_and_the_user_is_told_how_to_go_on(train):
+    status, said, submitted = train(*JOB, "cluster.time=1:00:00")
+    assert (status, submitted) == (0, True), said
+    assert "job 77 is submitted" in said and "scancel 77" in said and "slurm_77.log" in said
+
+
+def test_a_dry_run_shows_the_job_and_submits_nothing(train):
+    status, said, submitted = train("--dry-run", *JOB, "+cluster.slurm.account=lab")
+    assert (status, submitted) == (0, False), said
+    assert said.startswith("#!/usr/bin/env bash") and "#SBATCH --account=lab" in said and "dry" not in said
+    assert "#SBATCH --signal=B:USR1@300\n#SBATCH --requeue\n" in said, "of conf/cluster/slurm.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
+        ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
+        ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
+        (["--dry-run"], "cluster.dry_run=True: is for a job, and this run starts here; add cluster=slurm"),
+    ],
+)
+def test_a_mistake_is_found_before_submission(train, arguments, message):
+    status, said, submitted = train(*arguments)
+    assert (status, submitted) == (2, False), said
+    assert message in said and "Traceback" not in said
