@@ -324,9 +324,30 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class HardwareConfig:
+    """The machines of the cluster, for `mrl plan`: cluster=h100 and the like fill it in. 0: not known, so no limit."""
+
+    name: str | None = None  # of the GPU
+    gpu_memory_gb: float = 0.0  # GiB of one GPU that processes can use
+    gpus_per_node: int = 0
+    tflops_bf16: float = 0.0  # dense matrix products in bfloat16, TFLOP/s of one GPU
+    hbm_gb_per_s: float = 0.0  # of a GPU's own memory
+    nvlink_gb_per_s: float = 0.0  # of one GPU to the others of its node, both directions together
+    network_gb_per_s: float = 0.0  # of one GPU to other nodes, each direction
+    host_memory_gb: float = 0.0  # GiB of one node
+    nodes: int = 0  # 0: as many as the run needs
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key != "name" and value < 0:
+                raise ValueError(f"cluster.hardware.{key}={value}: must be 0 or more; 0 says that it is not known.")
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
 @dataclass(frozen=True)
