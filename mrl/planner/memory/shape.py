@@ -79,7 +79,9 @@ class ModelShape:
     qk_norm: bool
     q_lora: int = 0  # latent attention: width of what queries are projected up from; 0: of the hidden states
     kv_lora: int = 0  # 0: attention is not latent
-    rotary_dim: int = 0  # of latent attention's keys, one for all heads
+    rotary_dim: int = 0  # channels of a head that carry the position; latent attention has them once for all heads
+    sigmoid_router: bool = False
+    router_groups: int = 0  # groups of experts, of which the router chooses some first
     tied: bool = False
     gated: bool = True
     dropout: bool = False
@@ -106,7 +108,9 @@ class ModelShape:
             qk_norm=t.get("qk_layernorm", False),
             q_lora=t.get("q_lora_rank") or 0,
             kv_lora=t.get("kv_lora_rank") or 0,
-            rotary_dim=t.get("qk_pos_emb_head_dim", 0),
+            rotary_dim=arch.rope.dim,
+            sigmoid_router=t.get("moe_router_score_function") == "sigmoid",
+            router_groups=t.get("moe_router_num_groups") or 0,
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
             parameters=_parameters([row for row in family.rows(arch) if not row.is_buffer], arch),
