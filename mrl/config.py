@@ -314,6 +314,9 @@ class PlanConfig:
     receive_gb_per_s: float = 25.0  # of one engine rank
     message_us: float = 50.0  # what a message costs besides its bytes
     gpus_per_node: int = 8
+    reserve_gb: float = 2.0  # GiB of a GPU that each process keeps besides: CUDA's context, NCCL's buffers, fragments
+    prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
+    expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
     picture: str | None = None  # `mrl plan placement` also draws into this PNG
 
 

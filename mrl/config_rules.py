@@ -131,6 +131,7 @@ _POSITIVE = [
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
     "plan.gpus_per_node",
+    "plan.expert_imbalance",
     "cluster.start_timeout_s",
 ]
 _NOT_NEGATIVE = [
@@ -153,6 +154,7 @@ _NOT_NEGATIVE = [
     "faults.grace_s",
     "capsule.spike",
     "capsule.keep",
+    "plan.reserve_gb",
 ]
 
 _ONE_OF = {
