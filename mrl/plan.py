@@ -30,7 +30,7 @@ from mrl.rollout.agent import ToolAgent
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.server_args import DETERMINISTIC
 from mrl.run_dir import check_unused
-from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.weight_sync.layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.plan import TransferPlan, compile_plan, even_stages, owners
 from mrl.workers.shares import Packing
 from parallel.dims import ParallelDims
@@ -262,9 +262,9 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     return base, found
 
 
-def plan_placement(config: Config) -> Pools:
-    """The pools of the run that this config describes; raises ValueError, starts no process."""
-    _, models = plan_models(config, weights=True)
+def plan_placement(config: Config, weights: bool = True) -> Pools:
+    """The pools of the run that this config describes; raises ValueError, starts no process. `weights`: see plan_models."""
+    _, models = plan_models(config, weights)
     return pools_of(config, {role: model.dims for role, model in models.items()})
 
 
@@ -312,6 +312,7 @@ def engine_topology(config: Config, base: ModelPlan) -> Topology:
             f"sglang.ep_size={topology.ep} does not divide the {base.arch.num_experts} experts of this model."
         )
     family_of(base.hf).check_engine(base.hf, base.arch)
+    check_heads(base.arch, topology)
     return topology
 
 
@@ -395,17 +396,27 @@ def _model_plan(
     config: Config, path: str, own: str = "", optimizer: AdamW | None = None, weights: bool = True
 ) -> ModelPlan:
     """`own`: the section of a second model, whose layout differs from the actor's in what is set there."""
-    layout = vars(config.parallel)
-    if own:
-        layout = layout | {name: value for name, value in vars(vars(config)[own].parallel).items() if value is not None}
-    dims = ParallelDims.of_world(**layout)
+    dims = layout_of(config, own)
     hf = (check_checkpoint if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
-    arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
+    check_layout(config, arch, dims)
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
     _check_experts(config, arch, dims, replays=not own and config.rollout.routing_replay)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
     return ModelPlan(config, dims, optimizer if own else _optimizer(config), path, hf, arch, packing)
+
+
+def layout_of(config: Config, own: str = "") -> ParallelDims:
+    """The layout of the actor, or of the model that has the section `own`; raises ValueError where it does not factor."""
+    layout = vars(config.parallel)
+    if own:
+        layout = layout | {name: value for name, value in vars(vars(config)[own].parallel).items() if value is not None}
+    return ParallelDims.of_world(**layout)
+
+
+def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ValueError where the layout cannot cut this model."""
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, replays: bool) -> None:

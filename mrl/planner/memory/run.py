@@ -66,14 +66,15 @@ class RunMemory:
     host: HostMemory
     host_limit: int  # bytes of one machine; 0: not known
     nodes: int
-    gpus: int
+    gpus: int  # that the run needs
+    available: int  # that there are; 0: not known
     disk: int  # bytes of all checkpoints that are kept at once
     worst_experts: int  # bytes of activations more, were all tokens of a layer sent to one rank; 0 without experts
 
     @cached_property
     def problems(self) -> list[str]:
         """What does not fit, a line each."""
-        return [*self._of_gpus(), *self._of_cache(), *self._of_machines()]
+        return [*self._of_gpus(), *self._of_cache(), *self._of_machines(), *self._of_number()]
 
     @property
     def fits(self) -> bool:
@@ -103,6 +104,10 @@ class RunMemory:
         if self.host_limit and self.host.total > self.host_limit:
             yield f"host memory: {self.host.total / GIB:.0f} GiB of {self.host_limit / GIB:.0f} GiB of a node"
 
+    def _of_number(self) -> Iterator[str]:
+        if self.available and self.gpus > self.available:
+            yield f"the run needs {self.gpus} GPUs, the cluster has {self.available} (cluster.hardware.nodes)"
+
     def as_json(self) -> dict[str, Any]:
         """Plain values, bytes throughout."""
         moments = [asdict(moment) | dict(total=moment.total, fits=moment.fits) for moment in self.moments]
@@ -115,6 +120,7 @@ class RunMemory:
             host=asdict(self.host) | dict(total=self.host.total, limit=self.host_limit),
             nodes=self.nodes,
             gpus=self.gpus,
+            available=self.available,
             checkpoints=self.disk,
             worst_experts=self.worst_experts,
         )
@@ -142,11 +148,12 @@ def run_memory(
     return RunMemory(
         moments=tuple(moments),
         engine=engine,
-        sequence=_sequence(config),
+        sequence=sequence_tokens(config),
         host=_host(config, models, found, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(hardware.host_memory_gb * GIB),
         nodes=nodes,
         gpus=pools.size,
+        available=hardware.nodes * _gpus_per_node(config),
         disk=checkpoint * kept,
         worst_experts=_worst(actor, found["actor"]) if actor.shape.experts and actor.dims.ep > 1 else 0,
     )
@@ -162,7 +169,8 @@ def _gpus_per_node(config: Config) -> int:
     return config.cluster.hardware.gpus_per_node or config.plan.gpus_per_node
 
 
-def _sequence(config: Config) -> int:
+def sequence_tokens(config: Config) -> int:
+    """A long response with its prompt."""
     return _prompt(config) + config.rollout.max_response_tokens
 
 
@@ -213,7 +221,7 @@ def _moments(
         if role == "engines":
             assert engine is not None, "a pool has engines only where the run has"
             parts = {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
-            yield Moment(pool.name, role, "rollout", parts | asleep | reserve, limit, "each rank")
+            yield Moment(pool.name, role, "rollout", parts | asleep | reserve, limit, "each")
             continue
         memory = found[role]
         for phase in memory.by_phase:
@@ -227,7 +235,7 @@ def _moments(
         if role == "actor" and engine and shared and "engines" in pool.needs:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
-            yield Moment(pool.name, "actor + engines", "weight_sync", parts | reserve, limit, _where(memory, rank))
+            yield Moment(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, _where(memory, rank))
 
 
 def _buckets(rank: RankMemory, phase: str) -> dict[str, int]:
@@ -245,7 +253,7 @@ def _parts(rank: RankMemory, phase: str) -> dict[str, int]:
 
 
 def _where(memory: TrainerMemory, rank: RankMemory) -> str:
-    return f"pipeline stage {rank.stage}" if len(memory.stages) > 1 else "each rank"
+    return f"stage {rank.stage}" if len(memory.stages) > 1 else "each"
 
 
 def _host(
@@ -275,5 +283,5 @@ def _host(
         reference=on_node["actor"] * actor if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world,
         delta=weights * on_node["actor"] // world if config.weight_sync.delta else 0,
-        rollouts=host.rollout_bytes(responses, _sequence(config), 1 + rollout.staleness),
+        rollouts=host.rollout_bytes(responses, sequence_tokens(config), 1 + rollout.staleness),
     )
