@@ -314,6 +314,9 @@ class PlanConfig:
     receive_gb_per_s: float = 25.0  # of one engine rank
     message_us: float = 50.0  # what a message costs besides its bytes
     gpus_per_node: int = 8
+    reserve_gb: float = 2.0  # GiB of a GPU that each process keeps besides: CUDA's context, NCCL's buffers, fragments
+    prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
+    expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
     picture: str | None = None  # `mrl plan placement` also draws into this PNG
 
 
@@ -340,6 +343,26 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
+class HardwareConfig:
+    """The machines of the cluster, for `mrl plan`: cluster=h100 and the like fill it in. 0: not known, so no limit."""
+
+    name: str | None = None  # of the GPU
+    gpu_memory_gb: float = 0.0  # GiB of one GPU that processes can use
+    gpus_per_node: int = 0
+    tflops_bf16: float = 0.0  # dense matrix products in bfloat16, TFLOP/s of one GPU
+    hbm_gb_per_s: float = 0.0  # of a GPU's own memory
+    nvlink_gb_per_s: float = 0.0  # of one GPU to the others of its node, both directions together
+    network_gb_per_s: float = 0.0  # of one GPU to other nodes, each direction
+    host_memory_gb: float = 0.0  # GiB of one node
+    nodes: int = 0  # 0: as many as the run needs
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key != "name" and value < 0:
+                raise ValueError(f"cluster.hardware.{key}={value}: must be 0 or more; 0 says that it is not known.")
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
@@ -351,6 +374,7 @@ class ClusterConfig:
     slurm: Node = field(default_factory=dict)  # any other option of sbatch, with _ for -; true: without a value
     components: list[Node] = field(default_factory=list)  # further parts of a heterogeneous job: what differs in each
     dry_run: bool = False  # show the job and submit nothing; `mrl train --dry-run` sets it
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
 @dataclass(frozen=True)

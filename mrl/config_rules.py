@@ -132,6 +132,7 @@ _POSITIVE = [
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
     "plan.gpus_per_node",
+    "plan.expert_imbalance",
     "cluster.start_timeout_s",
     "cluster.nodes",
 ]
@@ -156,6 +157,7 @@ _NOT_NEGATIVE = [
     "capsule.spike",
     "capsule.keep",
     "cluster.gpus_per_node",
+    "plan.reserve_gb",
 ]
 
 _ONE_OF = {

@@ -1,0 +1,44 @@
+"""The groups of conf/cluster: machines that `mrl plan` counts with."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from mrl.commands import hydra_app
+from mrl.config import HardwareConfig
+from mrl.config_rules import from_hydra
+
+MACHINES = ("a100", "h100", "h200", "b200")
+
+
+def hardware(*overrides: str) -> HardwareConfig:
+    hydra_app.register_schema()
+    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
+        return from_hydra(compose("config", ["experiment=quickstart", "run.dir=out", *overrides])).cluster.hardware
+
+
+def test_no_machine_is_assumed():
+    assert hardware() == HardwareConfig()
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_states_all_that_is_known_of_it(name):
+    found = hardware(f"cluster={name}", "cluster.address=auto", "cluster.hardware.nodes=4")
+    assert found.name == name and found.nodes == 4
+    assert all(value > 0 for key, value in vars(found).items() if key != "name")
+
+
+def test_a_machine_of_your_own_is_written_over_one_of_ours():
+    assert hardware("cluster=h100", "cluster.hardware.gpu_memory_gb=96").gpu_memory_gb == 96
+
+
+def test_a_size_below_zero_is_refused():
+    with pytest.raises(ValueError, match=r"cluster\.hardware\.gpu_memory_gb=-1"):
+        hardware("cluster.hardware.gpu_memory_gb=-1")
+
+
+def test_a_job_on_machines_takes_both_files():
+    hydra_app.register_schema()
+    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
+        composed = compose("config", ["experiment=quickstart", "run.dir=out", "cluster=[slurm,h200]", "cluster.nodes=3"])
+        found = from_hydra(composed).cluster
+    assert found.scheduler == "slurm" and found.nodes == 3 and found.hardware.name == "h200"
