@@ -152,11 +152,11 @@ class Family:
 
     def entries(self, arch: Architecture) -> list[Mapping]:
         """The table's rows for this model: one per Megatron parameter, layers and experts written out."""
-        return [entry for row in self._rows(arch) for entry in _written_out(row, arch)]
+        return [entry for row in self.rows(arch) for entry in _written_out(row, arch)]
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
         """Those of `engine_fusions` whose parts this model has, all of them."""
-        names = [name for row in self._rows(arch) for name in row.hf]
+        names = [name for row in self.rows(arch) for name in row.hf]
         return {
             fused: parts
             for fused, parts in self.engine_fusions.items()
@@ -168,7 +168,7 @@ class Family:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return self.extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
-    def _rows(self, arch: Architecture) -> list[Mapping]:
+    def rows(self, arch: Architecture) -> list[Mapping]:
         """The table's rows that a model like this has."""
         rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
         return [row for row in rows if row.part is None or row.part in arch.parts]

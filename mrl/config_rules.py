@@ -131,6 +131,12 @@ _POSITIVE = [
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
     "plan.gpus_per_node",
+    "plan.top",
+    "plan.matmul_efficiency",
+    "plan.attention_efficiency",
+    "plan.expert_efficiency",
+    "plan.bandwidth_efficiency",
+    "plan.pcie_gb_per_s",
     "cluster.start_timeout_s",
 ]
 _NOT_NEGATIVE = [
@@ -150,6 +156,9 @@ _NOT_NEGATIVE = [
     "checkpoint.keep_best",
     "checkpoint.export_every",
     "faults.max_restarts",
+    "plan.prompt_tokens",
+    "plan.response_sigma",
+    "plan.latency_us",
     "faults.grace_s",
     "capsule.spike",
     "capsule.keep",
