@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl import plan as planning
-from mrl.commands import hydra_app, plan_rollout
+from mrl.commands import hydra_app, plan_rollout, plan_search
 from mrl.config import Config
 from mrl.placement import picture
 from mrl.placement.layout import imagined
@@ -17,6 +17,7 @@ from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan sync|placement [KEY=VALUE ...]
        mrl plan rollout ...   (mrl plan rollout --help)
+       mrl plan search ...    (mrl plan search --help)
 
 Explains a configuration as `mrl train` would run it. Starts nothing; needs the model's folder only for its config.json and
 the headers of its files. The same keys as `mrl train`, and those of the section `plan`.
@@ -36,8 +37,6 @@ least possible (what the engines hold)
   plan.send_gb_per_s, plan.receive_gb_per_s   bandwidth of one rank, GB/s
   plan.message_us                             cost of a message besides its bytes, microseconds
 """
-
-_NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 
 
 def _console() -> Console:
@@ -96,12 +95,14 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
         return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
+    if argv and argv[0] == "search":
+        return plan_search.main(argv[1:])
     if argv and argv[0] in KINDS:
-        return hydra_app.run([*argv[1:], *_NO_OUTPUT], KINDS[argv[0]], USAGE)
+        return hydra_app.run([*argv[1:], *hydra_app.NO_OUTPUT], KINDS[argv[0]], USAGE)
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    expected = " or ".join((*KINDS, "rollout"))
+    expected = " or ".join((*KINDS, "rollout", "search"))
     sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
     return 2
 

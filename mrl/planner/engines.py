@@ -100,7 +100,7 @@ def sampling_s(speeds: EngineSpeeds, work: Workload, num_engines: int, staleness
 
 
 def decoding_steps(lengths: Lengths, requests: int, everywhere: int, running: int) -> float:
-    """Steps until an engine has decoded all its requests, at most `running` at one time; the longest of `everywhere` is waited for."""
+    """Steps until an engine has decoded all its requests, `running` at one time; the longest of `everywhere` is waited for."""
     longest = lengths.longest_of(everywhere)
     if requests <= running:
         return longest
@@ -108,7 +108,9 @@ def decoding_steps(lengths: Lengths, requests: int, everywhere: int, running: in
     return max(longest, requests * lengths.mean / running - mean + largest)
 
 
-def push_s(sizes: ModelSizes, machine: Machine, trainers: int, engines: int, engine_tp: int, bucket_bytes: int) -> float:
+def push_s(
+    sizes: ModelSizes, machine: Machine, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
+) -> float:
     """Seconds to bring weights from trainers to engines on other GPUs: the busier side's.
 
     Trainers send equal shares, each engine its own copy (mrl/weight_sync/plan.py).

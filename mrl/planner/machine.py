@@ -31,7 +31,9 @@ class Machine:
         """Raises ValueError where the hardware is not known, or has no number of nodes."""
         for name in ("gpu_memory_gb", "gpus_per_node", "tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s", "nodes"):
             if not getattr(hardware, name):
-                hint = "cluster=h100 (or a100, h200, b200) fills in a GPU's" if name != "nodes" else "how many there are"
+                hint = (
+                    "cluster=h100 (or a100, h200, b200) fills in a GPU's" if name != "nodes" else "how many there are"
+                )
                 raise ValueError(f"cluster.hardware.{name}=0: a layout is searched for known machines; {hint}.")
         if not hardware.network_gb_per_s and hardware.nodes > 1:
             raise ValueError("cluster.hardware.network_gb_per_s=0: more than one node needs a network; set its GB/s.")

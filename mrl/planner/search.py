@@ -1,4 +1,4 @@
-"""The quickest layout, placement and share of GPUs for a model on a cluster, and why: exact over the space, and deterministic. Pure.
+"""The quickest layout, placement and share of GPUs for a model on a cluster: exact over the space, deterministic. Pure.
 
 Trainers' seconds depend on their layout and their GPUs, engines' on theirs; so each side is searched by itself for every share of
 the GPUs, and shares are compared last.
@@ -14,13 +14,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.config import ASYNC_STALENESS
 from mrl.planner import engines
 from mrl.planner.engines import Engine
 from mrl.planner.space import Space
-from mrl.planner.times import PARTS, Array, Layout, TrainerTimes, state_bytes, trainer_times
+from mrl.planner.times import PARTS, Array, Layout, Trainer
 from mrl.planner.workload import Workload
 
-STALENESS = {"sync": 0, "one_step_off": 1, "async": 2}
+STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
 
 Fits = Callable[[Layout, int], bool]
 """Whether a GPU's memory holds a trainer of this layout with so many replicas; with more replicas it needs no more."""
@@ -120,7 +121,7 @@ class Search:
         for answer in answers:
             shapes.setdefault(answer.shape, answer)
             each.setdefault((answer.placement, answer.mode), answer)
-        return Found(list(shapes.values())[:count], list(each.values()), self.looked_at, self.space.excluded)
+        return Found(list(shapes.values())[:count], list(each.values()), self.looked_at, +self.space.excluded)
 
     def _quickest(self, count: int) -> tuple[dict[int, list[Trainers]], dict[int, list[Trainers]]]:
         """The quickest few by their number of GPUs: where these are theirs alone, and where they are engines' by turns."""
@@ -129,7 +130,9 @@ class Search:
             return {}, {}
         layouts = [layout for layout, *_ in columns]
         which = np.repeat(np.arange(len(columns)), [len(replicas) for _, replicas, *_ in columns])
-        replicas, seconds, switch = (np.concatenate([column[n] for column in columns]) for n in (1, 2, 3))
+        replicas = np.concatenate([replicas for _, replicas, *_ in columns])
+        seconds = np.concatenate([seconds for _, _, seconds, _ in columns])
+        switch = np.concatenate([switch for *_, switch in columns])
         gpus = replicas * np.array([layout.lane for layout in layouts])[which]
 
         def first(by: NDArray[np.float64]) -> dict[int, list[Trainers]]:
@@ -157,11 +160,12 @@ class Search:
             for layout, some in ((full, replicas[least:without]), (plain, replicas[without:])):
                 if len(some):
                     self.looked_at += len(some)
-                    state = state_bytes(self.space.sizes, layout, some) * (1 + self.work.critic)
-                    yield layout, some, self._times(layout, some).total_s, 2 * state / self.space.machine.pcie_bytes
+                    trainer = self._trainer(layout)
+                    switch = 2 * trainer.state_bytes(some) * (1 + self.work.critic) / self.space.machine.pcie_bytes
+                    yield layout, some, trainer.times(some).total_s, switch
 
-    def _times(self, layout: Layout, replicas: NDArray[np.int64]) -> TrainerTimes:
-        return trainer_times(self.space.sizes, layout, self.space.machine, self.work, replicas)
+    def _trainer(self, layout: Layout) -> Trainer:
+        return Trainer(self.space.sizes, layout, self.space.machine, self.work)
 
     def _replicas(self, layout: Layout) -> NDArray[np.int64]:
         """Numbers of replicas to look at: whole nodes, where there are several; a replica trains one response at least."""
@@ -196,7 +200,7 @@ class Search:
     def _engines(self) -> list[Engine]:
         found = []
         for tp in self.space.engine_tps():
-            engine = Engine(self.space.sizes, self.space.machine, tp, self.memory_fraction, self.most_running)
+            engine = self._engine(tp)
             if engine.max_running(self.work.lengths):
                 found.append(engine)
             else:
@@ -214,7 +218,7 @@ class Search:
         for engine in engines_of:
             if not (count := self._count(engine, machine.gpus)):
                 continue
-            rollout = self._sampling_s(engine, count, 0)
+            rollout = self._sampling_s(engine, count, "sync")
             for trainers in those:
                 if machine.gpus <= machine.per_node:
                     push = engines.push_within_a_node_s(sizes, machine, trainers.gpus, engine.tp)
@@ -230,19 +234,32 @@ class Search:
                 continue
             push = engines.push_s(sizes, machine, gpus, count, engine.tp, self.bucket_bytes)
             for mode in self.modes:
-                staleness = self.staleness if mode == "async" else STALENESS[mode]
-                rollout = self._sampling_s(engine, count, staleness)
+                rollout = self._sampling_s(engine, count, mode)
                 for trainers in those:
                     yield Candidate(trainers, engine.tp, count, "disaggregated", mode, rollout, push, 0.0)
 
-    def _sampling_s(self, engine: Engine, count: int, staleness: int) -> float:
-        requests = -(-self.work.responses // count) * (1 + (staleness if staleness > 1 else 0))
-        speeds = engine.speeds(self.work.lengths, requests)
-        return engines.sampling_s(speeds, self.work, count, staleness)
+    def _sampling_s(self, engine: Engine, count: int, mode: str) -> float:
+        speeds = engine.speeds(self.work.lengths, self._asked(count, mode))
+        return engines.sampling_s(speeds, self.work, count, self.staleness if mode == "async" else STALENESS[mode])
+
+    def load(self, answer: Candidate) -> tuple[int, int]:
+        """(responses that run at one time at most, responses that it is asked for at one time) of an engine."""
+        return self._engine(answer.engine_tp).max_running(self.work.lengths), self._asked(
+            answer.num_engines, answer.mode
+        )
+
+    def _engine(self, tp: int) -> Engine:
+        return Engine(self.space.sizes, self.space.machine, tp, self.memory_fraction, self.most_running)
+
+    def _asked(self, count: int, mode: str) -> int:
+        ahead = (
+            self.staleness if mode == "async" else 0
+        )  # one step off asks for the next step's when this one's are done
+        return -(-self.work.responses // count) * (1 + ahead)
 
     def parts(self, answer: Candidate) -> dict[str, float]:
         """Seconds of a step by where they go: PARTS of the trainers, rollout, push, switch."""
         trainers = answer.trainers
-        found = self._times(trainers.layout, np.array([trainers.replicas])).at(0)
+        found = self._trainer(trainers.layout).times(np.array([trainers.replicas])).at(0)
         rest = dict(rollout=answer.rollout_s, push=answer.push_s, switch=answer.switch_s)
         return {name: found[name] for name in PARTS} | rest

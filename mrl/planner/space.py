@@ -1,4 +1,4 @@
-"""Every layout that a model and a number of GPUs allow, found by the rules' closed forms; and how many each rule excludes. Pure."""
+"""Every layout that a model and a number of GPUs allow, by the rules' closed forms; and how many each rule excludes. Pure."""
 
 from __future__ import annotations
 

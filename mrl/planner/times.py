@@ -29,7 +29,9 @@ BACKWARD = dict(matmul=2.0, attention=2.0, experts=2.0, tensor=1.5, context=2.0,
 """Seconds of a backward pass over those of a forward pass. tensor: inputs are gathered again for the weights' gradients."""
 
 WEIGHT, GRADIENT = 2, 4  # bytes of a parameter in bfloat16, and of its summed gradient
-STATE_TRAFFIC = 34  # bytes read and written for a parameter by AdamW: gradient, main weight and two moments, and the weight
+STATE_TRAFFIC = (
+    34  # bytes read and written for a parameter by AdamW: gradient, main weight and two moments, and the weight
+)
 STATE = 12  # bytes of a parameter's main weight and moments
 
 
@@ -112,145 +114,118 @@ class TrainerTimes:
         return {name: float(seconds[place]) for name, seconds in self.parts.items()}
 
 
-def trainer_times(
-    sizes: ModelSizes, layout: Layout, machine: Machine, work: Workload, replicas: NDArray[np.int64]
-) -> TrainerTimes:
-    """Seconds with each number of replicas; the layout must fit the model."""
-    steps = work.mini_batches * work.epochs
-    scoring = _passes(sizes, layout, machine, work, replicas, mini_batches=1, backward=False)
-    updates = _passes(sizes, layout, machine, work, replicas, mini_batches=work.mini_batches, backward=True)
-    ends = _optimizer_step(sizes, layout, machine, replicas)
-    models = 1 + work.critic
-    forwards = work.scoring_passes + work.critic
-    parts = {name: forwards * seconds for name, seconds in scoring.items()}
-    for name, seconds in (updates | ends).items():
-        parts[name] = parts.get(name, 0.0) + models * steps * seconds
-    score_s = np.asarray(forwards * sum(scoring.values()))
-    return TrainerTimes(np.asarray(models * steps * sum((updates | ends).values())), score_s, parts)
+@dataclass(frozen=True)
+class Trainer:
+    """One model under one layout; the layout must fit the model."""
 
+    sizes: ModelSizes
+    layout: Layout
+    machine: Machine
+    work: Workload
 
-def _passes(
-    sizes: ModelSizes,
-    layout: Layout,
-    machine: Machine,
-    work: Workload,
-    replicas: NDArray[np.int64],
-    *,
-    mini_batches: int,
-    backward: bool,
-) -> dict[str, Array]:
-    """Parts of one pass over a mini-batch through the pipeline, which its slowest stage paces."""
-    share = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)  # a sequence stays in one replica
-    count = np.ceil(share * work.packs / work.tokens)
-    multiple = layout.pp if layout.vpp > 1 else 1
-    count = np.ceil(count / multiple) * multiple
-    slots = _slots(sizes, layout, machine, work, share / count, backward)
-    totals = np.array([sum(slot.values()) for slot in slots])  # [stages, replicas]
-    slowest = totals.argmax(axis=0)
-    parts = {
-        name: count * np.take_along_axis(np.array([slot[name] for slot in slots]), slowest[None], 0)[0]
-        for name in slots[0]
-    }
-    parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
-    return parts
+    def times(self, replicas: NDArray[np.int64]) -> TrainerTimes:
+        """Seconds with each number of replicas."""
+        work = self.work
+        scoring = self._passes(replicas, mini_batches=1, backward=False)
+        update = self._passes(replicas, mini_batches=work.mini_batches, backward=True) | self._optimizer_step(replicas)
+        forwards = work.scoring_passes + work.critic
+        steps = work.mini_batches * work.epochs * (1 + work.critic)
+        parts = {name: forwards * scoring.get(name, 0.0) + steps * seconds for name, seconds in update.items()}
+        update_s, score_s = (np.sum(list(found.values()), axis=0) for found in (update, scoring))
+        return TrainerTimes(steps * update_s, forwards * score_s, parts)
 
+    def _passes(self, replicas: NDArray[np.int64], *, mini_batches: int, backward: bool) -> dict[str, Array]:
+        """Parts of one pass over a mini-batch through the pipeline, which its slowest stage paces."""
+        work, layout = self.work, self.layout
+        share = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)  # sequences stay whole
+        multiple = layout.pp if layout.vpp > 1 else 1
+        count = np.ceil(np.ceil(share * work.packs / work.tokens) / multiple) * multiple
+        slots = self._slots(share / count, backward)
+        totals = np.array([sum(slot.values()) for slot in slots])  # [stages, replicas]
+        slowest = totals.argmax(axis=0)[None]
+        parts = {
+            name: count * np.take_along_axis(np.array([slot[name] for slot in slots]), slowest, 0)[0]
+            for name in slots[0]
+        }
+        parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
+        return parts
 
-def _slots(
-    sizes: ModelSizes, layout: Layout, machine: Machine, work: Workload, tokens: Array, backward: bool
-) -> list[dict[str, Array]]:
-    """Parts of one micro-batch of so many tokens in each stage that differs from the others, all of its chunks together."""
-    kinds = [(*counts, False) for counts in layout.stages(sizes.moe)]
-    kinds[-1] = (*kinds[-1][:2], True)
-    found = []
-    for dense, moe, last in dict.fromkeys(kinds):
-        parts = _forward(sizes, layout, machine, work, tokens, dense, moe, last)
-        if backward:
-            parts = {
-                name: seconds * (1 + BACKWARD[name] + (layout.recompute and name != "pipeline"))
-                for name, seconds in parts.items()
-            }
-        found.append(parts)
-    return found
+    def _slots(self, tokens: Array, backward: bool) -> list[dict[str, Array]]:
+        """Parts of one micro-batch of so many tokens in each stage unlike the others, all of its chunks together."""
+        kinds = [(*counts, False) for counts in self.layout.stages(self.sizes.moe)]
+        kinds[-1] = (*kinds[-1][:2], True)
+        found = [self._forward(tokens, *kind) for kind in dict.fromkeys(kinds)]
+        if not backward:
+            return found
+        times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD.items()}
+        times["pipeline"] = 1 + BACKWARD["pipeline"]  # what is computed again is not sent again
+        return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in found]
 
+    def _forward(self, tokens: Array, dense: int, moe: int, last: bool) -> dict[str, Array]:
+        """Parts of one micro-batch's forward pass in a stage of so many layers; `last` has the output layer."""
+        sizes, layout, machine = self.sizes, self.layout, self.machine
+        tp, cp, layers = layout.tp, layout.cp, dense + moe
+        own = tokens / (tp * cp)  # a GPU's share
+        hidden_bytes = sizes.hidden * WEIGHT
+        macs = dense * sizes.layer_parameters(False) + moe * sizes.layer_parameters(True) + last * sizes.output_macs
+        squares = self.work.squares / self.work.tokens  # of a token
+        held = sizes.experts / layout.ep * sizes.expert / layout.etp  # parameters of a layer's experts on one GPU
+        chosen = sizes.topk * own  # tokens that come to a GPU's experts, if these are chosen evenly
+        gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
+        cut = self._message(chosen * hidden_bytes * (layout.etp - 1), layout.etp)
+        keys_values = tokens * sizes.gathered_width / tp * WEIGHT * (cp - 1) / cp
+        expert_s = np.maximum(2 * sizes.expert * chosen / machine.expert_flops, WEIGHT * held / machine.hbm_bytes)
+        return dict(
+            matmul=np.maximum(2 * macs * own / machine.matmul_flops, WEIGHT * macs / tp / machine.hbm_bytes),
+            attention=2 * layers * sizes.pair_macs * squares * own / machine.attention_flops,
+            experts=moe * expert_s,
+            tensor=(4 * dense + (2 + 2 * sizes.has_shared) * moe) * gather + 2 * moe * cut,
+            context=layers * self._message(keys_values, tp * cp) * (cp > 1),
+            dispatch=2 * moe * self._all_to_all(chosen * hidden_bytes),
+            pipeline=layout.vpp * self._message(own * hidden_bytes, machine.gpus) * (layout.pp > 1),
+        )
 
-def _forward(
-    sizes: ModelSizes,
-    layout: Layout,
-    machine: Machine,
-    work: Workload,
-    tokens: Array,
-    dense: int,
-    moe: int,
-    last: bool,
-) -> dict[str, Array]:
-    """Parts of one micro-batch's forward pass in a stage of so many layers; `last` has the output layer."""
-    tp, cp, layers = layout.tp, layout.cp, dense + moe
-    own = tokens / (tp * cp)  # a GPU's share
-    hidden_bytes = sizes.hidden * WEIGHT
-    macs = dense * sizes.layer_parameters(False) + moe * sizes.layer_parameters(True) + last * sizes.output_macs
-    squares = work.squares / work.tokens  # of a token
-    held = sizes.experts / layout.ep * sizes.expert / layout.etp  # parameters of a layer's experts on one GPU
-    chosen = sizes.topk * own  # tokens that come to a GPU's experts, if these are chosen evenly
-    gather = _seconds(tokens / cp * hidden_bytes * (tp - 1) / tp, machine.link(tp), machine)
-    cut = _seconds(chosen * hidden_bytes * (layout.etp - 1), machine.link(layout.etp), machine)
-    kv_bytes = sizes.gathered_width / tp * WEIGHT
-    zero = np.zeros_like(tokens)
-    return dict(
-        matmul=np.maximum(2 * macs * own / machine.matmul_flops, WEIGHT * macs / tp / machine.hbm_bytes),
-        attention=2 * layers * sizes.pair_macs * squares * own / machine.attention_flops,
-        experts=moe
-        * np.maximum(2 * sizes.expert * chosen / machine.expert_flops, WEIGHT * held / machine.hbm_bytes),
-        tensor=(4 * dense + (2 + 2 * sizes.has_shared) * moe) * gather * (tp > 1) + 2 * moe * cut * (layout.etp > 1),
-        context=layers * _seconds(tokens * kv_bytes * (cp - 1) / cp, machine.link(tp * cp), machine) * (cp > 1),
-        dispatch=2 * moe * _all_to_all(chosen * hidden_bytes, layout, machine) if layout.ep > 1 else zero,
-        pipeline=layout.vpp * _seconds(own * hidden_bytes, machine.network_bytes, machine) * (layout.pp > 1),
-    )
+    def _message(self, size: Array, span: int) -> Array:
+        """Seconds of a collective of so many bytes of each of `span` neighbours; of one rank none."""
+        return (size / self.machine.link(span) + self.machine.latency_s) * (span > 1)
 
+    def _all_to_all(self, size: Array) -> Array:
+        """Seconds in which every GPU of an expert-parallel group gives the others their parts of so many bytes."""
+        ep, machine = self.layout.ep, self.machine
+        near = min(ep, max(1, machine.per_node // self.layout.etp))  # of its members, on one node
+        within, across = (near - 1) / ep / machine.nvlink_bytes, (ep - near) / ep / machine.network_bytes
+        return (size * max(within, across) + machine.latency_s) * (ep > 1)
 
-def _seconds(size: Array, speed: float, machine: Machine) -> Array:
-    return size / speed + machine.latency_s
+    @cached_property
+    def stage_parameters(self) -> tuple[float, float]:
+        """Parameters on one GPU of the fullest stage: (of what every replica has, of experts)."""
+        sizes, layout = self.sizes, self.layout
+        stages = layout.stages(sizes.moe)
+        dense = [n * sizes.layer_parameters(False) + m * sizes.layer_parameters(True) for n, m in stages]
+        dense[0] += sizes.embedding
+        dense[-1] += sizes.output if layout.pp > 1 else sizes.output - sizes.tied * sizes.embedding
+        experts = [m * sizes.experts * sizes.expert / (layout.ep * layout.etp) for _, m in stages]
+        return max(((d / layout.tp, e) for d, e in zip(dense, experts, strict=True)), key=sum)
 
+    def _copies(self, replicas: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Ranks that have the same part of (what every replica has, the experts)."""
+        layout = self.layout
+        ranks = replicas.astype(np.float64) * layout.cp
+        return ranks, layout.tp * ranks / (layout.ep * layout.etp)
 
-def _all_to_all(size: Array, layout: Layout, machine: Machine) -> Array:
-    """Seconds in which every GPU of an expert-parallel group gives the others their parts of so many bytes."""
-    near = min(layout.ep, max(1, machine.per_node // layout.etp))  # of its members, on one node
-    within = size * (near - 1) / layout.ep / machine.nvlink_bytes
-    across = size * (layout.ep - near) / layout.ep / machine.network_bytes
-    return np.maximum(within, across) + machine.latency_s
+    def state_bytes(self, replicas: NDArray[np.int64]) -> Array:
+        """Weights and optimizer state of one GPU: what leaves it and comes back where it is shared by turns."""
+        parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
+        return np.sum([parameters * (WEIGHT + STATE / copies) for parameters, copies in parts], axis=0)
 
-
-def stage_parameters(sizes: ModelSizes, layout: Layout) -> tuple[float, float]:
-    """Parameters on one GPU of the fullest stage: (of what every replica has, of experts)."""
-    stages = layout.stages(sizes.moe)
-    dense = [n * sizes.layer_parameters(False) + m * sizes.layer_parameters(True) for n, m in stages]
-    dense[0] += sizes.embedding
-    dense[-1] += sizes.output if layout.pp > 1 else sizes.output - sizes.tied * sizes.embedding
-    experts = [m * sizes.experts * sizes.expert / (layout.ep * layout.etp) for _, m in stages]
-    totals = [d / layout.tp + e for d, e in zip(dense, experts, strict=True)]
-    fullest = totals.index(max(totals))
-    return dense[fullest] / layout.tp, experts[fullest]
-
-
-def state_bytes(sizes: ModelSizes, layout: Layout, replicas: NDArray[np.int64]) -> Array:
-    """Weights and optimizer state of one GPU: what leaves it and comes back where it is shared by turns."""
-    dense, experts = stage_parameters(sizes, layout)
-    copies = layout.tp * layout.cp * replicas / (layout.ep * layout.etp)
-    return WEIGHT * (dense + experts) + STATE * (dense / (replicas * layout.cp) + experts / copies)
-
-
-def _optimizer_step(
-    sizes: ModelSizes, layout: Layout, machine: Machine, replicas: NDArray[np.int64]
-) -> dict[str, Array]:
-    """Gradients are summed by shares, each share's weights are stepped, and gathered; not beside any other work."""
-    dense, experts = stage_parameters(sizes, layout)
-    ranks = layout.tp * layout.cp * replicas  # of a stage, which are neighbours
-    speed = np.where(ranks <= machine.per_node, machine.nvlink_bytes, machine.network_bytes)
-    gradients, share = np.zeros(len(replicas)), np.zeros(len(replicas))
-    for parameters, copies in (
-        (dense, replicas * layout.cp),
-        (experts, ranks / (layout.ep * layout.etp)),
-    ):
-        sent = parameters * (GRADIENT + WEIGHT) * (copies - 1) / copies
-        gradients = gradients + np.where(copies > 1, sent / speed + 2 * machine.latency_s, 0.0)
-        share = share + parameters / copies
-    return dict(gradients=gradients, optimizer=share * STATE_TRAFFIC / machine.hbm_bytes)
+    def _optimizer_step(self, replicas: NDArray[np.int64]) -> dict[str, Array]:
+        """Gradients are summed by shares, each share's weights are stepped, and gathered; not beside any other work."""
+        machine, layout = self.machine, self.layout
+        ranks = layout.tp * layout.cp * replicas  # of a stage, which are neighbours
+        speed = np.where(ranks <= machine.per_node, machine.nvlink_bytes, machine.network_bytes)
+        gradients, share = np.zeros(len(replicas)), np.zeros(len(replicas))
+        for parameters, copies in zip(self.stage_parameters, self._copies(replicas), strict=True):
+            sent = parameters * (GRADIENT + WEIGHT) * (copies - 1) / copies
+            gradients = gradients + np.where(copies > 1, sent / speed + 2 * machine.latency_s, 0.0)
+            share = share + parameters / copies
+        return dict(gradients=gradients, optimizer=share * STATE_TRAFFIC / machine.hbm_bytes)

@@ -135,7 +135,9 @@ class Workload:
     def packs(self) -> float:
         """Micro-batches in one pass, at least, over all replicas."""
         alone = self.responses * float(self._long.mean())
-        long_tokens = self.responses * float(((self.lengths.responses + self.lengths.prompt_tokens) * self._long).mean())
+        long_tokens = self.responses * float(
+            ((self.lengths.responses + self.lengths.prompt_tokens) * self._long).mean()
+        )
         return alone + max(0.0, self.tokens - long_tokens) / self.max_tokens
 
     @cached_property
