@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from mrl.planner.decoding import EngineSpeeds
 from mrl.planner.machine import Machine
@@ -81,22 +82,44 @@ class Engine:
         return EngineSpeeds(one - request_s, request_s, prefill_s, most)
 
 
-def sampling_s(speeds: EngineSpeeds, work: Workload, num_engines: int, staleness: int) -> float:
-    """Seconds of the engines for a step's responses.
+@dataclass(frozen=True)
+class Sampling:
+    """How long engines take for a step's responses, beside trainers of any speed."""
 
-    At staleness 0 and 1 a step's responses are waited for, the longest too; beyond, engines always have others to go on with, and
-    what a push interrupts is computed again.
-    """
-    requests = -(-work.responses // num_engines)
-    tokens = requests * work.lengths.mean
-    prompts = requests / work.responses_per_prompt * work.lengths.prompt_tokens
-    prefill = (prompts + requests) * speeds.prefill_s
-    if staleness < 2:
-        steps = decoding_steps(work.lengths, requests, work.responses, speeds.max_running)
-        return prefill + steps * speeds.step_s + tokens * speeds.request_s
-    running = min(speeds.max_running, requests * (staleness + 1))
-    again = running * work.lengths.mean_context * speeds.prefill_s
-    return prefill + again + tokens / running * speeds.token_s(running)
+    staleness: int  # K: so many steps ahead engines sample
+    tail_s: float  # steps that the longest response needs, if it had its engine for itself
+    shared_s: float  # what all responses of an engine add to its steps, prompts and what pushes interrupt included
+    full_s: float  # of engines that never run out of responses
+
+    @classmethod
+    def of(cls, speeds: EngineSpeeds, work: Workload, num_engines: int, staleness: int) -> Sampling:
+        """Of engines that share a step's responses evenly."""
+        lengths, most = work.lengths, speeds.max_running
+        requests = -(-work.responses // num_engines)
+        prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
+        interrupted = min(most, requests * staleness) * lengths.mean_context
+        computed = (prompts + requests + interrupted) * speeds.prefill_s
+        shared = requests * lengths.mean * speeds.request_s + computed
+        full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.step_s
+        if staleness:
+            steps = lengths.longest_of(work.responses)
+        else:
+            steps = decoding_steps(lengths, requests, work.responses, most)
+        return cls(staleness, steps * speeds.step_s, shared, full)
+
+    def step_s(self, train_s: float) -> float:
+        """Seconds of a step, without the push, with trainers that take so long.
+
+        The samples of a step are asked for when the step K + 1 before it is trained, and are trained when the one before it is: so
+        they have (K + 1) steps less a training. The longest takes its own steps, which are longer by what runs beside it:
+        tail / (1 - shared / step).
+        """
+        if not self.staleness:
+            return train_s + self.tail_s + self.shared_s
+        ahead, shared = self.staleness + 1, self.shared_s
+        middle = ahead * shared + train_s + self.tail_s
+        in_time = (middle + sqrt(middle**2 - 4 * ahead * train_s * shared)) / (2 * ahead)
+        return max(train_s, self.full_s, in_time)
 
 
 def decoding_steps(lengths: Lengths, requests: int, everywhere: int, running: int) -> float:

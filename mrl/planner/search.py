@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mrl.config import ASYNC_STALENESS
 from mrl.planner import engines
-from mrl.planner.engines import Engine
+from mrl.planner.engines import Engine, Sampling
 from mrl.planner.space import Space
 from mrl.planner.times import PARTS, Array, Layout, Trainer
 from mrl.planner.workload import Workload
@@ -50,15 +50,18 @@ class Candidate:
     num_engines: int
     placement: str  # colocated: trainers and engines use the same GPUs by turns
     mode: str
-    rollout_s: float
+    sampling: Sampling
     push_s: float
     switch_s: float
 
     @cached_property
     def step_s(self) -> float:
-        """What is in turn adds up; of what goes on at one time the longer counts."""
-        both = (self.rollout_s, self.trainers.seconds)
-        return (sum(both) if self.mode == "sync" else max(both)) + self.push_s + self.switch_s
+        return self.sampling.step_s(self.trainers.seconds) + self.push_s + self.switch_s
+
+    @property
+    def rollout_s(self) -> float:
+        """Of sampling, if trainers took no time."""
+        return self.sampling.step_s(0.0)
 
     @property
     def engine_gpus(self) -> int:
@@ -218,14 +221,14 @@ class Search:
         for engine in engines_of:
             if not (count := self._count(engine, machine.gpus)):
                 continue
-            rollout = self._sampling_s(engine, count, "sync")
+            sampling = self._sampling(engine, count, "sync")
             for trainers in those:
                 if machine.gpus <= machine.per_node:
                     push = engines.push_within_a_node_s(sizes, machine, trainers.gpus, engine.tp)
                 else:
                     push = engines.push_s(sizes, machine, trainers.gpus, count, engine.tp, self.bucket_bytes)
                 switch = trainers.switch_s
-                yield Candidate(trainers, engine.tp, count, "colocated", "sync", rollout, push, switch)
+                yield Candidate(trainers, engine.tp, count, "colocated", "sync", sampling, push, switch)
 
     def _apart(self, gpus: int, those: Sequence[Trainers], engines_of: Sequence[Engine]) -> Iterator[Candidate]:
         machine, sizes = self.space.machine, self.space.sizes
@@ -234,28 +237,25 @@ class Search:
                 continue
             push = engines.push_s(sizes, machine, gpus, count, engine.tp, self.bucket_bytes)
             for mode in self.modes:
-                rollout = self._sampling_s(engine, count, mode)
+                sampling = self._sampling(engine, count, mode)
                 for trainers in those:
-                    yield Candidate(trainers, engine.tp, count, "disaggregated", mode, rollout, push, 0.0)
+                    yield Candidate(trainers, engine.tp, count, "disaggregated", mode, sampling, push, 0.0)
 
-    def _sampling_s(self, engine: Engine, count: int, mode: str) -> float:
-        speeds = engine.speeds(self.work.lengths, self._asked(count, mode))
-        return engines.sampling_s(speeds, self.work, count, self.staleness if mode == "async" else STALENESS[mode])
+    def _sampling(self, engine: Engine, count: int, mode: str) -> Sampling:
+        ahead = self._ahead(mode)
+        speeds = engine.speeds(self.work.lengths, -(-self.work.responses // count) * (ahead + 1))
+        return Sampling.of(speeds, self.work, count, ahead)
+
+    def _ahead(self, mode: str) -> int:
+        return self.staleness if mode == "async" else STALENESS[mode]
 
     def load(self, answer: Candidate) -> tuple[int, int]:
         """(responses that run at one time at most, responses that it is asked for at one time) of an engine."""
-        return self._engine(answer.engine_tp).max_running(self.work.lengths), self._asked(
-            answer.num_engines, answer.mode
-        )
+        asked = -(-self.work.responses // answer.num_engines) * (self._ahead(answer.mode) + 1)
+        return self._engine(answer.engine_tp).max_running(self.work.lengths), asked
 
     def _engine(self, tp: int) -> Engine:
         return Engine(self.space.sizes, self.space.machine, tp, self.memory_fraction, self.most_running)
-
-    def _asked(self, count: int, mode: str) -> int:
-        ahead = (
-            self.staleness if mode == "async" else 0
-        )  # one step off asks for the next step's when this one's are done
-        return -(-self.work.responses // count) * (1 + ahead)
 
     def parts(self, answer: Candidate) -> dict[str, float]:
         """Seconds of a step by where they go: PARTS of the trainers, rollout, push, switch."""
