@@ -1,0 +1,1 @@
+"""Memory of a run, by process and phase: pure arithmetic, on any machine."""
