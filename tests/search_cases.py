@@ -10,8 +10,14 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from models.spec import Architecture
 from mrl.config import HardwareConfig, PlanConfig
+from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
+from mrl.planner.memory.shape import ModelShape
+from mrl.planner.memory.trainer import TrainerSettings
+from mrl.planner.search import STALENESS, Fits, Search
 from mrl.planner.sizes import ModelSizes
+from mrl.planner.space import Space
+from mrl.planner.workload import Lengths, Workload
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
     hidden_size=4096,
@@ -31,7 +37,7 @@ H100 = dict(
     network_gb_per_s=50,
     host_memory_gb=2000,
 )
-__all__ = ["DEEPSEEK_V3", "H100", "QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_235B_A22B", "machine_of", "model_of"]
+__all__ = ["DEEPSEEK_V3", "H100", "QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_235B_A22B"]
 
 
 def model_of(fields: dict) -> tuple[Architecture, ModelSizes]:
@@ -50,3 +56,39 @@ def _model_of(fields: str) -> tuple[Architecture, ModelSizes]:
 def machine_of(nodes: int, **changes) -> Machine:
     """So many nodes of H100."""
     return Machine.of(HardwareConfig(**H100 | changes, nodes=nodes), PlanConfig())
+
+
+def small_moe() -> dict:
+    """Four layers of experts, which divide in several ways over few GPUs."""
+    sizes = dict(
+        num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4
+    )
+    return ANY | QWEN3_30B_A3B | sizes | dict(vocab_size=32_768)
+
+
+def search_of(
+    fields: dict,
+    nodes: int,
+    *,
+    prompts: int = 128,
+    responses: int = 16,
+    max_tokens: int = 16_384,
+    fits: Fits | None = None,
+    fixed: dict | None = None,
+    modes: tuple[str, ...] = tuple(STALENESS),
+    **hardware,
+) -> Search:
+    """A search for steps of responses of 16,384 tokens at most."""
+    arch, sizes = model_of(fields)
+    machine = machine_of(nodes, **hardware)
+    work = Workload(Lengths.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1)
+    if fits is None:
+        settings = TrainerSettings(max_tokens=max(max_tokens, int(work.lengths.longest)))
+        fits = fits_of(ModelShape.of(family_of(HFConfig(Path("config.json"), ANY | fields)), arch), machine, settings)
+    return Search(Space(arch, sizes, machine, work.lengths.longest, fixed or {}), work, fits, modes=modes)
+
+
+def write_model(folder: Path, fields: dict) -> Path:
+    """A folder with a config.json alone."""
+    (folder / "config.json").write_text(json.dumps(ANY | fields))
+    return folder

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
+from mrl.planner.memory.shape import ModelShape
+from mrl.planner.memory.trainer import TrainerSettings
 from mrl.planner.reasons import limits, losses
 from mrl.planner.search import Candidate, Found, Search
 from mrl.planner.sizes import ModelSizes
 from mrl.planner.space import Space
+from mrl.planner.times import WEIGHT
 from mrl.planner.trace import read_lengths, read_run
 from mrl.planner.workload import Lengths, Workload
 
@@ -99,6 +103,16 @@ def workload_of(config: Config) -> Workload:
     )
 
 
+def memory_settings(config: Config, work: Workload) -> TrainerSettings:
+    """What a trainer's memory depends on beside model and layout."""
+    return TrainerSettings(
+        max_tokens=max(work.max_tokens, ceil(work.lengths.longest)),
+        itemsize=WEIGHT,
+        logprob_chunk=config.trainer.logprob_chunk,
+        bucket_bytes=config.weight_sync.bucket_bytes,
+    )
+
+
 def search_of(config: Config) -> Search:
     """The search that this config asks for; raises ValueError."""
     hf = HFConfig.load(config.model.path, config.model.family)
@@ -112,7 +126,7 @@ def search_of(config: Config) -> Search:
     return Search(
         Space(arch, sizes, machine, work.lengths.longest, fixed),
         work,
-        fits_of(sizes, machine, work),
+        fits_of(ModelShape.of(family, arch), machine, memory_settings(config, work)),
         bucket_bytes=config.weight_sync.bucket_bytes,
         memory_fraction=config.sglang.get("mem_fraction_static", 0.8),
         most_running=config.sglang.get("max_running_requests"),

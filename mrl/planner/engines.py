@@ -101,18 +101,15 @@ class Sampling:
         computed = (prompts + requests + interrupted) * speeds.prefill_s
         shared = requests * lengths.mean * speeds.request_s + computed
         full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.step_s
-        if staleness:
-            steps = lengths.longest_of(work.responses)
-        else:
-            steps = decoding_steps(lengths, requests, work.responses, most)
+        steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
         return cls(staleness, steps * speeds.step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
         """Seconds of a step, without the push, with trainers that take so long.
 
-        The samples of a step are asked for when the step K + 1 before it is trained, and are trained when the one before it is: so
-        they have (K + 1) steps less a training. The longest takes its own steps, which are longer by what runs beside it:
-        tail / (1 - shared / step).
+        The samples of a step are asked for when the step K + 1 before it has been trained, and wait for no training but its
+        own: they have (K + 1) steps less a training. The longest needs its own decoding steps, which what runs beside it makes
+        longer: tail / (1 - shared / step).
         """
         if not self.staleness:
             return train_s + self.tail_s + self.shared_s

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 from mrl.planner.machine import Machine
-from mrl.planner.search import Fits
-from mrl.planner.sizes import ModelSizes
-from mrl.planner.times import GRADIENT, WEIGHT, Layout, Trainer
-from mrl.planner.workload import Workload
+from mrl.planner.memory.shape import ModelShape
+from mrl.planner.memory.trainer import TrainerSettings, trainer_memory
+from mrl.planner.times import Layout
 
-ACTIVATIONS = 34  # bytes of a token in a layer for each of its hidden numbers, Korthikanti et al. 2022
-RESERVED = 0.1  # of a GPU's memory: CUDA's context, NCCL's buffers, fragments
+RESERVED = 0.08  # of a GPU's memory: CUDA's context, NCCL's buffers, what lies between blocks of the allocator
+PREFIX = "megatron."
 
 
-def fits_of(sizes: ModelSizes, machine: Machine, work: Workload) -> Fits:
-    """State, gradients and the activations of all micro-batches that a stage has in flight."""
-    tokens = max(work.max_tokens, work.lengths.longest)
+def fits_of(shape: ModelShape, machine: Machine, settings: TrainerSettings) -> Callable[[Layout, int], bool]:
+    """Whether the busiest phase of the busiest rank fits, by mrl.planner.memory, under a layout with so many replicas."""
+    room = machine.memory_bytes * (1 - RESERVED)
+
+    @cache
+    def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:
+        keys = Layout(last_layers=last_layers, recompute=recompute).overrides(1, False)
+        fields = {key.removeprefix(PREFIX): value for key, value in keys.items() if key.startswith(PREFIX)}
+        found = TrainerSettings.with_megatron(fields)
+        return replace(settings, recompute=found.recompute, uneven=found.uneven)
 
     def fits(layout: Layout, replicas: int) -> bool:
-        trainer = Trainer(sizes, layout, machine, work)
-        state = float(trainer.state_bytes(np.array([replicas]))[0])
-        gradients = GRADIENT * sum(trainer.stage_parameters)
-        in_a_layer = tokens / (layout.tp * layout.cp) * sizes.hidden * (WEIGHT if layout.recompute else ACTIVATIONS)
-        activations = in_a_layer * sizes.layers  # of pp micro-batches of a pp-th of the layers
-        return state + gradients + activations < machine.memory_bytes * (1 - RESERVED)
+        asked = settings_of(layout.last_layers, layout.recompute)
+        return max(trainer_memory(shape, layout.dims(replicas), asked).by_phase.values()) <= room
 
     return fits

@@ -226,6 +226,6 @@ class Trainer:
         gradients, share = np.zeros(len(replicas)), np.zeros(len(replicas))
         for parameters, copies in zip(self.stage_parameters, self._copies(replicas), strict=True):
             sent = parameters * (GRADIENT + WEIGHT) * (copies - 1) / copies
-            gradients = gradients + np.where(copies > 1, sent / speed + 2 * machine.latency_s, 0.0)
+            gradients = gradients + np.where(sent > 0, sent / speed + 2 * machine.latency_s, 0.0)
             share = share + parameters / copies
         return dict(gradients=gradients, optimizer=share * STATE_TRAFFIC / machine.hbm_bytes)
