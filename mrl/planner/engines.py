@@ -55,13 +55,7 @@ class Engine:
     @property
     def _compute_s(self) -> float:
         """Of a token, in matrices."""
-        return 2 * self._macs / self.tp / self.machine.matmul_flops
-
-    @property
-    def _macs(self) -> float:
-        sizes = self.sizes
-        layers = sum(sizes.layer_parameters(moe) + moe * sizes.topk * sizes.expert for moe in sizes.moe)
-        return layers + sizes.output_macs
+        return 2 * self.sizes.token_macs / self.tp / self.machine.matmul_flops
 
     def _messages_s(self, tokens: float) -> float:
         """Two all-reduces in every layer; a layer's kernels start no faster than one message."""

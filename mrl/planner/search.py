@@ -183,7 +183,9 @@ class Search:
         """Place of the fewest replicas that fit; their number, where none do."""
         if not len(replicas) or not self.fits(layout, int(replicas[-1])):
             return len(replicas)
-        low, high = 0, len(replicas) - 1  # the last fits
+        if self.fits(layout, int(replicas[0])):
+            return 0
+        low, high = 1, len(replicas) - 1  # the last fits, the first does not
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(layout, int(replicas[middle])) else (middle + 1, high)

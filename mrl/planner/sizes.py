@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from models.conversion.mapping import Mapping
@@ -61,24 +62,30 @@ class ModelSizes:
             gathered_width=_gathered_width(arch),
         )
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return len(self.moe)
 
-    @property
+    @cached_property
     def dense_parameters(self) -> int:
         """All but the experts that tokens choose from."""
         ends = self.embedding + self.output - self.tied * self.embedding
         return ends + sum(self.layer_parameters(moe) for moe in self.moe)
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Experts that tokens choose from, of all layers."""
         return sum(self.moe) * self.experts * self.expert
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.dense_parameters + self.expert_parameters
+
+    @cached_property
+    def token_macs(self) -> int:
+        """Multiply-adds of a token, without attention's between tokens."""
+        layers = sum(self.layer_parameters(moe) + moe * self.topk * self.expert for moe in self.moe)
+        return layers + self.output_macs
 
     def layer_parameters(self, moe: bool) -> int:
         """Of a layer, without the experts that tokens choose from; also the multiply-adds of a token in them, but for norms."""
