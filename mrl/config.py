@@ -314,12 +314,14 @@ class PlanConfig:
     receive_gb_per_s: float = 25.0  # of one engine rank
     message_us: float = 50.0  # what a message costs besides its bytes
     gpus_per_node: int = 8
+    reserve_gb: float = 2.0  # GiB of a GPU that each process keeps besides: CUDA's context, NCCL's buffers, fragments
+    prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
+    expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
     picture: str | None = None  # `mrl plan placement` also draws into this PNG
     top: int = 5  # answers of `mrl plan search`
     fix: list[str] = field(default_factory=list)  # keys or sections that it leaves as they are: parallel, rollout.mode
     lengths: str | None = None  # of responses: a run's folder, or a jsonl file of lists of tokens; default: log-normal
-    prompt_tokens: int = 512  # of every prompt, where lengths are not a run's
-    response_tokens: int | None = None  # median; default: a quarter of rollout.max_response_tokens
+    response_tokens: int | None = None  # median of the log-normal lengths; default: a quarter of rollout.max_response_tokens
     response_sigma: float = 0.8  # of the log-normal lengths; 0: all as long
     matmul_efficiency: float = 0.5  # share of the GPU's TFLOP/s that matrices reach
     attention_efficiency: float = 0.4  # and attention

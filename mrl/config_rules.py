@@ -131,6 +131,7 @@ _POSITIVE = [
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
     "plan.gpus_per_node",
+    "plan.expert_imbalance",
     "plan.top",
     "plan.matmul_efficiency",
     "plan.attention_efficiency",
@@ -156,12 +157,12 @@ _NOT_NEGATIVE = [
     "checkpoint.keep_best",
     "checkpoint.export_every",
     "faults.max_restarts",
-    "plan.prompt_tokens",
     "plan.response_sigma",
     "plan.latency_us",
     "faults.grace_s",
     "capsule.spike",
     "capsule.keep",
+    "plan.reserve_gb",
 ]
 
 _ONE_OF = {

@@ -30,7 +30,7 @@ from mrl.rollout.agent import ToolAgent
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.server_args import DETERMINISTIC
 from mrl.run_dir import check_unused
-from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.weight_sync.layout import EngineLayout, Topology, check_heads
 from mrl.weight_sync.plan import TransferPlan, compile_plan, even_stages, owners
 from mrl.workers.shares import Packing
 from parallel.dims import ParallelDims
@@ -175,7 +175,7 @@ def _check_parts(behaviours: Behaviours, reward: Reward) -> None:
         )
 
 
-def _critic(config: Config, base: ModelPlan) -> ModelPlan:
+def _critic(config: Config, base: ModelPlan, weights: bool = True) -> ModelPlan:
     critic = config.critic
     optimizer = AdamW(
         lr=critic.lr,
@@ -188,7 +188,7 @@ def _critic(config: Config, base: ModelPlan) -> ModelPlan:
         raise ValueError(
             "a critic starts where the actor does: name sft.output, where the warm start is kept, or critic.path."
         )
-    plan = _model_plan(config, critic.path or base.model_path, "critic", optimizer)
+    plan = _model_plan(config, critic.path or base.model_path, "critic", optimizer, weights)
     _check_reads(config, plan, base, f"critic.path={critic.path}")
     return plan
 
@@ -204,10 +204,10 @@ def _check_reads(config: Config, plan: ModelPlan, base: ModelPlan, key: str) -> 
             raise ValueError(f"{key}: its {what} is {found} tokens, the actor's needs {wanted}.")
 
 
-def _teacher(config: Config, base: ModelPlan) -> ModelPlan:
+def _teacher(config: Config, base: ModelPlan, weights: bool = True) -> ModelPlan:
     if not config.teacher.path:
         raise ValueError("teacher.path must name a Hugging Face folder: algorithm.advantage learns from a teacher.")
-    plan = _model_plan(config, config.teacher.path, "teacher", None)
+    plan = _model_plan(config, config.teacher.path, "teacher", None, weights)
     _check_reads(config, plan, base, f"teacher.path={config.teacher.path}")
     return plan
 
@@ -262,21 +262,36 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     return base, found
 
 
-def plan_placement(config: Config) -> Pools:
-    """The pools of the run that this config describes; raises ValueError, starts no process."""
+def plan_placement(config: Config, weights: bool = True) -> Pools:
+    """The pools of the run that this config describes; raises ValueError, starts no process. `weights`: see plan_models."""
+    _, models = plan_models(config, weights)
+    return pools_of(config, {role: model.dims for role, model in models.items()})
+
+
+def plan_models(config: Config, weights: bool = False) -> tuple[Behaviours, dict[str, ModelPlan]]:
+    """The algorithm, and the run's models by role (actor, critic, teacher); raises ValueError, starts no process.
+
+    Without `weights` a model's folder needs its config.json alone.
+    """
     behaviours = make_behaviours(config)
     make_inputs(config)
-    base = _model_plan(config, config.model.path)
-    dims = dict(actor=base.dims)
+    models = dict(actor=_model_plan(config, config.model.path, weights=weights))
     if "values" in behaviours.needs:
-        dims["critic"] = _critic(config, base).dims
+        models["critic"] = _critic(config, models["actor"], weights)
     if "teacher_logprobs" in behaviours.needs:
-        dims["teacher"] = _teacher(config, base).dims
-    return pools_of(config, dims)
+        models["teacher"] = _teacher(config, models["actor"], weights)
+    return behaviours, models
 
 
 def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:
     """How the config's engines hold the model; raises ValueError where SGLang could not, or takes no live weights."""
+    layout = EngineLayout.of(family_of(base.hf), base.arch, engine_topology(config, base))
+    layout.rank(0)  # refuses what cannot be cut
+    return layout
+
+
+def engine_topology(config: Config, base: ModelPlan) -> Topology:
+    """The ranks of the config's engines; raises ValueError as `engine_layout` does."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
             f"rollout.engine_urls={config.rollout.engine_urls}: engines that this run does not start take weights from disk, not "
@@ -296,11 +311,9 @@ def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:
         raise ValueError(
             f"sglang.ep_size={topology.ep} does not divide the {base.arch.num_experts} experts of this model."
         )
-    family = family_of(base.hf)
-    family.check_engine(base.hf, base.arch)
-    layout = EngineLayout.of(family, base.arch, topology)
-    layout.rank(0)  # refuses what cannot be cut
-    return layout
+    family_of(base.hf).check_engine(base.hf, base.arch)
+    check_heads(base.arch, topology)
+    return topology
 
 
 def _agent(config: Config, base: ModelPlan) -> ToolAgent | None:
@@ -379,19 +392,31 @@ def make_inputs(config: Config) -> None:
         plug_in(config.data.inputs, "data.inputs")()
 
 
-def _model_plan(config: Config, path: str, own: str = "", optimizer: AdamW | None = None) -> ModelPlan:
+def _model_plan(
+    config: Config, path: str, own: str = "", optimizer: AdamW | None = None, weights: bool = True
+) -> ModelPlan:
     """`own`: the section of a second model, whose layout differs from the actor's in what is set there."""
-    layout = vars(config.parallel)
-    if own:
-        layout = layout | {name: value for name, value in vars(vars(config)[own].parallel).items() if value is not None}
-    dims = ParallelDims.of_world(**layout)
-    hf = check_checkpoint(path, config.model.family)
+    dims = layout_of(config, own)
+    hf = (check_checkpoint if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
-    arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
+    check_layout(config, arch, dims)
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
     _check_experts(config, arch, dims, replays=not own and config.rollout.routing_replay)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
     return ModelPlan(config, dims, optimizer if own else _optimizer(config), path, hf, arch, packing)
+
+
+def layout_of(config: Config, own: str = "") -> ParallelDims:
+    """The layout of the actor, or of the model that has the section `own`; raises ValueError where it does not factor."""
+    layout = vars(config.parallel)
+    if own:
+        layout = layout | {name: value for name, value in vars(vars(config)[own].parallel).items() if value is not None}
+    return ParallelDims.of_world(**layout)
+
+
+def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ValueError where the layout cannot cut this model."""
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN & config.megatron.keys()))
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, replays: bool) -> None:

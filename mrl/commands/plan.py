@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -9,18 +10,31 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl import plan as planning
-from mrl.commands import hydra_app, plan_rollout, plan_search
+from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config import Config
 from mrl.placement import picture
 from mrl.placement.layout import imagined
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
-USAGE = """usage: mrl plan sync|placement [KEY=VALUE ...]
+USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
        mrl plan search ...    (mrl plan search --help)
 
-Explains a configuration as `mrl train` would run it. Starts nothing; needs the model's folder only for its config.json and
-the headers of its files. The same keys as `mrl train`, and those of the section `plan`.
+Explains a configuration as `mrl train` would run it. Starts nothing, needs no GPU. The same keys as `mrl train`, and those of
+the section `plan`. Of the model's folder it needs config.json; sync and placement also the headers of its files.
+
+Without a kind: the rules of the layout, memory, what a push brings, and on which GPUs everything is. Ends with status 1 where
+it does not fit.
+  mrl plan model.path=Qwen3-30B-A3B cluster=h100 parallel.tp=4 parallel.ep=8 parallel.etp=1 parallel.world_size=16
+
+memory: bytes of each GPU in each phase, the KV cache, machines and disk; where they do not fit, what would (docs/plan.md)
+  mrl plan memory model.path=Qwen3-8B cluster=h100 parallel.tp=4 parallel.dp=2 rollout.num_engines=8 placement=colocated
+  mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.hardware.nodes=2 --json
+
+  cluster=a100|h100|h200|b200                 what a GPU and a node have; cluster.hardware.* for others
+  plan.reserve_gb                             GiB of a GPU that each process keeps besides
+  plan.prompt_tokens                          a typical prompt; default: data.max_prompt_tokens, or as long as a response
+  plan.expert_imbalance                       tokens that the busiest rank's experts get, over the mean
 
 placement: which process is on which GPU, who shares it by turns, and which GPUs idle meanwhile (docs/placement.md)
   mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
@@ -64,7 +78,17 @@ def placement(config: Config) -> None:
         sys.stdout.write(f"drawn in {path}\n")
 
 
-KINDS: dict[str, Callable[[Config], None]] = {"placement": placement, "sync": sync}
+def everything(config: Config, as_json: bool = False) -> None:
+    """Print the layout and placement, then the memory; ends with status 1 where it does not fit."""
+    if not as_json:
+        with hydra_app.as_user_error():
+            per_node = config.cluster.hardware.gpus_per_node or config.plan.gpus_per_node
+            layout = imagined(planning.plan_placement(config, weights=False), per_node)
+        _console().print(picture.rendered(layout))
+    plan_memory.memory(config, as_json)
+
+
+KINDS: dict[str, Callable[[Config], None]] = {"memory": plan_memory.memory, "placement": placement, "sync": sync}
 
 
 def show(found: Explanation, title: str, shared: bool) -> None:
@@ -97,11 +121,18 @@ def main(argv: list[str]) -> int:
         return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
     if argv and argv[0] == "search":
         return plan_search.main(argv[1:])
-    if argv and argv[0] in KINDS:
-        return hydra_app.run([*argv[1:], *hydra_app.NO_OUTPUT], KINDS[argv[0]], USAGE)
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
+    kind, overrides = ("", argv) if argv and "=" in argv[0] else (argv[0] if argv else None, argv[1:])
+    if as_json := "--json" in overrides:
+        if kind not in ("", "memory"):
+            sys.stderr.write(f"mrl plan {kind}: --json is of `mrl plan` and `mrl plan memory`\n")
+            return 2
+        overrides = [word for word in overrides if word != "--json"]
+    jobs = KINDS | {"": partial(everything, as_json=as_json), "memory": partial(plan_memory.memory, as_json=as_json)}
+    if kind in jobs:
+        return hydra_app.run([*overrides, *hydra_app.NO_OUTPUT], jobs[kind], USAGE)
     expected = " or ".join((*KINDS, "rollout", "search"))
     sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
     return 2

@@ -3,7 +3,6 @@
 import json
 import sys
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
+from mrl.planner.memory.run import FRACTION, ITEMSIZE, keys_per_token, sequence_tokens
 from mrl.planner.memory.shape import ModelShape
 from mrl.planner.memory.trainer import TrainerSettings
 from mrl.planner.reasons import limits, losses
 from mrl.planner.search import Candidate, Found, Search
 from mrl.planner.sizes import ModelSizes
 from mrl.planner.space import Space
-from mrl.planner.times import WEIGHT
 from mrl.planner.trace import read_lengths, read_run
 from mrl.planner.workload import Lengths, Workload
 
@@ -53,6 +52,7 @@ FIXABLE = {
     "placement": "placement",
 }
 """What plan.fix may name, and what the search calls it."""
+TYPICAL_PROMPT = 512  # tokens, where nothing says how long prompts are
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "expert_efficiency", "bandwidth_efficiency")
 
 
@@ -80,10 +80,11 @@ def _configured(config: Config, key: str) -> Any:
 def lengths_of(config: Config) -> Lengths:
     """Of plan.lengths, or log-normal. Raises ValueError."""
     plan, longest = config.plan, config.rollout.max_response_tokens
+    prompt = plan.prompt_tokens or config.data.max_prompt_tokens or TYPICAL_PROMPT
     if plan.lengths is None:
-        return Lengths.log_normal(plan.prompt_tokens, plan.response_tokens or longest / 4, plan.response_sigma, longest)
+        return Lengths.log_normal(prompt, plan.response_tokens or longest / 4, plan.response_sigma, longest)
     path = Path(plan.lengths)
-    groups = read_run(path).groups if path.is_dir() else read_lengths(path, plan.prompt_tokens)
+    groups = read_run(path).groups if path.is_dir() else read_lengths(path, prompt)
     return Lengths.of(groups.prompts, groups.responses)
 
 
@@ -103,12 +104,14 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def memory_settings(config: Config, work: Workload) -> TrainerSettings:
-    """What a trainer's memory depends on beside model and layout."""
+def memory_settings(config: Config) -> TrainerSettings:
+    """What a trainer's memory depends on beside model and layout, as `mrl plan memory` counts it."""
     return TrainerSettings(
-        max_tokens=max(work.max_tokens, ceil(work.lengths.longest)),
-        itemsize=WEIGHT,
+        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config)),
+        itemsize=ITEMSIZE[config.model.dtype],
         logprob_chunk=config.trainer.logprob_chunk,
+        keys_per_token=keys_per_token(config),
+        imbalance=config.plan.expert_imbalance,
         bucket_bytes=config.weight_sync.bucket_bytes,
     )
 
@@ -126,9 +129,9 @@ def search_of(config: Config) -> Search:
     return Search(
         Space(arch, sizes, machine, work.lengths.longest, fixed),
         work,
-        fits_of(ModelShape.of(family, arch), machine, memory_settings(config, work)),
+        fits_of(ModelShape.of(family, arch), machine, memory_settings(config)),
         bucket_bytes=config.weight_sync.bucket_bytes,
-        memory_fraction=config.sglang.get("mem_fraction_static", 0.8),
+        memory_fraction=config.sglang.get("mem_fraction_static") or FRACTION,
         most_running=config.sglang.get("max_running_requests"),
         **options,
     )

@@ -8,16 +8,15 @@ from functools import cache
 
 from mrl.planner.machine import Machine
 from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import TrainerSettings, trainer_memory
+from mrl.planner.memory.trainer import SLOTS, TrainerSettings, trainer_memory
 from mrl.planner.times import Layout
 
-RESERVED = 0.08  # of a GPU's memory: CUDA's context, NCCL's buffers, what lies between blocks of the allocator
 PREFIX = "megatron."
 
 
 def fits_of(shape: ModelShape, machine: Machine, settings: TrainerSettings) -> Callable[[Layout, int], bool]:
     """Whether the busiest phase of the busiest rank fits, by mrl.planner.memory, under a layout with so many replicas."""
-    room = machine.memory_bytes * (1 - RESERVED)
+    room = machine.memory_bytes - SLOTS * settings.bucket_bytes
 
     @cache
     def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mrl.config import HardwareConfig, PlanConfig
 
 GIB = 2**30
+SHARING = 2  # processes that keep plan.reserve_gb on a GPU besides: a trainer's and an engine's
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Machine:
 
     gpus: int
     per_node: int
-    memory_bytes: float
+    memory_bytes: float  # of a GPU, for trainer or engine
     matmul_flops: float
     attention_flops: float
     expert_flops: float
@@ -43,7 +44,7 @@ class Machine:
         return cls(
             gpus=hardware.nodes * hardware.gpus_per_node,
             per_node=hardware.gpus_per_node,
-            memory_bytes=hardware.gpu_memory_gb * GIB,
+            memory_bytes=(hardware.gpu_memory_gb - SHARING * plan.reserve_gb) * GIB,
             matmul_flops=flops * plan.matmul_efficiency,
             attention_flops=flops * plan.attention_efficiency,
             expert_flops=flops * plan.expert_efficiency,

@@ -57,6 +57,17 @@ class Held:
         return Box(starts, (1,) * extra + part.sizes)
 
 
+def check_heads(arch: Architecture, topology: Topology) -> None:
+    """Raise ValueError where the ranks of such an engine cannot share the model's heads."""
+    heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
+    ranks = topology.tp // topology.dp
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise ValueError(
+            f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
+            "evenly; use a number that divides them."
+        )
+
+
 @dataclass(frozen=True)
 class EngineLayout:
     """What every rank of an engine of this topology holds of one model."""
@@ -72,17 +83,15 @@ class EngineLayout:
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
         """The layout of `arch` in an engine."""
-        heads, kv_heads, ranks = (
-            arch.transformer["num_attention_heads"],
+        check_heads(arch, topology)
+        return cls(
+            family.entries(arch),
+            arch.sizes,
+            family.fusions(arch),
+            topology,
             arch.transformer["num_query_groups"],
-            topology.tp // topology.dp,
+            arch.num_experts,
         )
-        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            raise ValueError(
-                f"rollout.engine_tp={topology.tp}: {ranks} ranks cannot share {heads} query heads and {kv_heads} key/value heads "
-                "evenly; use a number that divides them."
-            )
-        return cls(family.entries(arch), arch.sizes, family.fusions(arch), topology, kv_heads, arch.num_experts)
 
     def with_output_copy(self) -> EngineLayout:
         """The same for engines that keep tied embeddings twice."""

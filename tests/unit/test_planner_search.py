@@ -22,6 +22,7 @@ from search_cases import (
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.commands import hydra_app, plan
+from mrl.commands.plan_memory import Counted
 from mrl.commands.plan_search import FIXABLE, overrides
 from mrl.config import ParallelConfig
 from mrl.config_rules import from_hydra
@@ -216,6 +217,7 @@ QUESTION = (
     "cluster.hardware.nodes=4",
     "rollout.max_response_tokens=8192",
     "trainer.max_tokens_per_micro_batch=16384",
+    "plan.prompt_tokens=512",
 )
 
 
@@ -240,6 +242,8 @@ def test_what_it_says_to_paste_is_a_config_of_that_layout(tmp_path, capsys, algo
         assert pools.size == answer["gpus"] <= 32 and dims.world_size == answer["trainer_gpus"]
         assert needs_of(config.rollout, roles)["engines"].slots == answer["engine_gpus"]
         assert config.rollout.mode == answer["mode"]
+        if algorithm == "grpo":  # a critic has its own reserve on each GPU
+            assert Counted.of(config).memory(config).fits
         parts = answer["parts_s"]
         assert answer["step_s"] == pytest.approx(sum(parts.values())) or answer["mode"] != "sync"
 

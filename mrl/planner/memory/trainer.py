@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from models.megatron_fields import UNEVEN
 from mrl.planner.memory import activations
 from mrl.planner.memory.activations import GPU, Kernels, Pass, Recompute
 from mrl.planner.memory.shape import Head, ModelShape
 from mrl.planner.memory.weights import Chunk, StateBytes, largest_state, stages_of
-from models.megatron_fields import UNEVEN
 from parallel.dims import ParallelDims
 
 SLOTS = 2  # buckets that a sender of weights has
@@ -28,7 +28,7 @@ class TrainerSettings:
     trained: bool = True
     logprob_chunk: int = 1024  # tokens whose logits exist at one time
     entropy: bool = False  # the loss needs entropies: one chunk of logits more
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # of one optimizer step on a replica; None: as many as fill the pipeline
     keys_per_token: float = 1.0  # of attention, where responses share a prompt
     imbalance: float = 1.0  # tokens that the busiest rank's experts get, over the mean
