@@ -66,7 +66,7 @@ def small_moe() -> dict:
     return ANY | QWEN3_30B_A3B | sizes | dict(vocab_size=32_768)
 
 
-def search_of(
+def search_of(  # noqa: PLR0913 - a question has so many parts
     fields: dict,
     nodes: int,
     *,

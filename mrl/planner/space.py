@@ -89,11 +89,13 @@ class Space:
                 for vpp in self._kept("vpp", _divisors(each) if pp > 1 else [1]):
                     yield pp, vpp, 0
 
-    def _context(self) -> Iterable[int]:
-        powers = [2**n for n in range(self.machine.gpus.bit_length())]
+    def _context(self) -> Iterator[int]:
         most = max(1.0, self.longest / LEAST_TOKENS)
-        self.excluded["sequences too short to cut"] += sum(cp > most for cp in self._kept("cp", powers))
-        return [cp for cp in self._kept("cp", powers) if cp <= most or "cp" in self.fixed]
+        for cp in self._kept("cp", [2**n for n in range(self.machine.gpus.bit_length())]):
+            if cp <= most or "cp" in self.fixed:
+                yield cp
+            else:
+                self.excluded["sequences too short to cut"] += 1
 
     def _experts(self, tp: int) -> Iterator[tuple[int, int]]:
         """(ep, etp): experts are cut as all else is, or not at all."""

@@ -113,9 +113,9 @@ def best_of_all(search, family):
 @pytest.mark.parametrize(
     ("nodes", "hardware"),
     [
-        (1, dict(gpus_per_node=4, gpu_memory_gb=3)),
-        (2, dict(gpus_per_node=4, gpu_memory_gb=2)),
-        (2, dict(gpus_per_node=8, gpu_memory_gb=2)),
+        (1, dict(gpus_per_node=4, gpu_memory_gb=7)),
+        (2, dict(gpus_per_node=4, gpu_memory_gb=6)),
+        (2, dict(gpus_per_node=8, gpu_memory_gb=6)),
     ],
     ids=["4 GPUs", "8 GPUs", "16 GPUs"],
 )
