@@ -318,6 +318,17 @@ class PlanConfig:
     prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
     expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
     picture: str | None = None  # `mrl plan placement` also draws into this PNG
+    top: int = 5  # answers of `mrl plan search`
+    fix: list[str] = field(default_factory=list)  # keys or sections that it leaves as they are: parallel, rollout.mode
+    lengths: str | None = None  # of responses: a run's folder, or a jsonl file of lists of tokens; default: log-normal
+    response_tokens: int | None = None  # median of the log-normal lengths; default: a quarter of rollout.max_response_tokens
+    response_sigma: float = 0.8  # of the log-normal lengths; 0: all as long
+    matmul_efficiency: float = 0.5  # share of the GPU's TFLOP/s that matrices reach
+    attention_efficiency: float = 0.4  # and attention
+    expert_efficiency: float = 0.35  # and grouped experts, uneven routing included
+    bandwidth_efficiency: float = 0.75  # share of memory's, NVLink's and the network's GB/s that is reached
+    latency_us: float = 10.0  # of a collective, besides its bytes
+    pcie_gb_per_s: float = 50.0  # of one GPU to its host, each direction
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ from mrl.workers.group import StartError
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 
+NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
+"""Overrides for commands that only print."""
+
 
 def run(argv: list[str], job: Callable[[Config], None], usage: str = "") -> int:
     """Compose the config from `argv` and run `job` on it (once per point of a sweep); returns the exit status.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl import plan as planning
-from mrl.commands import hydra_app, plan_memory, plan_rollout
+from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config import Config
 from mrl.placement import picture
 from mrl.placement.layout import imagined
@@ -18,6 +18,7 @@ from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
+       mrl plan search ...    (mrl plan search --help)
 
 Explains a configuration as `mrl train` would run it. Starts nothing, needs no GPU. The same keys as `mrl train`, and those of
 the section `plan`. Of the model's folder it needs config.json; sync and placement also the headers of its files.
@@ -50,8 +51,6 @@ least possible (what the engines hold)
   plan.send_gb_per_s, plan.receive_gb_per_s   bandwidth of one rank, GB/s
   plan.message_us                             cost of a message besides its bytes, microseconds
 """
-
-_NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 
 
 def _console() -> Console:
@@ -120,6 +119,8 @@ def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
         return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
+    if argv and argv[0] == "search":
+        return plan_search.main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
@@ -131,8 +132,8 @@ def main(argv: list[str]) -> int:
         overrides = [word for word in overrides if word != "--json"]
     jobs = KINDS | {"": partial(everything, as_json=as_json), "memory": partial(plan_memory.memory, as_json=as_json)}
     if kind in jobs:
-        return hydra_app.run([*overrides, *_NO_OUTPUT], jobs[kind], USAGE)
-    expected = " or ".join((*KINDS, "rollout"))
+        return hydra_app.run([*overrides, *hydra_app.NO_OUTPUT], jobs[kind], USAGE)
+    expected = " or ".join((*KINDS, "rollout", "search"))
     sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
     return 2
 

@@ -1,0 +1,94 @@
+"""Published models on imaginary clusters, for tests of the search and of its predictions."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+
+from models.families import family_of
+from models.hf_config import HFConfig
+from models.spec import Architecture
+from mrl.config import HardwareConfig, PlanConfig
+from mrl.planner.fitting import fits_of
+from mrl.planner.machine import Machine
+from mrl.planner.memory.shape import ModelShape
+from mrl.planner.memory.trainer import TrainerSettings
+from mrl.planner.search import STALENESS, Fits, Search
+from mrl.planner.sizes import ModelSizes
+from mrl.planner.space import Space
+from mrl.planner.workload import Lengths, Workload
+
+QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
+    hidden_size=4096,
+    intermediate_size=12288,
+    max_window_layers=94,
+    moe_intermediate_size=1536,
+    num_attention_heads=64,
+    num_hidden_layers=94,
+)
+H100 = dict(
+    name="h100",
+    gpu_memory_gb=79.6,
+    gpus_per_node=8,
+    tflops_bf16=989,
+    hbm_gb_per_s=3350,
+    nvlink_gb_per_s=900,
+    network_gb_per_s=50,
+    host_memory_gb=2000,
+)
+__all__ = ["DEEPSEEK_V3", "H100", "QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_235B_A22B"]
+
+
+def model_of(fields: dict) -> tuple[Architecture, ModelSizes]:
+    """Of the contents of a config.json."""
+    return _model_of(json.dumps(fields))
+
+
+@cache
+def _model_of(fields: str) -> tuple[Architecture, ModelSizes]:
+    config = HFConfig(Path("config.json"), ANY | json.loads(fields))
+    family = family_of(config)
+    arch = family.read(config)
+    return arch, ModelSizes.of(family, arch)
+
+
+def machine_of(nodes: int, **changes) -> Machine:
+    """So many nodes of H100."""
+    return Machine.of(HardwareConfig(**H100 | changes, nodes=nodes), PlanConfig())
+
+
+def small_moe() -> dict:
+    """Four layers of experts, which divide in several ways over few GPUs."""
+    sizes = dict(
+        num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4
+    )
+    return ANY | QWEN3_30B_A3B | sizes | dict(vocab_size=32_768)
+
+
+def search_of(  # noqa: PLR0913 - a question has so many parts
+    fields: dict,
+    nodes: int,
+    *,
+    prompts: int = 128,
+    responses: int = 16,
+    max_tokens: int = 16_384,
+    fits: Fits | None = None,
+    fixed: dict | None = None,
+    modes: tuple[str, ...] = tuple(STALENESS),
+    **hardware,
+) -> Search:
+    """A search for steps of responses of 16,384 tokens at most."""
+    arch, sizes = model_of(fields)
+    machine = machine_of(nodes, **hardware)
+    work = Workload(Lengths.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1)
+    if fits is None:
+        settings = TrainerSettings(max_tokens=max(max_tokens, int(work.lengths.longest)))
+        fits = fits_of(ModelShape.of(family_of(HFConfig(Path("config.json"), ANY | fields)), arch), machine, settings)
+    return Search(Space(arch, sizes, machine, work.lengths.longest, fixed or {}), work, fits, modes=modes)
+
+
+def write_model(folder: Path, fields: dict) -> Path:
+    """A folder with a config.json alone."""
+    (folder / "config.json").write_text(json.dumps(ANY | fields))
+    return folder

@@ -1,0 +1,203 @@
+"""Predicted seconds: parameters counted, a layout by hand, laws that any machine obeys, and sampling against the simulator."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model_of
+
+from mrl.config import HardwareConfig, PlanConfig
+from mrl.planner.engines import Engine, Sampling, push_s
+from mrl.planner.machine import Machine
+from mrl.planner.simulate import Groups, Setup, Speeds, simulate
+from mrl.planner.times import PARTS, Layout, Trainer
+from mrl.planner.workload import Lengths, Workload
+from parallel.dims import ParallelDims
+
+ONE = np.array([1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters"),
+    [(QWEN3_8B, 8_190_735_360), (QWEN3_30B_A3B, 30_532_122_624), (DEEPSEEK_V3, 671_026_419_200)],
+    ids=["Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"],
+)
+def test_sizes_count_every_parameter_and_the_multiply_adds_of_a_token(fields, parameters):
+    arch, sizes = model_of(fields)
+    assert sizes.parameters == parameters
+    assert sizes.token_macs == pytest.approx(arch.flops()[0], rel=0.005)  # norms and routers are not in flops()
+
+
+def test_a_layout_by_hand():
+    """Qwen3-8B, tp 2, pp 2, dp 2 on 8 GPUs: 4 packs of 8,192 tokens in each replica, forward and backward."""
+    _, sizes = model_of(QWEN3_8B)
+    machine = Machine.of(HardwareConfig("x", 80, 8, 1000, 2000, 800, 50, 1000, nodes=1), PlanConfig())
+    lengths = Lengths(1024, np.array([7168.0]))
+    work = Workload(lengths, prompts=8, responses_per_prompt=1, max_tokens=8192)
+    found = Trainer(sizes, Layout(tp=2, pp=2, etp=2), machine, work).times(np.array([2]))
+
+    layer = 4096 * 128 * (32 + 2 * 8 + 32) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    flops = 2 * (18 * layer + 4096 * 151_936) * 8192 / 2
+    matmul = 4 * 3 * flops / (1000e12 * 0.5)
+    pairs = 18 * (2 * 32 * 128 * 0.5) * 8192**2 / 2
+    attention = 4 * 3 * 2 * pairs / (1000e12 * 0.4)
+    message = 8192 * 4096 * 2 / 2 / (400e9 * 0.75) + 10e-6
+    tensor = 4 * (4 * 18 * message) * 2.5
+    between = 2 * (8192 / 2 * 4096 * 2 / (400e9 * 0.75) + 10e-6)
+    slot = (matmul + attention + tensor) / 4 + between
+    stage = (18 * layer + 4096 * 151_936 + 4096) / 2
+    gradients = stage * 6 * 0.5 / (400e9 * 0.75) + 20e-6
+    optimizer = stage / 2 * 34 / (2000e9 * 0.75)
+
+    parts = found.at(0)
+    assert parts["matmul"] == pytest.approx(matmul) and parts["attention"] == pytest.approx(attention)
+    assert parts["tensor"] == pytest.approx(tensor) and parts["pipeline"] == pytest.approx(4 * between + slot)
+    assert parts["gradients"] == pytest.approx(gradients) and parts["optimizer"] == pytest.approx(optimizer)
+    assert found.total_s[0] == pytest.approx(5 * slot + gradients + optimizer)
+
+
+def test_stages_are_those_that_megatron_builds():
+    moe = (False,) * 3 + (True,) * 58
+    assert Layout(pp=16, last_layers=1).stages(moe) == [(3, 1), *[(0, 4)] * 14, (0, 1)]
+    moe = (False, False, True, True, True, False, True, True)  # chunks of 2: stage 0 has the first and the third
+    assert Layout(pp=2, vpp=2).stages(moe) == [(3, 1), (0, 4)]
+
+
+LAYOUTS = st.sampled_from(
+    [
+        Layout(),
+        Layout(tp=4, etp=4),
+        Layout(tp=2, ep=8, etp=1),
+        Layout(pp=4, vpp=3, ep=4),
+        Layout(pp=5, last_layers=8, ep=2, recompute=True),
+        Layout(tp=2, pp=2, cp=4, ep=16, etp=2),
+    ]
+)
+FASTER = ("tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")
+
+
+def work_of(prompts=64, responses=8, max_tokens=8192, **others):
+    return Workload(Lengths.log_normal(256, 2000, 0.9, 8192), prompts, responses, max_tokens, **others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.sampled_from(FASTER), st.floats(1.01, 20), st.integers(0, 6))
+def test_a_faster_machine_is_never_slower(layout, name, factor, power):
+    _, sizes = model_of(QWEN3_30B_A3B)
+    slow = HardwareConfig("x", 80, 8, 1000, 3000, 900, 50, 1000, nodes=64)
+    fast = replace(slow, **{name: getattr(slow, name) * factor})
+    replicas = np.array([16 * 2**power])
+    trainers = [Trainer(sizes, layout, Machine.of(machine, PlanConfig()), work_of()) for machine in (slow, fast)]
+    before, after = (trainer.times(replicas).total_s[0] for trainer in trainers)
+    assert after <= before
+    engines = [Engine(sizes, Machine.of(machine, PlanConfig()), 4) for machine in (slow, fast)]
+    before, after = (engine.token_s(64, 3000.0) for engine in engines)
+    assert after <= before
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS, st.integers(1, 64), st.integers(0, 2), st.booleans(), st.integers(1, 3))
+def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scoring, critic, mini_batches):
+    _, sizes = model_of(QWEN3_30B_A3B)
+    work = work_of(scoring_passes=scoring, critic=critic, mini_batches=mini_batches)
+    trainer = Trainer(sizes, layout, machine_of(64), work)
+    replicas = layout.expert_step * replicas
+    found = trainer.times(np.array([replicas, 2 * replicas]))
+    assert set(found.parts) == set(PARTS)
+    assert sum(found.parts.values()) == pytest.approx(found.total_s)
+    assert found.parts["matmul"][1] <= found.parts["matmul"][0] * (1 + 1e-9)
+    again = replace(trainer, layout=replace(layout, recompute=True)).times(np.array([replicas]))
+    assert again.total_s[0] >= found.total_s[0]
+    more = replace(trainer, work=replace(work, scoring_passes=scoring + 1)).times(np.array([replicas]))
+    assert more.score_s[0] > found.score_s[0] and more.update_s[0] == pytest.approx(found.update_s[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(LAYOUTS, st.integers(1, 32))
+def test_the_same_cuts_move_the_same_arithmetic_whatever_their_names(layout, replicas):
+    """Of one world, tensor, context and pipeline parallelism divide arithmetic alike: what differs is what they send and wait."""
+    _, sizes = model_of(QWEN3_30B_A3B)
+    replicas *= layout.expert_step
+    dims = layout.dims(replicas)
+    assert isinstance(dims, ParallelDims) and dims.world_size == layout.lane * replicas
+    work = Workload(Lengths(0, np.array([1024.0])), 64 * 48 * 16, 1, 1024)
+    trainer = Trainer(sizes, layout, machine_of(64), work)
+    passes = 4 if layout.recompute else 3
+    parts = trainer.times(np.array([replicas])).at(0)
+    pairs = 2 * sizes.layers * sizes.pair_macs * work.squares / trainer.machine.attention_flops
+    stages = [sum(counts) for counts in layout.stages(sizes.moe)]
+    busiest = max(
+        stages[:-1], default=stages[-1]
+    )  # the output layer decides between equals, a smaller last stage does not
+    expected = passes * pairs / (layout.tp * layout.cp * replicas) * np.array([busiest, stages[-1]]) / sizes.layers
+    assert any(parts["attention"] == pytest.approx(value) for value in expected)
+
+
+def test_prompts_are_computed_once_where_they_are_shared():
+    work = Workload(Lengths(1000, np.array([500.0])), 10, 8, max_tokens=5000)
+    assert work.tokens == 10 * (1000 + 8 * 500) and work.squares == 10 * (1000**2 + 8 * (1500**2 - 1000**2))
+    alone = replace(work, share_prompts=False)
+    assert alone.tokens == 10 * 8 * 1500 and alone.squares == 10 * 8 * 1500**2
+    assert replace(work, max_tokens=1200).packs == 80  # each response is longer with its prompt: a pack of its own
+
+
+def test_lengths_have_the_moments_of_what_they_stand_for():
+    lengths = Lengths.log_normal(0, 1000, 0.8, 10**9)
+    drawn = np.random.default_rng(0).lognormal(np.log(1000), 0.8, (4000, 64))
+    assert lengths.mean == pytest.approx(drawn.mean(), rel=0.01)
+    assert lengths.longest_of(64) == pytest.approx(drawn.max(axis=1).mean(), rel=0.02)
+    assert lengths.mean_context == pytest.approx((drawn**2).mean() / (2 * drawn.mean()), rel=0.02)
+    assert lengths.left_of(1)[0] == pytest.approx(lengths.mean_context, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "engines", "prompts", "responses"),
+    [(QWEN3_8B, 2, 4, 64, 8), (QWEN3_8B, 1, 8, 64, 16), (QWEN3_30B_A3B, 4, 2, 64, 8)],
+)
+@pytest.mark.parametrize(("staleness", "error"), [(0, 0.1), (1, 0.2), (2, 0.15)], ids=["sync", "one step off", "async"])
+def test_the_closed_form_of_sampling_is_what_the_simulator_does(
+    fields, tp, engines, prompts, responses, staleness, error
+):
+    _, sizes = model_of(fields)
+    work = work_of(prompts, responses)
+    asked = prompts * responses // engines * (staleness + 1)
+    speeds = Engine(sizes, machine_of(4), tp).speeds(work.lengths, asked)
+    drawn = np.random.default_rng(0).choice(work.lengths.responses, (1024, responses)).astype(np.int64)
+    groups = Groups(drawn, np.full(len(drawn), work.lengths.prompt_tokens))
+    setup = Setup(prompts, engines, staleness, in_order=staleness < 2)
+    sampling = Sampling.of(speeds, work, engines, staleness)
+    for share in (0.0, 0.5, 1.5):
+        train_s = share * sampling.step_s(0.0)
+        simulated = simulate(groups, Speeds(speeds, train_s, 0.0, 1.0), setup, 16).seconds(6)
+        assert 1.0 + sampling.step_s(train_s) == pytest.approx(simulated, rel=error)
+
+
+@given(st.integers(0, 4), st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.floats(0, 300), st.floats(0, 50))
+def test_slower_trainers_and_less_staleness_never_make_steps_quicker(staleness, tail, shared, more, train_s, later):
+    sampling = Sampling(staleness, tail, shared, shared + more)
+    step_s = sampling.step_s(train_s)
+    assert step_s >= max(train_s, shared) * (1 - 1e-9)
+    assert sampling.step_s(train_s + later) >= step_s * (1 - 1e-9)
+    if staleness:
+        assert replace(sampling, staleness=staleness + 1).step_s(train_s) <= step_s * (1 + 1e-9)
+
+
+def test_a_step_of_an_engine_reads_the_experts_that_its_requests_choose():
+    _, sizes = model_of(QWEN3_30B_A3B)
+    machine = machine_of(1)
+    engine = Engine(sizes, machine, 1)
+    one, many = (engine.token_s(n, 0.0) - n * engine._compute_s - engine._messages_s(n) for n in (1, 1000))
+    assert one * machine.hbm_bytes == pytest.approx(2 * (sizes.dense_parameters + sizes.expert_parameters * 8 / 128))
+    assert many * machine.hbm_bytes == pytest.approx(2 * sizes.parameters)
+    assert Engine(sizes, replace(machine, memory_bytes=60e9), 1).max_running(work_of().lengths) == 0
+
+
+def test_more_senders_and_faster_networks_push_sooner():
+    _, sizes = model_of(QWEN3_8B)
+    machine = machine_of(64)
+    few, many = (push_s(sizes, machine, trainers, 32, 2, 2**26) for trainers in (16, 64))
+    assert many < few
+    weights = 2 * 8_190_735_360
+    assert few == pytest.approx(weights * 32 / 16 / machine.network_bytes + weights / 16 / 2**26 * 32 * 50e-6)
