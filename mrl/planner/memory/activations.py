@@ -91,6 +91,17 @@ class Pass:
         """r"""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
+    @property
+    def picked(self) -> bool:
+        """Whether attention takes tokens in another order than they lie in: copies of them."""
+        return self.cp > 1 or self.keys_per_token > 1
+
+    @property
+    def keys(self) -> int:
+        """Rows of keys that attention reads. A context-parallel rank's two chunks see 2 cp + 1 of the 2 cp, together."""
+        zigzag = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1
+        return int(self.tokens * self.cp * self.keys_per_token * zigzag)
+
 
 @lru_cache(maxsize=65536)
 def layer(shape: ModelShape, moe: bool, run: Pass, dropped: frozenset[str] = frozenset()) -> int:
@@ -119,7 +130,7 @@ def _grouped(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
     """Queries, keys and values; the projection that they are views of stays as a whole."""
     e, s, d = run.itemsize, run.tokens, shape.head_dim
     q, kv = shape.heads * d // run.tp, shape.groups * d // run.tp
-    seen = int(s * run.cp * run.keys_per_token)
+    seen = run.keys
     kept = {"qkv projection": s * (q + 2 * kv) * e}
     if shape.qk_norm:
         heads = (shape.heads + shape.groups) // run.tp
@@ -129,9 +140,10 @@ def _grouped(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
         kept["rotated queries"] = s * q * e
         kept["rotated keys"] = seen * kv * e
         kept["rotary tables"] = 4 * s * shape.rotary_dim * e if run.kernels.rotary_tables else 0
-    if run.cp > 1 or run.keys_per_token > 1:  # gathered, or picked: a copy
-        kept["gathered values"] = seen * kv * e
-        kept["gathered keys"] = 0 if shape.rotary_dim else seen * kv * e
+    if run.picked:
+        kept["attention output, put back"] = s * q * e
+        kept["picked values"] = seen * kv * e
+        kept["picked keys"] = 0 if shape.rotary_dim else seen * kv * e
     if not run.kernels.grouped_attention and shape.heads > shape.groups:
         kept["rotated keys"], kept["repeated values"] = seen * q * e, seen * q * e
         if not shape.qk_norm:  # nothing is a view of it any more
@@ -152,7 +164,7 @@ def _latent(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
     kept["short keys, normalised"] = r * shape.kv_lora * e
     if "mla_up_proj" in dropped:
         return kept
-    seen = int(s * run.cp * run.keys_per_token)
+    seen = run.keys
     kept["rotary tables"] = 4 * s * shape.rotary_dim * e if run.kernels.rotary_tables else 0
     kept["queries"] = s * heads * shape.head_dim * e
     kept["keys"] = seen * heads * shape.head_dim * e
@@ -165,7 +177,7 @@ def mlp(shape: ModelShape, run: Pass, dropped: frozenset[str] = frozenset()) -> 
     """Of a dense layer's MLP, its norm and residual included."""
     inputs = norm("mlp", shape.hidden, run.rows, run)
     if "mlp" in dropped:
-        return {"mlp norm's input": inputs["mlp norm's input"]}
+        return {"mlp's input": run.rows * shape.hidden * run.itemsize}
     inputs["mlp norm's output"] = run.rows * shape.hidden * run.itemsize
     return inputs | activation("mlp", shape, run.tokens, shape.ffn // run.tp, run)
 

@@ -17,7 +17,7 @@ from mrl.planner.memory import host
 from mrl.planner.memory.engine import EngineMemory, engine_memory
 from mrl.planner.memory.host import HostMemory
 from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import RankMemory, TrainerMemory, TrainerSettings, trainer_memory
+from mrl.planner.memory.trainer import SLOTS, RankMemory, TrainerMemory, TrainerSettings, trainer_memory
 from mrl.weight_sync.layout import Topology
 from parallel.dims import ParallelDims
 
@@ -216,12 +216,12 @@ def _moments(
 ) -> Iterator[Moment]:
     limit, reserve = _limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.needs)}
     shared = len(pool.needs) > 1
-    asleep = {"buckets": 2 * config.weight_sync.bucket_bytes} if shared and "actor" in pool.needs else {}
+    slots = {"buckets": SLOTS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.needs else {}
     for role in pool.needs:
         if role == "engines":
             assert engine is not None, "a pool has engines only where the run has"
             parts = {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
-            yield Moment(pool.name, role, "rollout", parts | asleep | reserve, limit, "each")
+            yield Moment(pool.name, role, "rollout", parts | slots | reserve, limit, "each")
             continue
         memory = found[role]
         for phase in memory.by_phase:
@@ -230,16 +230,12 @@ def _moments(
             rank = max(memory.stages, key=lambda stage: stage.phases()[phase])
             parts = _parts(rank, phase)
             yield Moment(
-                pool.name, role, phase, parts | asleep | reserve | _buckets(rank, phase), limit, _where(memory, rank)
+                pool.name, role, phase, parts | slots | reserve, limit, _where(memory, rank)
             )
         if role == "actor" and engine and shared and "engines" in pool.needs:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
             yield Moment(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, _where(memory, rank))
-
-
-def _buckets(rank: RankMemory, phase: str) -> dict[str, int]:
-    return {"buckets": rank.buckets} if phase == "weight_sync" else {}
 
 
 def _parts(rank: RankMemory, phase: str) -> dict[str, int]:
