@@ -31,8 +31,7 @@ class Kernels:
 
     fused_norm: bool = True  # a norm keeps its input alone; torch on a CPU also keeps what it normalised
     fused_mlp: bool = True  # a gated activation is one kernel that keeps its input; Transformer Engine brings it
-    grouped_attention: bool = True  # keys and values are not repeated for each query head
-    rotary_tables: bool = True  # layers keep cosines and sines of a pack, which Megatron's unfused RoPE makes in each
+    grouped_attention: bool = True  # one call for all lengths, in which keys are not repeated for each query head
 
 
 GPU = Kernels()
@@ -131,23 +130,25 @@ def _grouped(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
     e, s, d = run.itemsize, run.tokens, shape.head_dim
     q, kv = shape.heads * d // run.tp, shape.groups * d // run.tp
     seen = run.keys
-    kept = {"qkv projection": s * (q + 2 * kv) * e}
+    kept: Tally = {}
+    if shape.qk_norm or not run.picked:  # something is a view of it: the norms' inputs, or the values
+        kept["qkv projection"] = s * (q + 2 * kv) * e
     if shape.qk_norm:
-        heads = (shape.heads + shape.groups) // run.tp
-        kept["query norm's input"] = s * q * e if shape.heads > shape.groups else 0
+        heads, several = (shape.heads + shape.groups) // run.tp, shape.groups // run.tp > 1
+        kept["query norm's input"] = s * q * e if several and shape.heads > shape.groups else 0  # else a view
         kept["qk norm statistics"] = s * heads * STATISTIC + (0 if run.kernels.fused_norm else s * (q + kv) * e)
     if shape.rotary_dim:
         kept["rotated queries"] = s * q * e
         kept["rotated keys"] = seen * kv * e
-        kept["rotary tables"] = 4 * s * shape.rotary_dim * e if run.kernels.rotary_tables else 0
+        kept["rotary tables"] = 4 * s * shape.rotary_dim * e
     if run.picked:
-        kept["attention output, put back"] = s * q * e
         kept["picked values"] = seen * kv * e
-        kept["picked keys"] = 0 if shape.rotary_dim else seen * kv * e
+        kept["attention output, put back"] = s * q * e
+        kept["attention output, in pieces"] = 0 if run.kernels.grouped_attention else s * q * e
     if not run.kernels.grouped_attention and shape.heads > shape.groups:
-        kept["rotated keys"], kept["repeated values"] = seen * q * e, seen * q * e
-        if not shape.qk_norm:  # nothing is a view of it any more
-            del kept["qkv projection"]
+        kept["rotated keys"] = kept["picked values"] = seen * q * e
+        if not shape.qk_norm:
+            kept.pop("qkv projection", None)
     return kept
 
 
@@ -165,7 +166,7 @@ def _latent(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
     if "mla_up_proj" in dropped:
         return kept
     seen = run.keys
-    kept["rotary tables"] = 4 * s * shape.rotary_dim * e if run.kernels.rotary_tables else 0
+    kept["rotary tables"] = 4 * s * shape.rotary_dim * e
     kept["queries"] = s * heads * shape.head_dim * e
     kept["keys"] = seen * heads * shape.head_dim * e
     kept["values"] = seen * heads * shape.head_dim * e  # lengthened to the keys' size for the kernel

@@ -229,9 +229,7 @@ def _moments(
                 continue
             rank = max(memory.stages, key=lambda stage: stage.phases()[phase])
             parts = _parts(rank, phase)
-            yield Moment(
-                pool.name, role, phase, parts | slots | reserve, limit, _where(memory, rank)
-            )
+            yield Moment(pool.name, role, phase, parts | slots | reserve, limit, _where(memory, rank))
         if role == "actor" and engine and shared and "engines" in pool.needs:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}

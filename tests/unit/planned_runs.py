@@ -1,0 +1,54 @@
+"""Configs of runs that are only planned: a model's folder with nothing but its config.json."""
+
+import json
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
+
+from mrl.commands import hydra_app
+from mrl.commands.plan_memory import Counted
+from mrl.config import Config
+from mrl.config_rules import from_hydra
+from mrl.planner.memory.run import RunMemory
+
+QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
+    hidden_size=4096,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_attention_heads=64,
+    num_hidden_layers=94,
+)
+MODELS = {
+    "Qwen3-8B": QWEN3_8B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-235B-A22B": QWEN3_235B_A22B,
+    "DeepSeek-V3": DEEPSEEK_V3,
+}
+assert QWEN.items() <= QWEN3_235B_A22B.items(), "its family's tokens and rope"
+FULL = [
+    "megatron.recompute_granularity=full",
+    "megatron.recompute_method=uniform",
+    "megatron.recompute_num_layers=1",
+]
+
+
+def folder_of(model: str, folder: Path) -> Path:
+    """A folder with the model's published config alone."""
+    (folder / model).mkdir(exist_ok=True)
+    (folder / model / "config.json").write_text(json.dumps(ANY | MODELS[model]))
+    return folder / model
+
+
+def config_of(model: str | None, folder: Path, *overrides: str, experiment: str = "gsm8k") -> Config:
+    """What `mrl plan experiment=... model.path=... OVERRIDES` would plan; without `model`, the experiment's own."""
+    hydra_app.register_schema()
+    keys = hydra_app.checked([f"experiment={experiment}", "run.dir=out", *overrides])
+    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
+        path = [f"++model.path={folder_of(model, folder)}"] if model else []
+        return from_hydra(compose("config", [*keys, *path]))
+
+
+def memory_of(config: Config) -> RunMemory:
+    """As `mrl plan memory` counts it."""
+    return Counted.of(config).memory(config)

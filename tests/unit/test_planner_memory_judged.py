@@ -1,0 +1,52 @@
+"""Models that others train on so many GPUs, under layouts like theirs: judged to fit, and half of the smallest not to.
+
+Assumed throughout: bfloat16 with fp32 gradients, main weights and moments, all on the GPUs (some of those runs keep Adam's state
+on the CPU, which mrl does not); whole layers recomputed; actor and engines on the same GPUs by turns; 2 GiB kept by each
+process; prompts as long as 1,024 tokens, responses as long as 8,192; packs of 16,384 tokens.
+"""
+
+import pytest
+from planned_runs import FULL, config_of, memory_of
+
+LENGTHS = ["plan.prompt_tokens=1024", "rollout.max_response_tokens=8192", "trainer.max_tokens_per_micro_batch=16384"]
+QWEN_235B = ["megatron.num_layers_in_first_pipeline_stage=11", "megatron.num_layers_in_last_pipeline_stage=11"]
+DEEPSEEK = ["megatron.num_layers_in_first_pipeline_stage=3", "megatron.num_layers_in_last_pipeline_stage=2"]
+
+# model, hardware, GPUs, tp, pp, ep, ranks of an engine, more overrides
+FIT = [
+    ("Qwen3-30B-A3B", "h100", 8, 4, 1, 8, 8, []),
+    ("Qwen3-30B-A3B", "h200", 8, 4, 1, 8, 8, []),
+    ("Qwen3-30B-A3B", "h100", 16, 4, 1, 8, 8, []),
+    ("Qwen3-30B-A3B", "h100", 32, 4, 1, 8, 8, []),
+    ("Qwen3-235B-A22B", "h100", 128, 4, 8, 16, 8, QWEN_235B),
+    ("Qwen3-235B-A22B", "h100", 64, 4, 8, 8, 8, QWEN_235B),  # 72.5 of 79.6 GiB
+    ("DeepSeek-V3", "h200", 256, 8, 16, 16, 16, DEEPSEEK),
+    ("DeepSeek-V3", "h100", 512, 8, 16, 32, 32, DEEPSEEK),
+    ("DeepSeek-V3", "h100", 256, 8, 16, 16, 32, DEEPSEEK),
+]
+NOT = [
+    ("Qwen3-30B-A3B", "h100", 4, 4, 1, 4, 4, []),
+    ("Qwen3-30B-A3B", "h200", 2, 2, 1, 2, 2, []),
+    ("Qwen3-235B-A22B", "h100", 32, 4, 8, 4, 8, QWEN_235B),
+    ("DeepSeek-V3", "h100", 128, 8, 16, 8, 32, DEEPSEEK),
+]
+
+
+def judged(folder, case):
+    model, hardware, gpus, tp, pp, ep, engine_tp, more = case
+    layout = [f"parallel.{axis}={size}" for axis, size in dict(tp=tp, pp=pp, ep=ep, etp=1, world_size=gpus).items()]
+    engines = [f"rollout.engine_tp={engine_tp}", f"rollout.num_engines={gpus // engine_tp}"]
+    run = [f"cluster={hardware}", "placement=colocated", *layout, *engines, *FULL, *LENGTHS, *more]
+    return memory_of(config_of(model, folder, *run))
+
+
+@pytest.mark.parametrize("case", FIT, ids=lambda case: f"{case[0]}-{case[2]}-{case[1]}")
+def test_runs_that_others_do_fit(tmp_path, case):
+    found = judged(tmp_path, case)
+    assert found.fits and found.gpus == case[2], found.problems
+
+
+@pytest.mark.parametrize("case", NOT, ids=lambda case: f"{case[0]}-{case[2]}-{case[1]}")
+def test_on_half_of_the_smallest_they_do_not(tmp_path, case):
+    found = judged(tmp_path, case)
+    assert not found.fits and found.excess > 0
