@@ -30,7 +30,7 @@ COLUMNS = {
     "kv cache": "kv",
     "engine's weights": "engine",
     "buckets": "buckets",
-    "context": "context",
+    "context": "other",
 }
 """Parts of a moment, and the words above them."""
 BAR = 10  # characters
@@ -103,7 +103,7 @@ def memory(config: Config, as_json: bool = False) -> None:
         instead = [dict(overrides=change.overrides, **change.memory.as_json()) for change in changes]
         sys.stdout.write(json.dumps(found.as_json() | dict(instead=instead), indent=1) + "\n")
     else:
-        show(found, counted, changes, Console(width=None if sys.stdout.isatty() else 140, highlight=False))
+        show(found, counted, changes, Console(width=None if sys.stdout.isatty() else 150, highlight=False))
     if not found.fits:
         raise SystemExit(1)
 
