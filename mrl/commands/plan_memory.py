@@ -57,11 +57,7 @@ class Counted:
     def shapes(self) -> dict[str, ModelShape]:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
-    @property
-    def pools(self) -> Pools:
-        return self.pools_of(self.config)
-
-    def pools_of(self, config: Config) -> Pools:
+    def _pools(self, config: Config) -> Pools:
         """Pools of a config beside this one; raises ValueError."""
         dims = {role: planning.layout_of(config, "" if role == "actor" else role) for role in self.models}
         return planning.pools_of(config, dims)
@@ -72,7 +68,7 @@ class Counted:
         topology = None
         if self.topology:
             topology = planning.engine_topology(config, self.models["actor"])
-        return run_memory(config, models, topology, self.pools_of(config), self.reference)
+        return run_memory(config, models, topology, self._pools(config), self.reference)
 
     def _model(self, config: Config, role: str) -> Model:
         plan, own = self.models[role], "" if role == "actor" else role
