@@ -39,6 +39,8 @@ def test_a_size_below_zero_is_refused():
 def test_a_job_on_machines_takes_both_files():
     hydra_app.register_schema()
     with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
-        composed = compose("config", ["experiment=quickstart", "run.dir=out", "cluster=[slurm,h200]", "cluster.nodes=3"])
+        composed = compose(
+            "config", ["experiment=quickstart", "run.dir=out", "cluster=[slurm,h200]", "cluster.nodes=3"]
+        )
         found = from_hydra(composed).cluster
     assert found.scheduler == "slurm" and found.nodes == 3 and found.hardware.name == "h200"
