@@ -124,7 +124,8 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    kind, overrides = ("", argv) if argv and "=" in argv[0] else (argv[0] if argv else None, argv[1:])
+    bare = bool(argv) and ("=" in argv[0] or argv[0] == "--json")
+    kind, overrides = ("", argv) if bare else (argv[0] if argv else None, argv[1:])
     if as_json := "--json" in overrides:
         if kind not in ("", "memory"):
             sys.stderr.write(f"mrl plan {kind}: --json is of `mrl plan` and `mrl plan memory`\n")

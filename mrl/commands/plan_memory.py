@@ -30,7 +30,7 @@ COLUMNS = {
     "kv cache": "kv",
     "engine's weights": "engine",
     "buckets": "buckets",
-    "context": "context",
+    "context": "other",
 }
 """Parts of a moment, and the words above them."""
 BAR = 10  # characters
@@ -57,11 +57,7 @@ class Counted:
     def shapes(self) -> dict[str, ModelShape]:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
-    @property
-    def pools(self) -> Pools:
-        return self.pools_of(self.config)
-
-    def pools_of(self, config: Config) -> Pools:
+    def _pools(self, config: Config) -> Pools:
         """Pools of a config beside this one; raises ValueError."""
         dims = {role: planning.layout_of(config, "" if role == "actor" else role) for role in self.models}
         return planning.pools_of(config, dims)
@@ -72,7 +68,7 @@ class Counted:
         topology = None
         if self.topology:
             topology = planning.engine_topology(config, self.models["actor"])
-        return run_memory(config, models, topology, self.pools_of(config), self.reference)
+        return run_memory(config, models, topology, self._pools(config), self.reference)
 
     def _model(self, config: Config, role: str) -> Model:
         plan, own = self.models[role], "" if role == "actor" else role
@@ -103,7 +99,7 @@ def memory(config: Config, as_json: bool = False) -> None:
         instead = [dict(overrides=change.overrides, **change.memory.as_json()) for change in changes]
         sys.stdout.write(json.dumps(found.as_json() | dict(instead=instead), indent=1) + "\n")
     else:
-        show(found, counted, changes, Console(width=None if sys.stdout.isatty() else 140, highlight=False))
+        show(found, counted, changes, Console(width=None if sys.stdout.isatty() else 150, highlight=False))
     if not found.fits:
         raise SystemExit(1)
 
