@@ -254,7 +254,7 @@ def test_a_newcomer_reads_the_best_and_why(tmp_path, capsys):
     for said in (
         "assumed, not measured",
         "the best 3 of",
-        "1 is limited by",
+        "1: sampling: ",
         "2 against 1",
         "left out",
         "parallel.tp=",
