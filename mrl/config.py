@@ -321,9 +321,7 @@ class PlanConfig:
     top: int = 5  # answers of `mrl plan search`
     fix: list[str] = field(default_factory=list)  # keys or sections that it leaves as they are: parallel, rollout.mode
     lengths: str | None = None  # of responses: a run's folder, or a jsonl file of lists of tokens; default: log-normal
-    response_tokens: int | None = (
-        None  # median of the log-normal lengths; default: a quarter of rollout.max_response_tokens
-    )
+    response_tokens: int | None = None  # median, log-normal; default: a quarter of rollout.max_response_tokens
     response_sigma: float = 0.8  # of the log-normal lengths; 0: all as long
     matmul_efficiency: float = 0.5  # share of the GPU's TFLOP/s that matrices reach
     attention_efficiency: float = 0.4  # and attention

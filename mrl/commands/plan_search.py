@@ -193,7 +193,7 @@ def show(config: Config, search: Search, found: Found) -> None:
         _table(found.best, f"the best {len(found.best)} of {found.looked_at:,} layouts and sizes of trainers")
     )
     for text in limits(search, best):
-        console.print(f"1 is limited by {text}")
+        console.print(f"1: {text}")
     for number, answer in enumerate(found.best[1:], 2):
         console.print(f"{number} against 1: {losses(search, best, answer)}")
     others = [answer for answer in found.of_each if answer.shape != best.shape]

@@ -168,7 +168,7 @@ def test_published_layouts_are_never_better_and_are_found_where_nothing_else_is_
 @pytest.mark.parametrize("fields", [QWEN3_8B, QWEN3_30B_A3B], ids=["8B", "30B-A3B"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_more_nodes_are_never_slower(fields, mode):
-    seconds = [search_of(fields, nodes, modes=(mode,)).run(1).best[0].step_s for nodes in (1, 2, 4)]
+    seconds = [search_of(fields, nodes, modes=(mode,)).run(1).best[0].step_s for nodes in (2, 4, 8)]
     assert seconds == sorted(seconds, reverse=True)
 
 
@@ -254,7 +254,7 @@ def test_a_newcomer_reads_the_best_and_why(tmp_path, capsys):
     for said in (
         "assumed, not measured",
         "the best 3 of",
-        "1 is limited by",
+        "1: sampling: ",
         "2 against 1",
         "left out",
         "parallel.tp=",

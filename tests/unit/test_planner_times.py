@@ -1,19 +1,25 @@
 """Predicted seconds: parameters counted, a layout by hand, laws that any machine obeys, and sampling against the simulator."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model_of
+from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model_of, small_moe
 
+from models.families import family_of
+from models.hf_config import HFConfig
 from mrl.config import HardwareConfig, PlanConfig
 from mrl.planner.engines import Engine, Sampling, push_s
 from mrl.planner.machine import Machine
 from mrl.planner.simulate import Groups, Setup, Speeds, simulate
 from mrl.planner.times import PARTS, Layout, Trainer
 from mrl.planner.workload import Lengths, Workload
+from mrl.weight_sync import explain as explained
+from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.weight_sync.plan import compile_plan, even_stages, owners
 from parallel.dims import ParallelDims
 
 ONE = np.array([1])
@@ -201,3 +207,18 @@ def test_more_senders_and_faster_networks_push_sooner():
     assert many < few
     weights = 2 * 8_190_735_360
     assert few == pytest.approx(weights * 32 / 16 / machine.network_bytes + weights / 16 / 2**26 * 32 * 50e-6)
+
+
+@pytest.mark.parametrize(("trainers", "num_engines", "engine_tp"), [(4, 2, 2), (8, 4, 1), (2, 4, 4)])
+def test_the_closed_form_of_a_push_is_near_to_the_plan_of_the_weight_sync(trainers, num_engines, engine_tp):
+    fields = small_moe()
+    arch, sizes = model_of(fields)
+    layout = EngineLayout.of(family_of(HFConfig(Path("config.json"), fields)), arch, Topology(engine_tp))
+    dims = ParallelDims(tp=2, dp=trainers // 2, ep=2, etp=1)
+    owned = owners(layout.rows, layout.sizes, dims, even_stages(arch.num_layers, dims))
+    found = compile_plan(owned, layout, num_engines, lambda _: ("bfloat16", 2), 2**26)
+    machine = machine_of(2)
+    gb_per_s = machine.link(trainers + num_engines * engine_tp) / 1e9
+    planned = explained.explain(found, trainers, explained.Speeds(gb_per_s, gb_per_s, 50.0), shared=False)
+    closed = push_s(sizes, machine, trainers, num_engines, engine_tp, 2**26)
+    assert closed == pytest.approx(planned.seconds, rel=0.25)  # how pieces fall into buckets is not known to it
