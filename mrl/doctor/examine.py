@@ -26,6 +26,7 @@ from mrl.doctor.wanted import Wanted
 from mrl.rollout.ports import PortLease
 
 CONNECT_S = 3.0
+CONFIG_S = 60.0  # to read a configuration, on a slow disk
 CPU_RANKS = 2  # of an all-reduce on one machine without GPUs
 
 
@@ -103,7 +104,7 @@ def examine_together(meeting: Meeting, ask: Callable[[], Wanted | None], options
         wanted = ask()
         meeting.say("wanted", plain(wanted))
     else:
-        said = meeting.hear("wanted", [0], options.deadline_s)
+        said = meeting.hear("wanted", [0], options.deadline_s + CONFIG_S)
         if 0 not in said:
             return _without_first(meeting)
         wanted = msgspec.convert(said[0], Wanted | None)

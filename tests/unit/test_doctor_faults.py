@@ -123,6 +123,8 @@ FAULTS = [
     # names
     Fault("localhost is IPv6 only", "names", "localhost is ::1 here", "127.0.0.1 localhost",
           {0: "sed 's/127.0.0.1 localhost/::1 localhost/' /etc/hosts >$LAB/h; mount --bind $LAB/h /etc/hosts"}),
+    Fault("no IPv4 address", "names", "this host has IPv6 addresses only", "IPv4 addresses of the compute nodes",
+          {0: "ip addr flush dev eth0 scope global; ip -6 addr add fd00::5/64 dev eth0 nodad"}),
     Fault("its own name has no address", "names", "its own name, h0, has no address", "DNS",
           {0: "sed '/h0$/d' /etc/hosts >$LAB/h; mount --bind $LAB/h /etc/hosts"}, status=1),
     Fault("its own name is loopback, as Debian has it", "interfaces", r"gloo would open its connections on lo \(127\.0\.0\.1\), as",

@@ -222,6 +222,17 @@ def test_processes_meet_exchange_and_miss_who_is_not_there(kind, tmp_path):
     assert not (tmp_path / "m").exists()
 
 
+def test_a_meeting_whose_first_process_is_gone_is_silent_not_broken(tmp_path):
+    first, second = (Meeting(FolderStore(tmp_path / "m"), rank, 2) for rank in (0, 1))
+    first.leave(deadline_s=0.0)
+    second.say("facts", 1)
+    assert second.hear("facts", [0, 1], 0.1) == {}
+    second.leave()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="it cannot be made"):
+        FolderStore(tmp_path / "file")
+
+
 def test_a_stranger_s_line_does_not_disturb_the_meeting():
     import socket
 
