@@ -279,7 +279,7 @@ def test_what_a_configuration_wants(tmp_path):
     wanted = doctor.wanted([*keys, "parallel.tp=2", "parallel.dp=2"])
     assert wanted.mistakes == [] and wanted.gpus == 5 and not wanted.cuda, "four ranks and an engine"
     assert wanted.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
-    assert 5 * 10**5 < wanted.parameters < 10**6 and wanted.checkpoint_bytes == 12 * wanted.parameters * 3
+    assert 5 * 10**5 < wanted.parameters < 10**6 and wanted.checkpoint_bytes == 16 * wanted.parameters * 3
     assert wanted.model == f"{tmp_path}/inputs/model" and wanted.run_dir == f"{tmp_path}/run"
     assert msgspec.convert(json.loads(json.dumps(plain(wanted))), Wanted) == wanted
     (mistake,) = doctor.wanted([*keys, "parallel.tp=3"]).mistakes
