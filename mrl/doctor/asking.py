@@ -11,7 +11,7 @@ from mrl.plan import plan_model, plan_placement
 
 LARGE = 10**9
 """Parameters beyond which nobody trains on a CPU."""
-OPTIMIZER_BYTES = {"bfloat16": 12, "float32": 8}  # of a parameter: two moments, and a float32 copy beside bfloat16
+OPTIMIZER_BYTES = 12  # of a parameter, in a checkpoint: two moments and the copy that is trained, in float32
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -22,7 +22,7 @@ def wanted_by(config: Config) -> Wanted:
     except ValueError as error:
         return Wanted(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
     parameters = sum(map(prod, HFWeights(base.model_path).shapes().values()))
-    bytes_each = parameters * (WEIGHT_BYTES[config.model.dtype] + OPTIMIZER_BYTES[config.model.dtype])
+    bytes_each = parameters * (WEIGHT_BYTES[config.model.dtype] + OPTIMIZER_BYTES)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return Wanted(
         gpus=pools.size,

@@ -7,7 +7,7 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from mrl.doctor.wanted import Wanted
 from mrl.rollout.ports import PortLease
 
 CONNECT_S = 3.0
+CONFIG_S = 60.0  # to read a configuration, on a slow disk
 CPU_RANKS = 2  # of an all-reduce on one machine without GPUs
 
 
@@ -103,7 +104,7 @@ def examine_together(meeting: Meeting, ask: Callable[[], Wanted | None], options
         wanted = ask()
         meeting.say("wanted", plain(wanted))
     else:
-        said = meeting.hear("wanted", [0], options.deadline_s)
+        said = meeting.hear("wanted", [0], options.deadline_s + CONFIG_S)
         if 0 not in said:
             return _without_first(meeting)
         wanted = msgspec.convert(said[0], Wanted | None)
@@ -126,7 +127,7 @@ def examine_together(meeting: Meeting, ask: Callable[[], Wanted | None], options
         ranks = [peer.facts.rank for peer in peers]
         heard = meeting.hear("contacts", ranks, options.deadline_s)  # nobody stops listening before all have tried
     seen = Seen([msgspec.convert(heard[rank], HostFacts) for rank in ranks if rank in heard], wanted)
-    collectives = _collectives(meeting, seen, options) if options.all_reduce is not False else []
+    collectives = _collectives(meeting, seen, own.facts.host, options) if options.all_reduce is not False else []
     return _agree(meeting, replace(seen, absent=_absent(meeting, seen), collectives=collectives), options.deadline_s)
 
 
@@ -178,15 +179,15 @@ def _node_names(size: int) -> list[str]:
     return names if len(names) == size else []
 
 
-def _collectives(meeting: Meeting, seen: Seen, options: Options) -> list[Collective]:
+def _collectives(meeting: Meeting, seen: Seen, own: str, options: Options) -> list[Collective]:
     """All-reduces over the hosts that came; none where nothing leads to all of them, which is a finding of its own."""
     if meeting.rank == 0:
         meeting.say("plan", plain(_plan(seen)))
-    said = meeting.hear("plan", [0], options.deadline_s).get(0)
+    said = meeting.hear("plan", [0], 2 * options.deadline_s).get(0)
     if said is None:
         return []
     plan = msgspec.convert(said, Plan)
-    ranks = _ranks_of(seen, meeting.rank)
+    ranks = [rank for rank, name in enumerate(plan.hosts) if name == own]
     meeting.say("told", plain(probe.run_ranks(plan, ranks, options.deadline_s)))
     heard = meeting.hear("told", [host.rank for host in seen.hosts], options.deadline_s + probe.START_S)
     told = {one.rank: one for each in heard.values() for one in msgspec.convert(each, list[Told])}
@@ -198,21 +199,12 @@ def _plan(seen: Seen) -> Plan | None:
     serving = reachable.serving(seen, first)
     if not serving or not seen.several:
         return None
-    places = [(number, host.host) for number, host in enumerate(seen.hosts) for _ in range(_processes(host))]
+    places = [
+        (number, host.host) for number, host in enumerate(seen.hosts) for _ in range(max(1, len(host.gpus.cards)))
+    ]
     groups = {name: tuple(ranks) for name, ranks in (seen.wanted.groups if seen.wanted else {}).items()}
     over = spread(groups, [number for number, _ in places])
     return Plan(serving[0].address, _free_port(), [name for _, name in places], {n: list(r) for n, r in over.items()})
-
-
-def _processes(host: HostFacts) -> int:
-    return max(1, len(host.gpus.cards))
-
-
-def _ranks_of(seen: Seen, rank: int) -> Sequence[int]:
-    """All-reduce ranks of the host with this rank in the meeting."""
-    before = sum(_processes(host) for host in seen.hosts if host.rank < rank)
-    own = next(host for host in seen.hosts if host.rank == rank)
-    return range(before, before + _processes(own))
 
 
 def _free_port() -> int:
@@ -227,5 +219,5 @@ def _agree(meeting: Meeting, seen: Seen, deadline_s: float) -> Verdict:
         findings = judge(seen)
         meeting.say("verdict", plain(findings))
         return Verdict(seen, findings)
-    said = meeting.hear("verdict", [0], deadline_s).get(0)
+    said = meeting.hear("verdict", [0], 2 * deadline_s + probe.START_S).get(0)
     return Verdict(seen, msgspec.convert(said, list[Finding])) if said is not None else _without_first(meeting)

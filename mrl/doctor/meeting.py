@@ -72,9 +72,12 @@ class FolderStore:
     """Files in a folder that all hosts see. They appear whole: written beside, then renamed."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Use the folder, or make it."""
+        """Use the folder, or make it; raises ValueError where that cannot be."""
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--rendezvous {folder}: it cannot be made ({error.strerror}); name a folder.") from None
         self.first = False
 
     def claim(self, rank: int | None, size: int) -> int:
@@ -90,16 +93,20 @@ class FolderStore:
         return "all ranks are taken" if rank is None else f"rank {rank} is taken"
 
     def put(self, key: str, value: Any) -> None:
-        """As a file."""
+        """As a file; lost where the first is gone, and the folder with it."""
         unfinished = self.folder / f".{uuid.uuid4().hex}"
-        unfinished.write_text(json.dumps(value))
-        os.replace(unfinished, self.folder / key.replace("/", "-"))
+        with contextlib.suppress(FileNotFoundError):
+            unfinished.write_text(json.dumps(value))
+            os.replace(unfinished, self.folder / key.replace("/", "-"))
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """Of the files that are there now."""
-        start = prefix.replace("/", "-")
-        names = [name for name in os.listdir(self.folder) if name.startswith(start)]
-        return {prefix + name.removeprefix(start): json.loads((self.folder / name).read_text()) for name in names}
+        """Of the files that are there now; none where the first is gone, and the folder with it."""
+        start, found = prefix.replace("/", "-"), {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.folder):
+                if name.startswith(start):
+                    found[prefix + name.removeprefix(start)] = json.loads((self.folder / name).read_text())
+        return found
 
     def close(self) -> None:
         """The first removes the folder."""

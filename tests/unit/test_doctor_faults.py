@@ -123,6 +123,8 @@ FAULTS = [
     # names
     Fault("localhost is IPv6 only", "names", "localhost is ::1 here", "127.0.0.1 localhost",
           {0: "sed 's/127.0.0.1 localhost/::1 localhost/' /etc/hosts >$LAB/h; mount --bind $LAB/h /etc/hosts"}),
+    Fault("no IPv4 address", "names", "this host has IPv6 addresses only", "IPv4 addresses of the compute nodes",
+          {0: "ip addr flush dev eth0 scope global; ip -6 addr add fd00::5/64 dev eth0 nodad"}),
     Fault("its own name has no address", "names", "its own name, h0, has no address", "DNS",
           {0: "sed '/h0$/d' /etc/hosts >$LAB/h; mount --bind $LAB/h /etc/hosts"}, status=1),
     Fault("its own name is loopback, as Debian has it", "interfaces", r"gloo would open its connections on lo \(127\.0\.0\.1\), as",
@@ -150,7 +152,8 @@ FAULTS = [
           {0: "ip route del default dev eth0", 1: "ip link add bond9 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up\n"
               "ip route replace default dev bond9 src 10.2.2.1"}, hosts=2, where="h1"),
     Fault("Ray's port is taken", "ports", r"port 6379 is taken by python\S* \(process \d+", "ray stop",
-          {0: "export SLURM_JOB_ID=7; $PYTHON -m http.server 6379 >/dev/null 2>&1 & sleep 2"}, status=1),
+          {0: "export SLURM_JOB_ID=7; $PYTHON -m http.server 6379 >/dev/null 2>&1 &\n"
+              "for n in $(seq 600); do ss -Hltn sport = :6379 | grep -q . && break; sleep 0.1; done"}, status=1),
     Fault("outgoing connections among the engines' ports", "ports", "gives outgoing connections ports from 20000 on", "sysctl",
           {0: "echo 20000 60999 >/proc/sys/net/ipv4/ip_local_port_range"}, status=1),
     Fault("few ports", "ports", "1001 ports for outgoing", "sysctl", {0: "echo 40000 41000 >/proc/sys/net/ipv4/ip_local_port_range"}, status=1),

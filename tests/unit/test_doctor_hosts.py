@@ -58,7 +58,7 @@ def test_without_the_first_host_the_others_say_so_and_end(tmp_path):
 
 
 def test_hosts_meet_at_a_port_of_the_first_and_it_listens_nowhere_else(tmp_path):
-    listening = "(sleep 1; for n in $(seq 100); do ss -Hltn sport = :29400 >>$LAB/listening; sleep 0.1; done) &"
+    listening = "(for n in $(seq 1200); do ss -Hltn sport = :29400 >>$LAB/listening; sleep 0.1; done) &"
     lab = Lab(tmp_path, 2, {0: listening})
     outcome = lab.run("--no-all-reduce", "--deadline", "100", "--rendezvous", "10.9.0.1:29400")
     assert outcome.findings == [] and set(outcome.statuses.values()) == {0}

@@ -27,6 +27,7 @@ from mrl.doctor.judge import CHECKS
 from mrl.doctor.meeting import FolderStore, Meeting, TcpStore
 from mrl.doctor.probe import Plan, Told
 from mrl.doctor.seen import Collective, Seen, unlike
+from mrl.doctor.wanted import Wanted
 from mrl.rollout.ports import PortLease
 from parallel.dims import ParallelDims
 
@@ -222,6 +223,17 @@ def test_processes_meet_exchange_and_miss_who_is_not_there(kind, tmp_path):
     assert not (tmp_path / "m").exists()
 
 
+def test_a_meeting_whose_first_process_is_gone_is_silent_not_broken(tmp_path):
+    first, second = (Meeting(FolderStore(tmp_path / "m"), rank, 2) for rank in (0, 1))
+    first.leave(deadline_s=0.0)
+    second.say("facts", 1)
+    assert second.hear("facts", [0, 1], 0.1) == {}
+    second.leave()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="it cannot be made"):
+        FolderStore(tmp_path / "file")
+
+
 def test_a_stranger_s_line_does_not_disturb_the_meeting():
     import socket
 
@@ -260,6 +272,18 @@ def test_a_mistake_in_the_configuration_is_a_finding(tmp_path):
         (["experiment=none", f"model.path={tmp_path}", "reward=math"], "config.json"),
     ):
         assert message in doctor.wanted(keys).mistakes[0]
+
+
+def test_what_a_configuration_wants(tmp_path):
+    keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
+    wanted = doctor.wanted([*keys, "parallel.tp=2", "parallel.dp=2"])
+    assert wanted.mistakes == [] and wanted.gpus == 5 and not wanted.cuda, "four ranks and an engine"
+    assert wanted.groups == {"tp 0": [0, 1], "tp 1": [2, 3], "dp 0": [0, 2], "dp 1": [1, 3]}
+    assert 5 * 10**5 < wanted.parameters < 10**6 and wanted.checkpoint_bytes == 16 * wanted.parameters * 3
+    assert wanted.model == f"{tmp_path}/inputs/model" and wanted.run_dir == f"{tmp_path}/run"
+    assert msgspec.convert(json.loads(json.dumps(plain(wanted))), Wanted) == wanted
+    (mistake,) = doctor.wanted([*keys, "parallel.tp=3"]).mistakes
+    assert "parallel.tp=3 does not divide num_attention_heads" in mistake
 
 
 def test_every_rule_is_registered_and_says_its_file_s_name():

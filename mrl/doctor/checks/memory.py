@@ -8,7 +8,7 @@ from mrl.doctor.seen import Seen
 
 NAME = "memory"
 LEAST_BYTES = 6 * GB  # the quickstart's processes import torch four times, Ray and SGLang
-FREE_BYTES = 3 * GB
+FREE_BYTES = 2 * GB
 LOADED_TWICE = 2  # weights pass through the host's memory on their way to trainers and to engines
 
 

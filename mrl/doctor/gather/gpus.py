@@ -43,8 +43,8 @@ def _card(line: str, errors: Mapping[int, int]) -> Card:
         number = int(index)
     except ValueError:
         raise NoAnswer(f"nvidia-smi says {line!r}") from None
-    total_bytes, used_bytes = (_number(text) * MIB for text in (total, used))
-    return Card(number, name, total_bytes, used_bytes, driver, mig == "Enabled", errors.get(number, 0))
+    memory, taken = _number(total) * MIB, _number(used) * MIB
+    return Card(number, name, memory, taken, driver, mig == "Enabled", errors.get(number, 0))
 
 
 def selected(line: str, variable: str | None) -> bool:
