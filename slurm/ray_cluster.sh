@@ -60,6 +60,7 @@ node() {
     local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role told= end=$((SECONDS + MRL_JOIN_S))
     ray=
     trap heed USR1 TERM
+    (setsid bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" guard $$ "$tmp" </dev/null >/dev/null 2>&1 &)
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
@@ -117,8 +118,19 @@ end_leftovers() {
     done
 }
 
-if [ "${1:-}" = node ]; then
-    # shellcheck source=env.sh
-    source "$MRL_CHECKOUT/slurm/env.sh"
-    node
-fi
+# guard PID FOLDER: tidies up where Slurm kills the node's script before it can. It is a daemon: who overlooks Ray's overlooks this one.
+guard() {
+    trap '' TERM USR1
+    while kill -0 "$1" 2>/dev/null; do sleep 1; done
+    end_leftovers
+    rm -rf "$2"
+}
+
+case ${1:-} in
+    node)
+        # shellcheck source=env.sh
+        source "$MRL_CHECKOUT/slurm/env.sh"
+        node
+        ;;
+    guard) guard "$2" "$3" ;;
+esac

@@ -105,7 +105,14 @@ class Batch:
         (line,) = [each for each in self.started("ray.scripts.scripts") if each["env"]["SLURMD_NODENAME"] == node]
         return dict(word.partition("=")[::2] for word in line["argv"][2:])
 
-    def leftovers(self) -> list[psutil.Process]:
+    def leftovers(self, within_s: float = 10) -> list[psutil.Process]:
+        """Processes that are still there after a while."""
+        end = time.monotonic() + within_s
+        while (found := self._living()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return found
+
+    def _living(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             try:
@@ -157,7 +164,7 @@ def batch(tmp_path):
     yield run
     for each in made:
         each.process.kill()
-        for process in each.leftovers():
+        for process in each.leftovers(0):
             process.kill()
 
 
