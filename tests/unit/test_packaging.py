@@ -16,7 +16,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mrl", "models", "parallel")
 LOCKS = ("requirements.txt", "requirements-gpu.txt")
-ONLY_WITH_A_GPU = {"transformer_engine"}  # declared in the extra `gpu`
+OF_EXTRAS = {"transformer_engine", "optuna"}  # declared in the extras `gpu` and `optuna`
+TESTED = ("dev", "optuna")  # extras that both locks hold
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def imported_names(file):
             yield node.module.split(".")[0]
 
 
-@pytest.mark.parametrize(("lock", "extras"), [("requirements.txt", ["dev"]), ("requirements-gpu.txt", ["dev", "gpu"])])
+@pytest.mark.parametrize(("lock", "extras"), [("requirements.txt", TESTED), ("requirements-gpu.txt", (*TESTED, "gpu"))])
 def test_the_lock_satisfies_every_range_of_setup_py(setup_arguments, lock, extras):
     pins = locked(lock)
     ranges = [setup_arguments["install_requires"], *(setup_arguments["extras_require"][extra] for extra in extras)]
@@ -94,7 +95,8 @@ def test_a_lock_is_versions_and_hashes_and_names_no_index_url_or_path(lock):
 
 def test_the_locks_hold_what_setup_py_needs_and_no_package_besides(setup_arguments):
     """Each package is asked for by setup.py, or by another one of the lock."""
-    wanted = chain(setup_arguments["install_requires"], setup_arguments["extras_require"]["dev"])
+    extras = setup_arguments["extras_require"]
+    wanted = chain(setup_arguments["install_requires"], *(extras[extra] for extra in TESTED))
     reached, queue = set(), [Requirement(line) for line in wanted]
     while queue:
         asked = queue.pop()
@@ -124,7 +126,7 @@ def test_every_import_is_a_dependency_that_setup_py_declares(setup_arguments):
     declared = {canonicalize_name(Requirement(line).name) for line in setup_arguments["install_requires"]}
     undeclared = {}
     for file in source_files():
-        for name in set(imported_names(file)) - set(PACKAGES) - sys.stdlib_module_names - ONLY_WITH_A_GPU:
+        for name in set(imported_names(file)) - set(PACKAGES) - sys.stdlib_module_names - OF_EXTRAS:
             if not declared & {canonicalize_name(provider) for provider in providers.get(name, [])}:
                 undeclared[name] = str(file.relative_to(ROOT))
     assert undeclared == {}, "declare these in setup.py, then `make lock`"

@@ -115,7 +115,7 @@ def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scorin
     assert sum(found.parts.values()) == pytest.approx(found.total_s)
     assert found.parts["matmul"][1] <= found.parts["matmul"][0] * (1 + 1e-9)
     again = replace(trainer, layout=replace(layout, recompute=True)).times(np.array([replicas]))
-    assert again.total_s[0] >= found.total_s[0]
+    assert again.total_s[0] >= found.total_s[0] * (1 - 1e-9)
     more = replace(trainer, work=replace(work, scoring_passes=scoring + 1)).times(np.array([replicas]))
     assert more.score_s[0] > found.score_s[0] and more.update_s[0] == pytest.approx(found.update_s[0])
 
