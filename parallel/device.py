@@ -6,10 +6,12 @@ state, `device="cuda"` in factory calls); on a CPU those calls are answered by t
 """
 
 import functools
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
@@ -196,7 +198,8 @@ def install() -> None:
     """Make Megatron-Core importable and runnable on this machine; idempotent, a no-op where CUDA is present."""
     if has_cuda() or torch.cuda.Stream is _Stream:
         return
-    torch.compiler.set_stance("force_eager")  # Megatron's jit_fuser is torch.compile: minutes of C++ builds on a CPU
+    # Megatron's jit_fuser is torch.compile: minutes of C++ builds on a CPU, and seconds to import what would make them.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _stand_in_for_cuda()
     _stand_in_for_tensors()
     _stand_in_for_megatron()

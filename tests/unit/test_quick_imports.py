@@ -1,0 +1,26 @@
+"""What a trainer process without a GPU does not pay for."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+PROGRAM = """
+import sys
+from parallel import device
+device.install()
+import models.build
+from megatron.core.fusions import fused_bias_swiglu
+import torch
+gate = torch.ones(2, 4, requires_grad=True)
+fused_bias_swiglu.swiglu(gate).sum().backward()
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles Megatron's fused functions")
+def test_megatron_is_imported_without_the_compiler():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
