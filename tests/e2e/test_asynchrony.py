@@ -58,10 +58,12 @@ def test_without_staleness_the_asynchronous_run_is_the_synchronous_one(start_mrl
 MODES = {
     "one step off, on the same devices by turns": (["rollout.mode=one_step_off", "placement=colocated"], 1),
     "asynchronous": (["rollout.mode=async", "rollout.max_staleness=3"], 3),
+    "synchronous, by turns": (["placement=colocated"], 0),
 }
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("mode", "staleness"), MODES.values(), ids=MODES)
 def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quickstart, tmp_path, mode, staleness):
     kinds = list(KINDS)
