@@ -18,7 +18,8 @@ KINDS = {  # what the command line of a process has in it
     "raylet": "/raylet/raylet ",
 }
 SEED = int(os.environ.get("MRL_SOAK_SEED", "0"))
-NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone", "rollout/rounds")  # what batching and faults decide
+# What batching and faults decide.
+NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone", "rollout/rounds")
 
 
 def find(tag: str, kind: str) -> psutil.Process | None:
