@@ -102,6 +102,7 @@ class EngineServer:
             "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they go with the folder
             "MRL_ENGINE_SCRATCH": str(scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon it notices that a response was given up
             "SPT_NOENV": "1",  # its processes take other titles, and keep the environment that they are found by
             "MASTER_ADDR": "127.0.0.1",  # with the port, what its kernels name their shared memory by
             "MASTER_PORT": str(self._leases[1].port),

@@ -95,12 +95,13 @@ class RolloutWorker:
             return 0
         stream = self._stream
         stream.admit(first, rows.tolist(), step)
-        self._draws += 1
-        entry = self._journaled(step)
+        entry, chosen = self._journaled(step), None
         if entry is None:
             self._kept.turn(step)
             stream.go_on(step)
             chosen = stream.wait(step, self.spec.request_timeout_s)
+        self._draws += 1  # a call that raised is made again, and counts then
+        if entry is None:
             if chosen is None:
                 return stream.room()
             entry = self._entry(step, chosen)

@@ -33,7 +33,8 @@ class Sweep:
 
     def command(self, index: int) -> str:
         """The point as a line for a shell, in a folder of its own."""
-        return shlex.join(["mrl", "train", *self.fixed, *self.points[index]])
+        own = [line for line in self.fixed if not line.startswith(("run.dir=", "sweep.", "sweep="))]
+        return shlex.join(["mrl", "train", *own, *self.points[index]])
 
     def outcomes(self) -> list[Outcome]:
         """Of every point, in order."""

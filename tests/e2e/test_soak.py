@@ -18,8 +18,7 @@ KINDS = {  # what the command line of a process has in it
     "raylet": "/raylet/raylet ",
 }
 SEED = int(os.environ.get("MRL_SOAK_SEED", "0"))
-# What batching and faults decide.
-NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone", "rollout/rounds")
+NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone")  # what batching and faults decide
 
 
 def find(tag: str, kind: str) -> psutil.Process | None:

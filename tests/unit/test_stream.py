@@ -3,7 +3,10 @@
 import inspect
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from http_engines import HttpEngine, asked
 
@@ -11,9 +14,10 @@ from mrl.config import FaultsConfig
 from mrl.rewards.base import Score
 from mrl.rollout.asking import NoEngineError
 from mrl.rollout.client import EngineError, SamplingParams
+from mrl.rollout.journal import Entry
 from mrl.rollout.stream import Draft, Stream
 from mrl.rollout.trajectory import Group, Sample, Trajectory
-from mrl.rollout.window import Ticket, Window
+from mrl.rollout.window import Chosen, Ticket, Window
 from mrl.rollout.worker import RolloutWorker
 
 SIZE = 2
@@ -204,3 +208,18 @@ def test_tickets_of_a_journal_are_known_while_they_wait(make):
 def test_the_rollout_worker_has_no_coroutine():
     """Ray would let its calls overlap, each in another thread."""
     assert not [name for name, value in vars(RolloutWorker).items() if inspect.iscoroutinefunction(value)]
+
+
+def test_a_gather_that_raised_and_is_made_again_counts_once():
+    """As when the last engine is lost and another takes its place."""
+    worker, chosen = object.__new__(RolloutWorker), Chosen([0], ["group"], [], [], [])
+    worker.spec, worker._draws, worker._read = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
+    worker._kept, worker._journal = Mock(), Mock(get=Mock(return_value=None))
+    worker._stream = Mock(take_seconds=lambda: (0.0, 0.0), room=lambda: 2)
+    worker._stream.wait.side_effect = [NoEngineError("none"), None, NoEngineError("none"), chosen]
+    worker._entry = lambda step, chosen: Entry(chosen.numbers, [], [], [], [])
+    for first, rows in ((0, [1, 2]), (2, [5])):
+        with pytest.raises(NoEngineError):
+            worker.gather(first, np.array(rows), 3)
+        worker.gather(first, np.array(rows), 3)
+    assert worker._batch.rounds == 2
