@@ -26,6 +26,11 @@ class ModelConfig:
     dtype: str = "bfloat16"  # of weights and activations: bfloat16 or float32
     family: str | None = None  # a family of your own: "package.module:NAME" or "/path/file.py:NAME" (docs/families.md)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return {"bfloat16": 2, "float32": 4}[self.dtype]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -313,7 +318,7 @@ class PlanConfig:
     send_gb_per_s: float = 25.0  # of one trainer rank; a 200 Gbit/s network card
     receive_gb_per_s: float = 25.0  # of one engine rank
     message_us: float = 50.0  # what a message costs besides its bytes
-    gpus_per_node: int = 8
+    check_memory: bool = True  # refuse a run that the machines of cluster.hardware cannot hold
     reserve_gb: float = 2.0  # GiB of a GPU that each process keeps besides: CUDA's context, NCCL's buffers, fragments
     prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
     expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
@@ -359,13 +364,11 @@ class HardwareConfig:
 
     name: str | None = None  # of the GPU
     gpu_memory_gb: float = 0.0  # GiB of one GPU that processes can use
-    gpus_per_node: int = 0
     tflops_bf16: float = 0.0  # dense matrix products in bfloat16, TFLOP/s of one GPU
     hbm_gb_per_s: float = 0.0  # of a GPU's own memory
     nvlink_gb_per_s: float = 0.0  # of one GPU to the others of its node, both directions together
     network_gb_per_s: float = 0.0  # of one GPU to other nodes, each direction
     host_memory_gb: float = 0.0  # GiB of one node
-    nodes: int = 0  # 0: as many as the run needs
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
@@ -378,8 +381,8 @@ class ClusterConfig:
     address: str | None = None  # of a running Ray cluster; default: start one on this machine
     start_timeout_s: float = 600.0  # until all trainer processes have their model
     scheduler: str | None = None  # slurm: the command submits the run as a job (docs/slurm.md); none: it runs
-    nodes: int = 1  # of the job
-    gpus_per_node: int = 8  # of the job's nodes; 0: without GPUs, each CPU of the job is a place for a process
+    nodes: int | None = None  # of the job, or that `mrl plan` may use; default: as many as the run needs
+    gpus_per_node: int = 8  # 0: none, and each CPU of a job is a place for a process
     partition: str | None = None  # of the job; default: the cluster's
     time: str | None = None  # limit of the job, such as "4:00:00" or "2-12" (days-hours); default: the partition's
     slurm: Node = field(default_factory=dict)  # any other option of sbatch, with _ for -; true: without a value

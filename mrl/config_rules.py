@@ -131,7 +131,6 @@ _POSITIVE = [
     "capsule.window",
     "plan.send_gb_per_s",
     "plan.receive_gb_per_s",
-    "plan.gpus_per_node",
     "plan.expert_imbalance",
     "plan.top",
     "plan.matmul_efficiency",
@@ -140,7 +139,6 @@ _POSITIVE = [
     "plan.bandwidth_efficiency",
     "plan.pcie_gb_per_s",
     "cluster.start_timeout_s",
-    "cluster.nodes",
 ]
 _NOT_NEGATIVE = [
     "run.seed",
@@ -244,7 +242,7 @@ def _check_evaluation(evaluate: EvaluateConfig) -> None:
         raise ValueError(f"evaluate.confidence={evaluate.confidence}: expected a probability such as 0.95.")
 
 
-_OF_A_JOB = ("nodes", "gpus_per_node", "partition", "time", "slurm", "components", "dry_run")
+_OF_A_JOB = ("partition", "time", "slurm", "components", "dry_run")
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
@@ -256,6 +254,8 @@ def _check_cluster(cluster: ClusterConfig) -> None:
     for name in _OF_A_JOB if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
             raise ValueError(f"cluster.{name}={value}: is for a job, and this run starts here; add cluster=slurm.")
+    if cluster.nodes is not None and cluster.nodes < 1:
+        raise ValueError(f"cluster.nodes={cluster.nodes}: must be 1 or more, or null for as many as the run needs.")
     if cluster.time is not None and not _TIME.fullmatch(cluster.time):
         raise ValueError(
             f"cluster.time={cluster.time!r}: expected hours:minutes:seconds, days-hours or days-hours:minutes:seconds, as in "

@@ -1,5 +1,9 @@
-"""Files with a line for each step, of which a run that goes back to a checkpoint keeps the beginning."""
+"""Small files that others may read at any moment: whole ones, and ones with a line for each step.
 
+Of the latter a run that goes back to a checkpoint keeps the beginning.
+"""
+
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -9,6 +13,30 @@ from typing import Any
 import orjson
 
 logger = logging.getLogger(__name__)
+
+
+CHUNK = 1 << 14  # bytes
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file that is whole whenever it is there; what JSON has no word for becomes text."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    partial.replace(path)
+
+
+def last_lines(path: Path, count: int) -> list[bytes]:
+    """The last `count` lines that are whole, in order, read from the end of the file; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        end, size = file.seek(0, os.SEEK_END), CHUNK
+        while True:
+            file.seek(max(0, end - size))
+            found = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+            if len(found) > count or size >= end:  # the first may lack its beginning
+                return found[-count:]
+            size *= 4
 
 
 class StepLines:

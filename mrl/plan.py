@@ -256,8 +256,7 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     if UNEVEN & config.megatron.keys():
         raise ValueError("mrl plan sync takes pipeline stages of equal size; leave out megatron's fields for others.")
     owned = owners(layout.rows, layout.sizes, dims, even_stages(base.arch.num_layers, dims))
-    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    dtype = (config.model.dtype, itemsize)
+    dtype = (config.model.dtype, config.model.itemsize)
     found = compile_plan(owned, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes)
     return base, found
 
@@ -281,15 +280,6 @@ def plan_models(config: Config, weights: bool = False) -> tuple[Behaviours, dict
     if "teacher_logprobs" in behaviours.needs:
         models["teacher"] = _teacher(config, models["actor"], weights)
     return behaviours, models
-
-
-def plan_model(config: Config) -> ModelPlan:
-    """The model of this config and its layouts in trainer and engines; raises ValueError, starts no process."""
-    make_inputs(config)
-    base = _model_plan(config, config.model.path)
-    if not config.rollout.replay:
-        engine_layout(config, base)
-    return base
 
 
 def engine_layout(config: Config, base: ModelPlan) -> EngineLayout:

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
+from mrl.lines import write_json
+
 logger = logging.getLogger(__name__)
 
 RUN = "run.json"  # in a run's folder: the command and config it was begun with
@@ -36,7 +38,7 @@ def own_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterat
     try:
         _end_leftovers(folder)
         os.environ[OWNER] = str(folder)
-        _write(folder / RUN, dict(command=command, config=config))
+        write_json(folder / RUN, dict(command=command, config=config))
         yield
     finally:
         os.environ.pop(OWNER, None)
@@ -56,12 +58,6 @@ def check_unused(folder: Path) -> None:
     for name in OUTPUTS:
         if (folder / name).exists():
             raise ValueError(f"run.dir={folder}: holds {name} of another run; name another folder.")
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, default=str))
-    partial.replace(path)
 
 
 def _end_leftovers(folder: Path) -> None:

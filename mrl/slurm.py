@@ -93,13 +93,6 @@ def queued(job_id: str) -> set[int] | None:
     return {int(word) for word in done.stdout.split() if word.isdecimal()}
 
 
-def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
-    """GPUs of each node of the job."""
-    own = dict(nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node)
-    parts = [own, *(own | dict(nodes=1) | part for part in cluster.components)]
-    return [int(part["gpus_per_node"]) for part in parts for _ in range(int(part["nodes"]))]
-
-
 def submit(job: Job) -> str:
     """Write the script into the run's folder and submit it; returns the job's id. Raises ValueError where sbatch refuses."""
     if not (sbatch := shutil.which("sbatch")):

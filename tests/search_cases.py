@@ -9,7 +9,7 @@ from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.spec import Architecture
-from mrl.config import HardwareConfig, PlanConfig
+from mrl.config import ClusterConfig, HardwareConfig, PlanConfig
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
 from mrl.planner.memory.shape import ModelShape
@@ -30,7 +30,6 @@ QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
 H100 = dict(
     name="h100",
     gpu_memory_gb=79.6,
-    gpus_per_node=8,
     tflops_bf16=989,
     hbm_gb_per_s=3350,
     nvlink_gb_per_s=900,
@@ -53,9 +52,10 @@ def _model_of(fields: str) -> tuple[Architecture, ModelSizes]:
     return arch, ModelSizes.of(family, arch)
 
 
-def machine_of(nodes: int, **changes) -> Machine:
+def machine_of(nodes: int, gpus_per_node: int = 8, **changes) -> Machine:
     """So many nodes of H100."""
-    return Machine.of(HardwareConfig(**H100 | changes, nodes=nodes), PlanConfig())
+    hardware = HardwareConfig(**H100 | changes)
+    return Machine.of(ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, hardware=hardware), PlanConfig())
 
 
 def small_moe() -> dict:

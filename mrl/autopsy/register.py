@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.autopsy import notes
+from mrl.lines import write_json
 
 SIGNAL = signal.SIGUSR2  # answered in C, whatever Python or a collective is doing
 FOLDER, NAME = "MRL_STACKS", "MRL_STACKS_NAME"  # environment of an engine
@@ -47,9 +48,7 @@ def register(folder: str | Path, name: str, title: str, role: str, **more: Any) 
     dump_on_signal(path.with_name(f"{name}.txt"))
     notes.keep(path.with_name(f"{name}.notes"))
     record = Record(name, title, role, socket.gethostname(), pid, start_ticks(pid), **more)
-    partial = path.with_name(f"{name}.json.new")
-    partial.write_text(json.dumps(asdict(record)))
-    partial.replace(path.with_name(f"{name}.json"))
+    write_json(path.with_name(f"{name}.json"), asdict(record))
     return path
 
 

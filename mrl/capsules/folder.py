@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl.lines import write_json
 from mrl.types import TokenBlock, TrainBatch
 from mrl.workers.capsule import BATCH, WEIGHTS, read_block
 from parallel.dims import ParallelDims
@@ -129,10 +130,7 @@ def complete(folder: Path, content: Content) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {str(path.relative_to(folder)): _describe(folder, path) for path in paths}
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES} | {"python": platform.python_version()}
-    text = json.dumps(dict(format=FORMAT, content=asdict(content), versions=versions, files=files), indent=1)
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(text + "\n")
-    partial.replace(folder / MANIFEST)
+    write_json(folder / MANIFEST, dict(format=FORMAT, content=asdict(content), versions=versions, files=files))
 
 
 def _describe(folder: Path, path: Path) -> dict[str, Any]:

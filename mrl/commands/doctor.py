@@ -59,20 +59,14 @@ def wanted(keys: Sequence[str]) -> Wanted | None:
     """What the configuration of these keys needs; None without any. A mistake in them is kept, not raised."""
     if not keys:
         return None
-    from hydra import compose, initialize_config_dir  # a second, for those who give keys
-    from hydra.errors import HydraException
-
-    from mrl.commands import hydra_app
-    from mrl.config_rules import from_hydra
+    from mrl.commands import hydra_app  # a second, for those who give keys
     from mrl.doctor.asking import wanted_by
 
     try:
-        hydra_app.register_schema()
         overrides = hydra_app.checked(hydra_app.with_default_experiment(list(keys)))
         sys.path.append(os.getcwd())  # a user's own rewards and losses, as in mrl train
-        with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
-            return wanted_by(from_hydra(compose("config", overrides)))
-    except (HydraException, ValueError) as error:
+        return wanted_by(hydra_app.composed(overrides))
+    except ValueError as error:
         return Wanted(mistakes=[str(error)])
 
 

@@ -4,13 +4,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -105,6 +106,16 @@ def _end(signum: int, frame: object) -> None:
 
     on_wait(leave)
     leave()
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The config that a command would read from these overrides; raises ValueError."""
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            return from_hydra(compose("config", list(overrides)))
+        except HydraException as error:
+            raise ValueError(str(error)) from None
 
 
 def with_default_experiment(argv: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from mrl import plan as planning
 from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config import Config
 from mrl.placement import picture
-from mrl.placement.layout import imagined
+from mrl.placement.layout import Layout, imagined
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
@@ -29,7 +29,7 @@ it does not fit.
 
 memory: bytes of each GPU in each phase, the KV cache, machines and disk; where they do not fit, what would (docs/plan.md)
   mrl plan memory model.path=Qwen3-8B cluster=h100 parallel.tp=4 parallel.dp=2 rollout.num_engines=8 placement=colocated
-  mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.hardware.nodes=2 --json
+  mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.nodes=2 --json
 
   cluster=a100|h100|h200|b200                 what a GPU and a node have; cluster.hardware.* for others
   plan.reserve_gb                             GiB of a GPU that each process keeps besides
@@ -40,7 +40,7 @@ placement: which process is on which GPU, who shares it by turns, and which GPUs
   mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
   mrl plan placement model.path=Qwen3-0.6B parallel.dp=8 rollout.num_engines=8 placement=colocated plan.picture=gpus.png
 
-  plan.gpus_per_node                          8 unless set
+  cluster.gpus_per_node                       8 unless set
   plan.picture                                also draw into this PNG
 
 sync: bytes, messages and predicted seconds of every rank when weights go to the engines, and the bytes that arrive over the
@@ -67,10 +67,15 @@ def sync(config: Config) -> None:
     show(explain(found, base.dims.world_size, speeds, shared), f"{base.model_path} over {base.dims}", shared)
 
 
+def _imagined(config: Config, weights: bool = True) -> Layout:
+    pools = planning.plan_placement(config, weights)
+    return imagined(pools, config.cluster.gpus_per_node or pools.size)
+
+
 def placement(config: Config) -> None:
     """Print, and perhaps draw, which process is on which GPU."""
     with hydra_app.as_user_error():
-        layout = imagined(planning.plan_placement(config), config.plan.gpus_per_node)
+        layout = _imagined(config)
     _console().print(picture.rendered(layout))
     if config.plan.picture:
         path = Path(config.plan.picture)
@@ -82,8 +87,7 @@ def everything(config: Config, as_json: bool = False) -> None:
     """Print the layout and placement, then the memory; ends with status 1 where it does not fit."""
     if not as_json:
         with hydra_app.as_user_error():
-            per_node = config.cluster.hardware.gpus_per_node or config.plan.gpus_per_node
-            layout = imagined(planning.plan_placement(config, weights=False), per_node)
+            layout = _imagined(config, weights=False)
         _console().print(picture.rendered(layout))
     plan_memory.memory(config, as_json)
 

@@ -2,24 +2,15 @@
 
 import json
 import sys
-from dataclasses import dataclass
-from functools import cached_property
 
 from rich.console import Console
 from rich.table import Table
 
-from models.families import family_of
-from mrl import plan as planning
 from mrl.commands import hydra_app
 from mrl.config import Config
-from mrl.placement.pools import Pools
-from mrl.plan import ModelPlan
-from mrl.planner.memory.activations import CPU, GPU
+from mrl.memory import Counted
 from mrl.planner.memory.advice import Change, advice
-from mrl.planner.memory.run import GIB, ITEMSIZE, Model, Moment, RunMemory, keys_per_token, run_memory, sequence_tokens
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import TrainerSettings
-from mrl.weight_sync.layout import Topology
+from mrl.planner.memory.run import GIB, Moment, RunMemory
 
 COLUMNS = {
     "weights": "weights",
@@ -34,59 +25,6 @@ COLUMNS = {
 }
 """Parts of a moment, and the words above them."""
 BAR = 10  # characters
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A config's models, read once, so that many configs around it can be counted."""
-
-    config: Config
-    models: dict[str, ModelPlan]
-    reference: bool
-    topology: Topology | None
-
-    @classmethod
-    def of(cls, config: Config) -> "Counted":
-        """Raises ValueError where the run could not be, whatever memory there is."""
-        behaviours, models = planning.plan_models(config)
-        own = not (config.rollout.replay or config.rollout.engine_urls)
-        topology = planning.engine_topology(config, models["actor"]) if own else None
-        return cls(config, models, "ref_logprobs" in behaviours.needs, topology)
-
-    @cached_property
-    def shapes(self) -> dict[str, ModelShape]:
-        return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
-
-    def _pools(self, config: Config) -> Pools:
-        """Pools of a config beside this one; raises ValueError."""
-        dims = {role: planning.layout_of(config, "" if role == "actor" else role) for role in self.models}
-        return planning.pools_of(config, dims)
-
-    def memory(self, config: Config) -> RunMemory:
-        """Of a config with the same models; raises ValueError where its layout cannot be."""
-        models = {role: self._model(config, role) for role in self.models}
-        topology = None
-        if self.topology:
-            topology = planning.engine_topology(config, self.models["actor"])
-        return run_memory(config, models, topology, self._pools(config), self.reference)
-
-    def _model(self, config: Config, role: str) -> Model:
-        plan, own = self.models[role], "" if role == "actor" else role
-        dims = planning.layout_of(config, own)
-        planning.check_layout(config, plan.arch, dims)
-        settings = TrainerSettings.with_megatron(
-            config.megatron,
-            max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config)),
-            itemsize=ITEMSIZE[config.model.dtype],
-            head="value" if role == "critic" else "vocabulary",
-            trained=plan.optimizer is not None,
-            logprob_chunk=config.trainer.logprob_chunk,
-            keys_per_token=keys_per_token(config),
-            imbalance=config.plan.expert_imbalance,
-            bucket_bytes=config.weight_sync.bucket_bytes,
-            kernels=GPU if config.cluster.hardware.name else CPU,
-        )
-        return Model(self.shapes[role], dims, settings)
 
 
 def memory(config: Config, as_json: bool = False) -> None:

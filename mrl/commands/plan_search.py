@@ -16,9 +16,8 @@ from mrl.commands import hydra_app
 from mrl.config import Config
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
-from mrl.planner.memory.run import FRACTION, ITEMSIZE, keys_per_token, sequence_tokens
+from mrl.planner.memory.run import FRACTION, trainer_settings
 from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import TrainerSettings
 from mrl.planner.reasons import limits, losses
 from mrl.planner.search import Candidate, Found, Search
 from mrl.planner.sizes import ModelSizes
@@ -26,15 +25,15 @@ from mrl.planner.space import Space
 from mrl.planner.trace import read_lengths, read_run
 from mrl.planner.workload import Lengths, Workload
 
-USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.hardware.nodes=N [KEY=VALUE ...] [--json]
+USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N [KEY=VALUE ...] [--json]
 
 Searches every layout of the trainers, every share of the GPUs, both placements and all modes of rollout for the one whose
 steps are predicted to be quickest, and says why (docs/plan_search.md). Needs the model's config.json only. Starts nothing.
 
-  mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.hardware.nodes=4
-  mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.hardware.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
+  mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4
+  mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
 
-  cluster, cluster.hardware.*                 the machines: a100, h100, h200, b200; nodes: how many
+  cluster, cluster.hardware.*                 the machines: a100, h100, h200, b200; cluster.nodes: how many
   plan.fix                                    keys or sections to leave as they are: [parallel.tp, rollout, placement]
   plan.lengths                                a run's folder, or a jsonl file of lists of tokens: whose responses' lengths
   plan.prompt_tokens, plan.response_tokens    without it: of prompts, and the median of log-normal responses,
@@ -104,24 +103,12 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def memory_settings(config: Config) -> TrainerSettings:
-    """What a trainer's memory depends on beside model and layout, as `mrl plan memory` counts it."""
-    return TrainerSettings(
-        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config)),
-        itemsize=ITEMSIZE[config.model.dtype],
-        logprob_chunk=config.trainer.logprob_chunk,
-        keys_per_token=keys_per_token(config),
-        imbalance=config.plan.expert_imbalance,
-        bucket_bytes=config.weight_sync.bucket_bytes,
-    )
-
-
 def search_of(config: Config) -> Search:
     """The search that this config asks for; raises ValueError."""
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    machine, work, fixed = Machine.of(config.cluster.hardware, config.plan), workload_of(config), fixed_of(config)
+    machine, work, fixed = Machine.of(config.cluster, config.plan), workload_of(config), fixed_of(config)
     sizes = ModelSizes.of(family, arch)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     if config.rollout.max_staleness is not None:
@@ -129,7 +116,7 @@ def search_of(config: Config) -> Search:
     return Search(
         Space(arch, sizes, machine, work.lengths.longest, fixed),
         work,
-        fits_of(ModelShape.of(family, arch), machine, memory_settings(config)),
+        fits_of(ModelShape.of(family, arch), machine, trainer_settings(config)),
         bucket_bytes=config.weight_sync.bucket_bytes,
         memory_fraction=config.sglang.get("mem_fraction_static") or FRACTION,
         most_running=config.sglang.get("max_running_requests"),
@@ -168,6 +155,8 @@ def as_json(config: Config, search: Search, found: Found) -> dict[str, Any]:
 
     return dict(
         hardware=vars(config.cluster.hardware),
+        nodes=config.cluster.nodes,
+        gpus_per_node=config.cluster.gpus_per_node,
         assumed={name: getattr(config.plan, name) for name in (*EFFICIENCIES, "latency_us", "pcie_gb_per_s")},
         best=[plain(answer) for answer in found.best],
         best_of_each=[plain(answer) for answer in found.of_each],
@@ -180,10 +169,10 @@ def as_json(config: Config, search: Search, found: Found) -> dict[str, Any]:
 def show(config: Config, search: Search, found: Found) -> None:
     """Tables of the best, what limits the first, what others lose, what was left out, and what to paste."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    hardware, work, best = config.cluster.hardware, search.work, found.best[0]
+    cluster, work, best = config.cluster, search.work, found.best[0]
     console.print(
-        f"{search.space.sizes.parameters / 1e9:.4g} billion parameters on {hardware.nodes} nodes of "
-        f"{hardware.gpus_per_node} {hardware.name or 'GPUs'}; a step: {work.prompts} prompts x "
+        f"{search.space.sizes.parameters / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
+        f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step: {work.prompts} prompts x "
         f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens in the mean, "
         f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most"
     )

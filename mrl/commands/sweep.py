@@ -6,20 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from rich.console import Console
 from rich.live import Live
 from rich.progress import track
 
-from mrl import plan as planning
 from mrl import slurm
-from mrl.commands import hydra_app
+from mrl.commands import hydra_app, training
 from mrl.commands.supervised import as_ours
 from mrl.config import Config
-from mrl.config_rules import from_hydra
 from mrl.leaving import REQUEUE
-from mrl.placement.pools import check_room
+from mrl.placement.pools import with_nodes
 from mrl.sweep import plan as sweeps
 from mrl.sweep import table
 from mrl.sweep.array import Array
@@ -71,9 +67,9 @@ def main(argv: list[str]) -> int:
         if config.sweep.trials:
             trials = Trials(space, folder, config.sweep.maximize, config.run.seed, check)
         sweep = _sweep(config, space, folder)
-        _check_all(sweep, check)
+        nodes = _check_all(sweep, check)
         sweep.write()
-        runner = _runner(sweep, config, trials)
+        runner = _runner(sweep, replace(config, cluster=replace(config.cluster, nodes=nodes)), trials)
     return _run(runner)
 
 
@@ -86,7 +82,7 @@ def _read(words: list[str]) -> tuple[Config, Space]:
                 f"{word}: mrl runs sweeps itself; set sweep.at_once, sweep.trials or cluster (mrl train -m --help)."
             )
     space = split(words)
-    base = composed(space.fixed)
+    base = hydra_app.composed(space.fixed)
     space = space.and_also(hydra_app.checked(lines_of(base.sweep.params)))
     if not space.swept:
         raise ValueError(
@@ -95,23 +91,12 @@ def _read(words: list[str]) -> tuple[Config, Space]:
     return base, space
 
 
-def composed(overrides: Sequence[str]) -> Config:
-    """The config that `mrl train` would read from these overrides; raises ValueError."""
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
-        try:
-            return from_hydra(compose("config", list(overrides)))
-        except HydraException as error:
-            raise ValueError(str(error)) from None
-
-
-def _checker(space: Space) -> Callable[[Point], None]:
-    def check(point: Point) -> None:
-        """Raise ValueError for what `mrl train` would refuse."""
-        config = composed([*space.fixed, *point])
-        plan = planning.plan_training(replace(config, run=replace(config.run, dir=str(Path(config.run.dir, "check")))))
-        if config.cluster.scheduler and config.cluster.gpus_per_node:
-            check_room(plan.pools, slurm.gpus_of_nodes(config.cluster), "GPU")
+def _checker(space: Space) -> Callable[[Point], int]:
+    def check(point: Point) -> int:
+        """How many nodes a job of it has; raises ValueError for what `mrl train` would refuse."""
+        config = hydra_app.composed([*space.fixed, *point])
+        plan = training.planned(replace(config, run=replace(config.run, dir=str(Path(config.run.dir, "check")))))
+        return with_nodes(config.cluster, plan.pools).nodes or 1
 
     return check
 
@@ -129,18 +114,19 @@ def _sweep(config: Config, space: Space, folder: Path) -> Sweep:
     return kept
 
 
-def _check_all(sweep: Sweep, check: Callable[[Point], None]) -> None:
-    """Raise ValueError with everything that is wrong with any point."""
-    wrong = []
+def _check_all(sweep: Sweep, check: Callable[[Point], int]) -> int:
+    """Nodes of the largest point; raises ValueError with everything that is wrong with any of them."""
+    wrong, nodes = [], [1]
     for point in track(sweep.points, "checking", transient=True, disable=not sys.stdout.isatty()):
         try:
-            check(point)
+            nodes.append(check(point))
         except ValueError as error:
             wrong.append(f"  {' '.join(point)}: {error}")
     if wrong:
         raise ValueError(
             "\n".join([f"{len(wrong)} of {len(sweep.points)} points cannot run; none was started", *wrong])
         )
+    return max(nodes)
 
 
 def point_process(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:

@@ -12,7 +12,9 @@ from mrl.commands import hydra_app, supervised
 from mrl.config import Config
 from mrl.faults import NotUp, Preempted
 from mrl.leaving import REQUEUE, Leaving
-from mrl.placement.pools import check_room
+from mrl.memory import check_memory
+from mrl.placement.pools import check_room, gpus_of_nodes, with_nodes
+from mrl.plan import Plan
 from mrl.trainer import Result
 
 
@@ -31,21 +33,30 @@ def job(config: Config) -> None:
     sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
 
 
+def planned(config: Config) -> Plan:
+    """The run, checked, on machines that can hold it as far as they are known; raises ValueError."""
+    plan, cluster = planning.plan_training(config), config.cluster
+    check_memory(config)
+    if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
+        check_room(plan.pools, gpus_of_nodes(with_nodes(cluster, plan.pools)), "GPU")
+    if cluster.nodes and not (cluster.scheduler or cluster.address):
+        raise ValueError(f"cluster.nodes={cluster.nodes}: is for a job, and this run starts here; add cluster=slurm.")
+    return plan
+
+
 def _submit(config: Config) -> None:
     """Check all that can be checked where there are no GPUs; then a job runs the command, or the job is only shown."""
     with hydra_app.as_user_error():
-        plan = planning.plan_training(config)
-        if config.cluster.gpus_per_node:
-            check_room(plan.pools, slurm.gpus_of_nodes(config.cluster), "GPU")
+        cluster = with_nodes(config.cluster, planned(config).pools)
         run_dir, overrides = Path(config.run.dir).resolve(), HydraConfig.get().overrides.task
-        job = slurm.make_job(config.cluster, config.run.name, run_dir, overrides)
+        job = slurm.make_job(cluster, config.run.name, run_dir, overrides)
         text = job.script if config.cluster.dry_run else slurm.told(job, slurm.submit(job))
     sys.stdout.write(text)
 
 
 def _fit(config: Config, leaving: Leaving) -> Result:
     try:
-        plan = planning.plan_training(config)
+        plan = planned(config)
     except ValueError as error:
         hydra_app.refuse(error)
     try:

@@ -7,22 +7,24 @@ from models.conversion.hf_io import HFWeights
 from mrl.config import Config
 from mrl.doctor.groups import groups_of
 from mrl.doctor.wanted import Wanted
-from mrl.plan import plan_model, plan_placement
+from mrl.plan import engine_layout, plan_models, pools_of
 
 LARGE = 10**9
 """Parameters beyond which nobody trains on a CPU."""
 OPTIMIZER_BYTES = 12  # of a parameter, in a checkpoint: two moments and the copy that is trained, in float32
-WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def wanted_by(config: Config) -> Wanted:
     """What this configuration needs; what is wrong in it is among its mistakes."""
     try:
-        base, pools = plan_model(config), plan_placement(config)
+        _, models = plan_models(config, weights=True)
+        base, pools = models["actor"], pools_of(config, {role: model.dims for role, model in models.items()})
+        if not config.rollout.replay:
+            engine_layout(config, base)
     except ValueError as error:
         return Wanted(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
     parameters = sum(map(prod, HFWeights(base.model_path).shapes().values()))
-    bytes_each = parameters * (WEIGHT_BYTES[config.model.dtype] + OPTIMIZER_BYTES)
+    bytes_each = parameters * (config.model.itemsize + OPTIMIZER_BYTES)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return Wanted(
         gpus=pools.size,

@@ -97,7 +97,7 @@ def _packed(pool: Pool, room: list[int], gpus_per_node: int) -> list[int]:
     if pool.strategy == "STRICT_PACK" and pool.size > gpus_per_node:
         raise ValueError(
             f"{KEY}.{pool.name}.strategy=STRICT_PACK: its {pool.size} slots are more than a node has "
-            f"(plan.gpus_per_node={gpus_per_node}); use PACK."
+            f"(cluster.gpus_per_node={gpus_per_node}); use PACK."
         )
     nodes: list[int] = []
     while left := pool.size - len(nodes):

@@ -6,10 +6,11 @@ its roles needs: the roles of a pool share its slots by turns.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from mrl.config import RolloutConfig
+from mrl.config import ClusterConfig, RolloutConfig
 from parallel.dims import ParallelDims
 
 KEY = "placement.pools"
@@ -167,6 +168,19 @@ def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
             raise ValueError(f"{where}: its {pool.size} {unit}s are not on one node, as {there}; use PACK.")
         if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
             raise ValueError(f"{where}: it wants {pool.size} nodes, and {there}; use SPREAD.")
+
+
+def with_nodes(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
+    """With `nodes`; where the config does not name them, as many as these pools need."""
+    fewest = ceil(pools.size / cluster.gpus_per_node) if cluster.gpus_per_node else 1
+    return cluster if cluster.nodes else replace(cluster, nodes=fewest)
+
+
+def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
+    """GPUs of each node that the config names; one node, where it does not say how many."""
+    own = dict(nodes=cluster.nodes or 1, gpus_per_node=cluster.gpus_per_node)
+    parts = [own, *(own | dict(nodes=1) | part for part in cluster.components)]
+    return [int(part["gpus_per_node"]) for part in parts for _ in range(int(part["nodes"]))]
 
 
 def arranged(nodes: Sequence[object], together: int) -> list[int]:

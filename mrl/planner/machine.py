@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config import HardwareConfig, PlanConfig
+from mrl.config import ClusterConfig, PlanConfig
+from mrl.planner.memory.run import GIB
 
-GIB = 2**30
 SHARING = 2  # processes that keep plan.reserve_gb on a GPU besides: a trainer's and an engine's
 
 
@@ -28,22 +28,27 @@ class Machine:
     message_s: float  # of a message of the weight sync, besides its bytes
 
     @classmethod
-    def of(cls, hardware: HardwareConfig, plan: PlanConfig) -> Machine:
+    def of(cls, cluster: ClusterConfig, plan: PlanConfig) -> Machine:
         """Raises ValueError where the hardware is not known, or has no number of nodes."""
-        for name in ("gpu_memory_gb", "gpus_per_node", "tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s", "nodes"):
+        hardware, nodes, per_node = cluster.hardware, cluster.nodes, cluster.gpus_per_node
+        for name in ("gpu_memory_gb", "tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s"):
             if not getattr(hardware, name):
-                hint = (
-                    "cluster=h100 (or a100, h200, b200) fills in a GPU's" if name != "nodes" else "how many there are"
+                raise ValueError(
+                    f"cluster.hardware.{name}=0: a layout is searched for known machines; cluster=h100 (or a100, h200, b200) "
+                    "fills it in."
                 )
-                raise ValueError(f"cluster.hardware.{name}=0: a layout is searched for known machines; {hint}.")
-        if not hardware.network_gb_per_s and hardware.nodes > 1:
+        if not nodes or not per_node:
+            raise ValueError(
+                f"cluster.nodes={nodes}, cluster.gpus_per_node={per_node}: a layout is searched for so many GPUs; set both."
+            )
+        if not hardware.network_gb_per_s and nodes > 1:
             raise ValueError("cluster.hardware.network_gb_per_s=0: more than one node needs a network; set its GB/s.")
         share = plan.bandwidth_efficiency
         flops = hardware.tflops_bf16 * 1e12
         nvlink = hardware.nvlink_gb_per_s / 2 * 1e9 * share
         return cls(
-            gpus=hardware.nodes * hardware.gpus_per_node,
-            per_node=hardware.gpus_per_node,
+            gpus=nodes * per_node,
+            per_node=per_node,
             memory_bytes=(hardware.gpu_memory_gb - SHARING * plan.reserve_gb) * GIB,
             matmul_flops=flops * plan.matmul_efficiency,
             attention_flops=flops * plan.attention_efficiency,

@@ -117,7 +117,7 @@ class Search:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in self.space.excluded.most_common())
             raise ValueError(
                 f"no layout fits on {self.space.machine.gpus} GPUs: {reasons or 'nothing is left open'}; "
-                "use more nodes (cluster.hardware.nodes), GPUs with more memory, or leave more open (plan.fix)."
+                "use more nodes (cluster.nodes), GPUs with more memory, or leave more open (plan.fix)."
             )
         shapes: dict[tuple, Candidate] = {}
         each: dict[tuple, Candidate] = {}

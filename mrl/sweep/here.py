@@ -43,7 +43,7 @@ class Here(Runner):
             if status < 0:  # killed, it could not say so
                 write_status(self.sweep.of(index), 128 - status, 0.0)
             if self.trials:
-                self.trials.tell(self.outcomes()[index])
+                self.trials.tell(self.sweep.outcome(index))
 
     def leave(self, number: int) -> None:
         for process in self._running.values():

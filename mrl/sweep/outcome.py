@@ -1,16 +1,18 @@
 """What became of a point, read from its folder alone: the same whether it ran here or in a job of its own."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from mrl.lines import last_lines, write_json
 from mrl.sweep.points import Point
 
 STATUS = "status.json"  # in a point's folder: {"status": exit status, "seconds": ...}, when it has ended
 WINDOW = 5  # last steps, whose mean counts
+EVALUATIONS = 20  # last ones, of which the latest with the metric counts
+NOISE = ("new start", "HYDRA_FULL_ERROR")  # in lines that say nothing of a cause
 WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
 
 
@@ -30,7 +32,7 @@ class Outcome:
 
 def read(index: int, point: Point, folder: Path, metric: str) -> Outcome:
     """Where the point in `folder` is now."""
-    steps = lines(folder / "metrics.jsonl")
+    steps = [json.loads(line)["step"] for line in last_lines(folder / "metrics.jsonl", 1)]
     ended = json.loads((folder / STATUS).read_text()) if (folder / STATUS).exists() else None
     state, reason = WAITING, ""
     if ended:
@@ -38,41 +40,35 @@ def read(index: int, point: Point, folder: Path, metric: str) -> Outcome:
         reason = f"exit status {ended['status']}: {last_words(folder)}" if ended["status"] else ""
     elif (folder / "terminal.log").exists():
         state = RUNNING
-    number = int(steps[-1]["step"]) if steps else 0
     seconds = float(ended["seconds"]) if ended else 0.0
-    return Outcome(index, point, folder, state, number, value_of(folder, steps, metric), seconds, reason)
+    return Outcome(index, point, folder, state, sum(steps), value_of(folder, metric), seconds, reason)
 
 
 def write_status(folder: Path, status: int, seconds: float) -> None:
     """A point has ended."""
-    partial = folder / f"{STATUS}.partial"
-    partial.write_text(json.dumps({"status": status, "seconds": round(seconds, 1)}))
-    partial.replace(folder / STATUS)
+    write_json(folder / STATUS, {"status": status, "seconds": round(seconds, 1)})
 
 
-def value_of(folder: Path, steps: Sequence[dict[str, Any]], metric: str) -> float | None:
+def value_of(folder: Path, metric: str) -> float | None:
     """A held-out metric: of the last evaluation. Any other: the mean over the last WINDOW steps. None: not there yet."""
     if metric.startswith("eval/"):
-        found = [line[metric] for line in lines(folder / "eval.jsonl") if line.get(metric) is not None][-1:]
+        found = _values(folder / "eval.jsonl", metric, EVALUATIONS)[-1:]
     else:
-        found = [step[metric] for step in steps[-WINDOW:] if step.get(metric) is not None]
+        found = _values(folder / "metrics.jsonl", metric, WINDOW)
     return fmean(found) if found else None
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file with a JSON object in each line, one of which may just be written."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+def _values(path: Path, metric: str, count: int) -> list[float]:
+    steps = map(json.loads, last_lines(path, count))
+    return [step[metric] for step in steps if step.get(metric) is not None]
 
 
 def last_words(folder: Path) -> str:
     """The line that a person would look at first."""
     log = folder / "terminal.log"
-    said = (
-        [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    )
-    named = [line for line in said if line.startswith("mrl: ") and "new start" not in line]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    said = [line.strip() for line in text.splitlines() if line.strip() and not any(word in line for word in NOISE)]
+    named = [line for line in said if line.startswith("mrl: ")]
     return (named or said or ["nothing was said"])[-1][:300]
 
 

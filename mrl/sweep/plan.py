@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.lines import write_json
 from mrl.sweep.outcome import STATUS, Outcome, read
 from mrl.sweep.points import Point
 
@@ -38,7 +39,11 @@ class Sweep:
 
     def outcomes(self) -> list[Outcome]:
         """Of every point, in order."""
-        return [read(index, point, self.of(index), self.metric) for index, point in enumerate(self.points)]
+        return [self.outcome(index) for index in range(len(self.points))]
+
+    def outcome(self, index: int) -> Outcome:
+        """Where a point is now."""
+        return read(index, self.points[index], self.of(index), self.metric)
 
     def forget(self, index: int) -> None:
         """How the point ended, before it is run again."""
@@ -47,9 +52,7 @@ class Sweep:
     def write(self) -> None:
         """Keep it in its folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f"{NAME}.partial"
-        partial.write_text(json.dumps(asdict(self) | {"folder": str(self.folder)}, indent=1))
-        partial.replace(self.folder / NAME)
+        write_json(self.folder / NAME, asdict(self))
 
 
 def load(folder: Path) -> Sweep:

@@ -21,8 +21,8 @@ class Space:
 
     def and_also(self, lines: Sequence[str]) -> "Space":
         """With more overrides, but for keys that have one already."""
-        said = {_key(line) for line in (*self.fixed, *(override.input_line or "" for override in self.swept))}
-        more = split([line for line in lines if _key(line) not in said])
+        said = {key_of(line) for line in (*self.fixed, *(override.input_line or "" for override in self.swept))}
+        more = split([line for line in lines if key_of(line) not in said])
         return Space((*self.fixed, *more.fixed), (*self.swept, *more.swept))
 
     def points(self) -> list[Point]:
@@ -59,5 +59,6 @@ def lines_of(params: Mapping[str, Any]) -> list[str]:
     return [f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in params.items()]
 
 
-def _key(line: str) -> str:
+def key_of(line: str) -> str:
+    """The key of an override: that of `++a.b=1` is a.b."""
     return line.lstrip("+").split("=")[0]

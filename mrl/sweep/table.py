@@ -8,6 +8,7 @@ from rich.table import Table
 
 from mrl.sweep.outcome import DONE, FAILED, RUNNING, Outcome, best
 from mrl.sweep.plan import Sweep
+from mrl.sweep.points import key_of
 
 STYLES = {DONE: "green", FAILED: "red", RUNNING: "yellow"}
 FILE = "sweep.csv"
@@ -15,7 +16,7 @@ FILE = "sweep.csv"
 
 def keys(sweep: Sweep) -> list[str]:
     """What is swept."""
-    return list(dict.fromkeys(_key(line) for point in sweep.points for line in point))
+    return list(dict.fromkeys(key_of(line) for point in sweep.points for line in point))
 
 
 def rendered(sweep: Sweep, outcomes: Sequence[Outcome]) -> Table:
@@ -60,12 +61,8 @@ def write_csv(sweep: Sweep, outcomes: Sequence[Outcome]) -> Path:
     return path
 
 
-def _key(line: str) -> str:
-    return line.split("=")[0].lstrip("+")
-
-
 def _values(sweep: Sweep, outcome: Outcome) -> list[str]:
-    own = {_key(line): line.split("=", 1)[1] for line in outcome.point}
+    own = {key_of(line): line.split("=", 1)[1] for line in outcome.point}
     return [own.get(key, "") for key in keys(sweep)]
 
 

@@ -15,7 +15,7 @@ REFUSED = 20  # proposals in a row that cannot run: then the sweep ends
 class Trials:
     """A study of Optuna in the sweep's folder, so that a sweep that goes on remembers."""
 
-    def __init__(self, space: Space, folder: Path, maximize: bool, seed: int, check: Callable[[Point], None]) -> None:
+    def __init__(self, space: Space, folder: Path, maximize: bool, seed: int, check: Callable[[Point], object]) -> None:
         """`check` raises ValueError for a point that cannot run; Optuna hears of it. Raises ValueError without Optuna."""
         try:
             import optuna

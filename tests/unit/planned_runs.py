@@ -7,9 +7,9 @@ from hydra import compose, initialize_config_dir
 from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
 
 from mrl.commands import hydra_app
-from mrl.commands.plan_memory import Counted
 from mrl.config import Config
 from mrl.config_rules import from_hydra
+from mrl.memory import Counted
 from mrl.planner.memory.run import RunMemory
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(

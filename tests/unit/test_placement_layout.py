@@ -60,7 +60,9 @@ def test_strategies_decide_about_nodes():
 
     assert nodes("PACK", 6, 4) == [4, 2] and nodes("SPREAD", 6, 4) == [3, 3]
     assert nodes("STRICT_PACK", 4, 4) == [4] and nodes("STRICT_SPREAD", 3, 4) == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"STRICT_PACK: its 6 slots are more than a node has \(plan.gpus_per_node=4\)"):
+    with pytest.raises(
+        ValueError, match=r"STRICT_PACK: its 6 slots are more than a node has \(cluster.gpus_per_node=4\)"
+    ):
         nodes("STRICT_PACK", 6, 4)
 
 

@@ -7,7 +7,7 @@ import pytest
 from planned_runs import FULL, config_of, memory_of
 
 from mrl.commands import hydra_app, plan, plan_memory
-from mrl.commands.plan_memory import Counted
+from mrl.memory import Counted
 from mrl.planner.memory.advice import advice
 from mrl.planner.memory.run import GIB
 
@@ -63,7 +63,7 @@ def test_advice_is_counted_by_the_same_account(tmp_path):
 
 
 def test_several_changes_are_found_where_one_is_not_enough(tmp_path):
-    layout = ["cluster=h100", "parallel.world_size=16", "cluster.hardware.nodes=3", "rollout.engine_tp=8"]
+    layout = ["cluster=h100", "parallel.world_size=16", "cluster.nodes=3", "rollout.engine_tp=8"]
     counted = Counted.of(config_of("Qwen3-30B-A3B", tmp_path, *layout))
     changes = advice(counted.config, counted.memory)
     assert changes and len(changes[0].overrides) > 1
@@ -71,7 +71,7 @@ def test_several_changes_are_found_where_one_is_not_enough(tmp_path):
 
 
 def test_too_few_nodes_are_a_problem(tmp_path):
-    found = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h200", "cluster.hardware.nodes=1", "parallel.dp=16"))
+    found = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h200", "cluster.nodes=1", "parallel.dp=16"))
     assert any("the run needs 17 GPUs, the cluster has 8" in problem for problem in found.problems)
 
 

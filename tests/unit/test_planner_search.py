@@ -22,10 +22,10 @@ from search_cases import (
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.commands import hydra_app, plan
-from mrl.commands.plan_memory import Counted
 from mrl.commands.plan_search import FIXABLE, overrides
 from mrl.config import ParallelConfig
 from mrl.config_rules import from_hydra
+from mrl.memory import Counted
 from mrl.placement.pools import needs_of
 from mrl.plan import pools_of
 from mrl.planner import engines
@@ -214,7 +214,7 @@ def run(capsys, *words):
 
 QUESTION = (
     "cluster=h100",
-    "cluster.hardware.nodes=4",
+    "cluster.nodes=4",
     "rollout.max_response_tokens=8192",
     "trainer.max_tokens_per_micro_batch=16384",
     "plan.prompt_tokens=512",
@@ -265,12 +265,12 @@ def test_a_newcomer_reads_the_best_and_why(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster.hardware.nodes=4"], "cluster.hardware.gpu_memory_gb=0"),
-        (["cluster=h100"], "cluster.hardware.nodes=0"),
-        (["cluster=h100", "cluster.hardware.nodes=1", "plan.fix=[parallel.sp]"], "'parallel.sp' is not searched"),
-        (["cluster=h100", "cluster.hardware.nodes=1", "plan.top=0"], "plan.top=0"),
-        (["cluster=h100", "cluster.hardware.nodes=1", "cluster.hardware.gpu_memory_gb=9"], "no layout fits on 8 GPUs"),
-        (["cluster=h100", "cluster.hardware.nodes=1", "plan.lengths=nowhere.jsonl"], "lengths=nowhere.jsonl"),
+        (["cluster.nodes=4"], "cluster.hardware.gpu_memory_gb=0"),
+        (["cluster=h100"], "cluster.nodes=None"),
+        (["cluster=h100", "cluster.nodes=1", "plan.fix=[parallel.sp]"], "'parallel.sp' is not searched"),
+        (["cluster=h100", "cluster.nodes=1", "plan.top=0"], "plan.top=0"),
+        (["cluster=h100", "cluster.nodes=1", "cluster.hardware.gpu_memory_gb=9"], "no layout fits on 8 GPUs"),
+        (["cluster=h100", "cluster.nodes=1", "plan.lengths=nowhere.jsonl"], "lengths=nowhere.jsonl"),
     ],
 )
 def test_mistakes_are_named(tmp_path, capsys, words, said):

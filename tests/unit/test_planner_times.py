@@ -11,7 +11,7 @@ from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config import HardwareConfig, PlanConfig
+from mrl.config import ClusterConfig, HardwareConfig, PlanConfig
 from mrl.planner.engines import Engine, Sampling, push_s
 from mrl.planner.machine import Machine
 from mrl.planner.simulate import Groups, Setup, Speeds, simulate
@@ -39,7 +39,9 @@ def test_sizes_count_every_parameter_and_the_multiply_adds_of_a_token(fields, pa
 def test_a_layout_by_hand():
     """Qwen3-8B, tp 2, pp 2, dp 2 on 8 GPUs: 4 packs of 8,192 tokens in each replica, forward and backward."""
     _, sizes = model_of(QWEN3_8B)
-    machine = Machine.of(HardwareConfig("x", 80, 8, 1000, 2000, 800, 50, 1000, nodes=1), PlanConfig())
+    machine = Machine.of(
+        ClusterConfig(nodes=1, hardware=HardwareConfig("x", 80, 1000, 2000, 800, 50, 1000)), PlanConfig()
+    )
     lengths = Lengths(1024, np.array([7168.0]))
     work = Workload(lengths, prompts=8, responses_per_prompt=1, max_tokens=8192)
     found = Trainer(sizes, Layout(tp=2, pp=2, etp=2), machine, work).times(np.array([2]))
@@ -92,8 +94,9 @@ def work_of(prompts=64, responses=8, max_tokens=8192, **others):
 @given(LAYOUTS, st.sampled_from(FASTER), st.floats(1.01, 20), st.integers(0, 6))
 def test_a_faster_machine_is_never_slower(layout, name, factor, power):
     _, sizes = model_of(QWEN3_30B_A3B)
-    slow = HardwareConfig("x", 80, 8, 1000, 3000, 900, 50, 1000, nodes=64)
-    fast = replace(slow, **{name: getattr(slow, name) * factor})
+    hardware = HardwareConfig("x", 80, 1000, 3000, 900, 50, 1000)
+    faster = replace(hardware, **{name: getattr(hardware, name) * factor})
+    slow, fast = (ClusterConfig(nodes=64, hardware=each) for each in (hardware, faster))
     replicas = np.array([16 * 2**power])
     trainers = [Trainer(sizes, layout, Machine.of(machine, PlanConfig()), work_of()) for machine in (slow, fast)]
     before, after = (trainer.times(replicas).total_s[0] for trainer in trainers)

@@ -12,6 +12,7 @@ from mrl import slurm
 from mrl.config import ClusterConfig, Config
 from mrl.config_rules import _check_cluster as check_cluster
 from mrl.placement.joined import missing
+from mrl.placement.pools import gpus_of_nodes
 
 SIZE = dict(scheduler="slurm", nodes=2, gpus_per_node=4)
 
@@ -65,7 +66,7 @@ def test_parts_of_a_heterogeneous_job_differ_in_what_they_say():
     }
     assert {"--nodes=3", "--gpus-per-node=4"} <= set(third)
     parts = [dict(constraint="l40s", gpus_per_node=8), dict(nodes=3)]
-    assert slurm.gpus_of_nodes(ClusterConfig(**SIZE, components=parts)) == [4, 4, 8, 4, 4, 4]
+    assert gpus_of_nodes(ClusterConfig(**SIZE, components=parts)) == [4, 4, 8, 4, 4, 4]
 
 
 ODD = [
@@ -136,7 +137,9 @@ def test_a_time_limit_that_could_mean_something_else_is_refused(time):
         check_cluster(ClusterConfig(**SIZE, time=time))
 
 
-@pytest.mark.parametrize("keys", [dict(nodes=2), dict(partition="gpu"), dict(slurm=dict(qos="x")), dict(dry_run=True)])
+@pytest.mark.parametrize(
+    "keys", [dict(time="1:00:00"), dict(partition="gpu"), dict(slurm=dict(qos="x")), dict(dry_run=True)]
+)
 def test_keys_of_a_job_without_a_job_are_refused(keys):
     check_cluster(Config().cluster)
     with pytest.raises(ValueError, match="add cluster=slurm"):

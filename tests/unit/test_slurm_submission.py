@@ -52,12 +52,26 @@ def test_a_dry_run_shows_the_job_and_submits_nothing(train):
     assert "#SBATCH --signal=B:USR1@300\n#SBATCH --requeue\n" in said, "of conf/cluster/slurm.yaml"
 
 
+def test_a_job_has_as_many_nodes_as_the_run_needs(train):
+    status, said, _ = train("--dry-run", "cluster=[slurm,h100]", "parallel.dp=8")
+    assert status == 0 and "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "8 trainers and an engine"
+
+
+def test_memory_is_an_estimate_that_a_user_may_overrule(train):
+    status, said, _ = train(
+        "--dry-run", "cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1", "plan.check_memory=false"
+    )
+    assert status == 0, said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
         ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
         ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
+        (["cluster.nodes=2"], "cluster.nodes=2: is for a job, and this run starts here; add cluster=slurm"),
+        (["cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1"], "memory: the run does not fit"),
         (["--dry-run"], "cluster.dry_run=True: is for a job, and this run starts here; add cluster=slurm"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mrl.ledger import Ledger
-from mrl.lines import StepLines
+from mrl.lines import CHUNK, StepLines, last_lines
 from mrl.types import Rollouts
 
 
@@ -105,3 +105,12 @@ def test_the_ledger_takes_back_steps_whose_effect_is_gone(tmp_path, last_step):
         ledger.record(step, rollouts([7, 7], [1, 2]), drawn=[step])
     ledger.rewind(last_step)
     assert steps(tmp_path / "ledger.jsonl") == [step for step in (5,) if step <= last_step]
+
+
+@pytest.mark.parametrize("size", [1, CHUNK // 3, CHUNK, 3 * CHUNK])
+def test_last_lines_are_whole_ones_however_long(tmp_path, size):
+    path = tmp_path / "lines.jsonl"
+    assert last_lines(path, 2) == []
+    lines = [f"{number}{'x' * size}\n".encode() for number in range(5)]
+    path.write_bytes(b"".join(lines) + b"torn")
+    assert last_lines(path, 2) == lines[-2:] and last_lines(path, 5) == last_lines(path, 9) == lines

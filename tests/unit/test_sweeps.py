@@ -224,9 +224,10 @@ def test_values_are_the_last_steps_mean_or_the_last_evaluation(tmp_path):
     steps = [{"step": step, "reward/mean": float(step)} for step in range(1, 11)]
     lines = [{"step": 0, "eval/accuracy_sampled": 0.1}, {"step": 10, "eval/accuracy_sampled": 0.6}]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 11, "ev')
-    assert value_of(tmp_path, steps, "reward/mean") == 8.0
-    assert value_of(tmp_path, steps, "eval/accuracy_sampled") == 0.6
-    assert value_of(tmp_path, steps, "eval/accuracy_greedy") is None and value_of(tmp_path, [], "reward/mean") is None
+    assert value_of(tmp_path, "eval/accuracy_sampled") == 0.6
+    assert value_of(tmp_path, "eval/accuracy_greedy") is None and value_of(tmp_path, "reward/mean") is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 11, "rew')
+    assert value_of(tmp_path, "reward/mean") == 8.0 and read(0, (), tmp_path, "reward/mean").steps == 10
     assert read(0, (), tmp_path / "nowhere", "reward/mean").state == WAITING
 
 
@@ -234,6 +235,10 @@ def test_the_last_words_of_a_run_are_mrls_own(tmp_path):
     assert last_words(tmp_path) == "nothing was said"
     (tmp_path / "terminal.log").write_text("mrl: wrong\nmrl: the command vanished; new start 1 of 5\nnoise\n")
     assert last_words(tmp_path) == "mrl: wrong"
+    (tmp_path / "terminal.log").write_text(
+        "Traceback\nSomeError: why\n\nSet the variable HYDRA_FULL_ERROR=1 for more\n"
+    )
+    assert last_words(tmp_path) == "SomeError: why"
 
 
 def test_trials_learn_from_what_was_achieved_and_are_remembered(tmp_path):

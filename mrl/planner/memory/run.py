@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config import Config, HardwareConfig
-from mrl.placement.pools import Pool, Pools
+from mrl.placement.pools import Pool, Pools, gpus_of_nodes
 from mrl.planner.memory import host
 from mrl.planner.memory.engine import EngineMemory, engine_memory
 from mrl.planner.memory.host import HostMemory
@@ -22,7 +22,6 @@ from mrl.weight_sync.layout import Topology
 from parallel.dims import ParallelDims
 
 GIB = 1 << 30
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 FRACTION = 0.8  # of a GPU, for an engine's weights and KV cache, unless sglang.mem_fraction_static is set
 CPU_TOKENS = 65536  # of an engine's KV cache on a CPU, unless sglang.max_total_tokens is set
 
@@ -106,7 +105,7 @@ class RunMemory:
 
     def _of_number(self) -> Iterator[str]:
         if self.available and self.gpus > self.available:
-            yield f"the run needs {self.gpus} GPUs, the cluster has {self.available} (cluster.hardware.nodes)"
+            yield f"the run needs {self.gpus} GPUs, the cluster has {self.available} (cluster.nodes)"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, bytes throughout."""
@@ -138,7 +137,6 @@ def run_memory(
     engine = _engine(config, models["actor"], topology, pools) if topology else None
     moments = [m for pool in pools.pools for m in _moments(config, pool, found, engine)]
     actor = models["actor"]
-    nodes = ceil(pools.size / _gpus_per_node(config))
     checkpoint = sum(
         host.checkpoint_bytes(model.shape, model.settings.itemsize)
         for model in models.values()
@@ -151,9 +149,9 @@ def run_memory(
         sequence=sequence_tokens(config),
         host=_host(config, models, found, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(hardware.host_memory_gb * GIB),
-        nodes=nodes,
+        nodes=ceil(pools.size / (config.cluster.gpus_per_node or pools.size)),
         gpus=pools.size,
-        available=hardware.nodes * _gpus_per_node(config),
+        available=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
         disk=checkpoint * kept,
         worst_experts=_worst(actor, found["actor"]) if actor.shape.experts and actor.dims.ep > 1 else 0,
     )
@@ -165,8 +163,18 @@ def _worst(actor: Model, found: TrainerMemory) -> int:
     return trainer_memory(actor.shape, actor.dims, worst).by_phase["update"] - found.by_phase["update"]
 
 
-def _gpus_per_node(config: Config) -> int:
-    return config.cluster.hardware.gpus_per_node or config.plan.gpus_per_node
+def trainer_settings(config: Config, **more: Any) -> TrainerSettings:
+    """What a trainer's memory depends on beside model and layout; `more`: further fields."""
+    return TrainerSettings.with_megatron(
+        config.megatron,
+        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config)),
+        itemsize=config.model.itemsize,
+        logprob_chunk=config.trainer.logprob_chunk,
+        keys_per_token=keys_per_token(config),
+        imbalance=config.plan.expert_imbalance,
+        bucket_bytes=config.weight_sync.bucket_bytes,
+        **more,
+    )
 
 
 def sequence_tokens(config: Config) -> int:
@@ -197,7 +205,7 @@ def _reserve(config: Config) -> int:
 
 def _engine(config: Config, actor: Model, topology: Topology, pools: Pools) -> EngineMemory:
     """A rank of an engine, which starts when the trainers that it shares its GPU with sleep."""
-    itemsize = ITEMSIZE[config.model.dtype]
+    itemsize = config.model.itemsize
     kv_itemsize = 1 if "fp8" in str(config.sglang.get("kv_cache_dtype", "auto")) else itemsize
     limit = _limit(config.cluster.hardware)
     free = limit - len(pools.roles["engines"].needs) * _reserve(config)
@@ -259,7 +267,7 @@ def _host(
     reference: bool,
 ) -> HostMemory:
     """Of the busiest node: as many ranks of each role as it may hold."""
-    per_node = _gpus_per_node(config)
+    per_node = config.cluster.gpus_per_node or pools.size
     on_node = {role: min(per_node, pool.needs[role].slots) for role, pool in pools.roles.items()}
     shared = {role for roles in pools.shared for role in roles}
     asleep = sum(
