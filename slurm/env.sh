@@ -6,6 +6,7 @@
 : "${MRL_PYTHON:=}"      # default: that of the checkout's .venv; in a container its python3
 : "${MRL_INTERFACE:=}"   # network of Ray, gloo and NCCL's bootstrap, such as ib0; default: that of the host name
 : "${MRL_RAY_OPTIONS:=}" # more options of `ray start`, such as --object-store-memory=8000000000
+: "${MRL_DOCTOR_S:=120}" # deadline of `mrl doctor` on all nodes, whose errors end the job before Ray starts; 0: it is left out
 : "${MRL_JOIN_S:=300}"   # until every node has joined Ray; then the job ends and names those that have not
 : "${MRL_STOP_S:=60}"    # for processes on the nodes to end; then they are killed
 : "${MRL_REQUEUES:=5}"   # new starts of the job after lost nodes; those after a signal to leave are not counted

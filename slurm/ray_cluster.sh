@@ -23,18 +23,24 @@ own_address() {
     fi
 }
 
+# everywhere COMMAND...: becomes a step with one process on each node; for the background, where signals then reach the step.
+everywhere() {
+    local group=()
+    [ "${SLURM_HET_SIZE:-1}" = 1 ] || group=(--het-group=0-$((SLURM_HET_SIZE - 1)))
+    exec "${step[@]}" "${group[@]}" --ntasks-per-node=1 "$@"
+}
+
 # start_ray: one step on all nodes, this one the head. Sets address; ray, the process to wait for; on_head, what runs a command on
 # this node alone; joined, which with SECONDS NODE... tells whether these are in the cluster by then, and names those that are not.
 start_ray() {
-    local group=() first=() port
+    local first=() port
     export MRL_JOB=$SLURM_JOB_ID MRL_HEAD=$SLURMD_NODENAME MRL_HEAD_IP MRL_HEAD_PORT run_dir
     MRL_HEAD_IP=$(own_address) && port=$(free_block "$MRL_HEAD_IP") || return 1
     MRL_HEAD_PORT=$port address=$MRL_HEAD_IP:$port
-    [ "${SLURM_HET_SIZE:-1}" = 1 ] || { group=(--het-group=0-$((SLURM_HET_SIZE - 1))) first=(--het-group=0); }
+    [ "${SLURM_HET_SIZE:-1}" = 1 ] || first=(--het-group=0)
     on_head=("${step[@]}" "${first[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME")
     joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.joined "$address")
-    "${step[@]}" "${group[@]}" --ntasks-per-node=1 --no-kill --output="$run_dir/logs/ray_%N.log" \
-        bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
+    everywhere --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
     ray=$!
 }
 

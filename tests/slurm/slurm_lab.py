@@ -113,7 +113,7 @@ class Lab:
 
     def _write(self, nodes: int, gpus: int) -> None:
         folder, host = self.folder, socket.gethostname().split(".")[0]
-        for name in ("state", "spool", *(f"{node}/tmp" for node in _names(nodes))):
+        for name in ("state", "spool"):
             (folder / name).mkdir(parents=True)
         lines = ["127.0.0.1 localhost", f"{NET}.254 {host}", *(f"{NET}.{n[1:]} {n}" for n in _names(nodes))]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -146,7 +146,9 @@ class Lab:
         self._start("slurmctld", [*self._inside, "slurmctld", "-D", "-c"])
 
     def boot(self, node: str) -> None:
-        """Start a node, or start it again."""
+        """Start a node, or start it again; its /tmp is empty."""
+        shutil.rmtree(tmp := self.folder / node / "tmp", ignore_errors=True)
+        tmp.mkdir(parents=True)
         line = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         more = dict(
             NODE=node, LAB=str(self.folder), ADDRESS=f"{NET}.{node[1:]}", SHARED=" ".join(map(str, self._shared))

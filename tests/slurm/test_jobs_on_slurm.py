@@ -74,6 +74,7 @@ def said(tmp_path, job_id: str) -> str:
 
 
 def nothing_is_left(lab) -> bool:
+    """Of any job, on any node that is up."""
     files = [path for node in lab.nodes for path in (lab.folder / node / "tmp").glob("mrl-[0-9]*")]
     sleepers = [p for node in lab.nodes.values() for p in node.children(recursive=True) if p.name() == "sleep"]
     return not files and not sleepers and not any(map(lab.processes, lab.nodes))

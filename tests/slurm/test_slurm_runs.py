@@ -96,12 +96,17 @@ exec {python} "$@"
 """
 
 
-def test_a_node_that_does_not_join_is_named_and_the_job_ends(lab, submit, tmp_path):
+@pytest.mark.parametrize(
+    ("doctor_s", "exit_code", "said"),
+    [("30", "2:0", "n2 did not come"), ("0", "1:0", "after 90 s: n2;")],
+    ids=["by the doctor", "by Ray"],
+)
+def test_a_node_that_does_not_answer_is_named_and_the_job_ends(lab, submit, tmp_path, doctor_s, exit_code, said):
     (sleepy := tmp_path / "python").write_text(SLEEPY.format(python=sys.executable))
     sleepy.chmod(0o755)
-    run = submit("++cluster.slurm.nodelist=n[1-2]", MRL_PYTHON=str(sleepy), MRL_JOIN_S="90")
+    run = submit("++cluster.slurm.nodelist=n[1-2]", MRL_PYTHON=str(sleepy), MRL_DOCTOR_S=doctor_s, MRL_JOIN_S="90")
     job = run.finish()
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "1:0"), run.logs()
-    assert "1 of 2 nodes are not in the Ray cluster" in run.said() and "after 90 s: n2;" in run.said()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", exit_code), run.logs()
+    assert said in run.said()
     assert not (run.folder / "logs/driver.log").exists()
     lab.wait(lambda: not run.leftovers(), 60)

@@ -66,6 +66,10 @@ elif module == "mrl.placement.joined":
             sys.exit(int(os.environ[name]))
     while not all(os.path.exists(f"{{fake}}/ray_on_{{node}}") for node in nodes):
         time.sleep(0.05)
+elif module == "mrl.commands.doctor":
+    if os.environ.get("FAKE_DOCTOR") == "wait":
+        time.sleep(60)
+    sys.exit(int(os.environ.get("FAKE_DOCTOR", "0")))
 elif module == "mrl.cli":
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
     open(f"{{fake}}/driver", "w").close()
@@ -234,13 +238,17 @@ def wait_for(path: Path, within_s: float = 30) -> None:
         (dict(FAKE_STATUS="1", FAKE_LOST="1"), 75, True),  # a node is gone
         (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="5"), 1, False),
         (dict(FAKE_JOINED="1"), 1, False),
+        (dict(FAKE_DOCTOR="1"), 0, False),  # warnings
+        (dict(FAKE_DOCTOR="2"), 2, False),
+        (dict(FAKE_DOCTOR="2", MRL_DOCTOR_S="0"), 0, False),
     ],
 )
 def test_what_ends_a_job_and_what_queues_it_again(batch, variables, status, queued_again):
     job = batch("run.dir=mine", **variables)
     assert job.end() == status, job.said
     assert any(call.startswith("scontrol requeue") for call in job.calls) == queued_again
-    assert bool((job.folder / "driver").exists()) == ("FAKE_JOINED" not in variables)
+    refused = "FAKE_JOINED" in variables or (status == 2 and "FAKE_DOCTOR" in variables)
+    assert (job.folder / "driver").exists() == (not refused)
     assert job.leftovers() == []
 
 
@@ -260,6 +268,25 @@ def test_asked_to_leave_before_ray_is_up_a_job_starts_nothing_more(batch, tmp_pa
     assert not (tmp_path / "driver").exists() and job.leftovers() == []
 
 
+def test_the_doctor_sees_every_node_before_ray_starts(batch, tmp_path):
+    job = batch("experiment=x", "run.dir=mine", FAKE_DOCTOR="2")
+    assert job.end() == 2 and "the doctor's errors would end the run" in job.said
+    seen = job.started("mrl.commands.doctor")
+    assert {one["env"]["SLURMD_NODENAME"] for one in seen} == {"n1", "n2"}
+    meeting = f"--rendezvous={tmp_path}/mine/doctor-{4000 + os.getpid() % 97}-0"
+    options = ["--deadline=120", meeting, "--hosts=2", "experiment=x", "run.dir=mine", f"run.dir={tmp_path}/mine"]
+    assert seen[0]["argv"] == ["mrl.commands.doctor", *options]
+    assert not job.started("ray.scripts.scripts")
+
+
+def test_asked_to_leave_while_the_doctor_looks_a_job_starts_nothing_more(batch, tmp_path):
+    job = batch("run.dir=mine", FAKE_DOCTOR="wait")
+    wait_for(tmp_path / "started")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75, job.said
+    assert not job.started("ray.scripts.scripts") and job.leftovers() == []
+
+
 def test_a_task_of_an_array_has_a_folder_of_its_own(batch, tmp_path):
     job = batch("run.dir=sweep", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert job.end() == 0, job.said
@@ -272,15 +299,17 @@ def test_a_heterogeneous_job_has_all_its_parts_in_one_cluster(batch):
     assert job.end() == 0, job.said
     assert "scontrol show hostnames n[1-2],n3" in job.calls
     (everywhere,) = [call for call in job.calls if "ray_cluster.sh node" in call]
-    assert "--het-group=0-1 " in everywhere and job.ray_of("n3")
-    assert all("--het-group=0 " in call for call in job.calls if call.startswith("srun") and call != everywhere)
+    (doctor,) = [call for call in job.calls if "mrl.commands.doctor" in call]
+    assert all("--het-group=0-1 " in call for call in (everywhere, doctor)) and job.ray_of("n3")
+    on_head = [call for call in job.calls if call.startswith("srun") and call not in (everywhere, doctor)]
+    assert len(on_head) == 2 and all("--het-group=0 " in call for call in on_head)
 
 
 def test_one_variable_puts_everything_into_an_apptainer_image(batch, tmp_path):
     job = batch("run.dir=mine", MRL_CONTAINER="/images/mrl.sif", MRL_MOUNTS="/data,/scratch:/s")
     assert job.end() == 0, job.said
     inside = [call for call in job.calls if call.startswith("apptainer")]
-    assert len(inside) == 4, "Ray on two nodes, the look at them, and the run"
+    assert len(inside) == 6, "the doctor and Ray on two nodes, the look at them, and the run"
     folders = [f"{folder}:{folder}" for folder in (SLURM.parent, tmp_path, tmp_path / "mine", "/tmp", "/data")]
     binds = ",".join([*folders, "/scratch:/s"])
     assert all(call.startswith(f"apptainer exec --nv --bind {binds} /images/mrl.sif ") for call in inside)
@@ -291,4 +320,4 @@ def test_any_other_image_is_for_pyxis(batch, tmp_path):
     assert job.end() == 0, job.said
     steps = [call for call in job.calls if call.startswith("srun")]
     mounts = f"--container-mounts={SLURM.parent}:{SLURM.parent},{tmp_path}:{tmp_path},{tmp_path}/mine:{tmp_path}/mine,/tmp:/tmp"
-    assert len(steps) == 3 and all(f"--container-image=ghcr.io#me/mrl:1 {mounts}" in call for call in steps)
+    assert len(steps) == 4 and all(f"--container-image=ghcr.io#me/mrl:1 {mounts}" in call for call in steps)
