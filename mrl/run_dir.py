@@ -38,6 +38,8 @@ def own_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterat
     try:
         _end_leftovers(folder)
         os.environ[OWNER] = str(folder)
+        if "NCCL_DEBUG" in os.environ:
+            os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "logs/nccl_%h_%p.log"))
         write_json(folder / RUN, dict(command=command, config=config))
         yield
     finally:

@@ -19,6 +19,7 @@ export PYTHONPATH=$MRL_CHECKOUT PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 if [ "$MRL_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$MRL_INTERFACE NCCL_SOCKET_IFNAME=$MRL_INTERFACE
 fi
+[ -z "${NCCL_DEBUG:-}" ] || export NCCL_DEBUG_FILE=${NCCL_DEBUG_FILE:-$run_dir/logs/nccl_%h_%p.log}
 
 python=${MRL_PYTHON:-$MRL_CHECKOUT/.venv/bin/python}
 step=(srun --overlap --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --open-mode=append)

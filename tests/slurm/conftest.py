@@ -15,10 +15,10 @@ from e2e.conftest import inputs, make_once, quickstart, start_mrl, warm  # noqa:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """Three nodes with two GPUs each. Only the tests' folder and the checkout are on all of them."""
+    """Four nodes with two GPUs each. Only the tests' folder and the checkout are on all of them."""
     if why := lacks():
         pytest.skip(f"a Slurm cluster on this machine: it {why}")
-    made = Lab(3, 2, [tmp_path_factory.getbasetemp(), Path(__file__).resolve().parents[2]])
+    made = Lab(4, 2, [tmp_path_factory.getbasetemp(), Path(__file__).resolve().parents[2]])
     yield made
     made.close()
 

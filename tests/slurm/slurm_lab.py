@@ -174,12 +174,12 @@ class Lab:
                 continue
         return found
 
-    def run(self, *line: str, timeout_s: float = 600, **more: str) -> str:
-        """What a command says on the login node; raises where it fails."""
+    def run(self, *line: str, timeout_s: float = 600, status: int = 0, **more: str) -> str:
+        """What a command says on the login node; raises where it ends with another status."""
         done = subprocess.run(
             [*self._inside, *line], env=self.env | more, capture_output=True, text=True, timeout=timeout_s
         )
-        assert done.returncode == 0, f"{line}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == status, f"{line}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
     def slurm(self, *line: str) -> str:

@@ -102,7 +102,7 @@ def test_a_heterogeneous_job_is_one_cluster(lab, job, note, tmp_path):
 def test_a_preempted_job_saves_and_starts_again(lab, job, note, tmp_path):
     job_id = job(1, "--nodes=2")
     note(job_id, "driver")
-    lab.run("sbatch", "-p", "high", "-N3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
+    lab.run("sbatch", "-p", "high", "-N4", "--exclusive", "--output=/dev/null", "--wrap", "sleep 2")
     ended = lab.finish(job_id, WITHIN_S)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said(tmp_path, job_id)
     assert note(job_id, "left") == "n1\n", "it was told once"

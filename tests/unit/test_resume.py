@@ -177,6 +177,20 @@ def test_two_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path):
     assert begun_with(folder) == {"command": "train", "config": {"a": 1}}
 
 
+def test_logs_of_nccl_are_in_the_runs_folder_unless_another_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
+    with own_run_dir(tmp_path / "a", "train", {}):
+        assert "NCCL_DEBUG_FILE" not in os.environ
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "elsewhere")
+    with own_run_dir(tmp_path / "b", "train", {}):
+        assert os.environ["NCCL_DEBUG_FILE"] == "elsewhere"
+    monkeypatch.delenv("NCCL_DEBUG_FILE")
+    with own_run_dir(tmp_path / "c", "train", {}):
+        assert os.environ["NCCL_DEBUG_FILE"] == f"{tmp_path}/c/logs/nccl_%h_%p.log"
+    monkeypatch.delenv("NCCL_DEBUG_FILE")
+
+
 def test_processes_that_a_killed_run_left_are_ended_and_no_others(tmp_path):
     folder = tmp_path / "run"
     ours = os.environ | {"MRL_RUN_DIR": str(folder)}

@@ -48,7 +48,7 @@ PYTHON = """#!{python}
 import json, os, signal, socket, subprocess, sys, time
 fake, module = os.environ["FAKE"], sys.argv[2]
 with open(f"{{fake}}/started", "a") as file:
-    names = ("SLURMD_NODENAME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PYTHONPATH", "GLOO_SOCKET_IFNAME")
+    names = ("SLURMD_NODENAME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG_FILE")
     file.write(json.dumps(dict(argv=sys.argv[2:], env={{name: os.environ.get(name) for name in names}})) + "\\n")
 if module == "ray.scripts.scripts":
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
@@ -285,6 +285,13 @@ def test_asked_to_leave_while_the_doctor_looks_a_job_starts_nothing_more(batch, 
     job.process.send_signal(signal.SIGUSR1)
     assert job.end() == 75, job.said
     assert not job.started("ray.scripts.scripts") and job.leftovers() == []
+
+
+def test_logs_of_nccl_are_in_the_runs_folder(batch, tmp_path):
+    job = batch("run.dir=mine", NCCL_DEBUG="INFO")
+    assert job.end() == 0, job.said
+    found = {line["env"]["NCCL_DEBUG_FILE"] for line in job.started("ray.scripts.scripts")}
+    assert found == {f"{tmp_path}/mine/logs/nccl_%h_%p.log"}
 
 
 def test_a_task_of_an_array_has_a_folder_of_its_own(batch, tmp_path):
