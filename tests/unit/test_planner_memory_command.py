@@ -7,10 +7,19 @@ import pytest
 from planned_runs import FULL, config_of, memory_of
 
 from mrl.commands import hydra_app, plan, plan_memory
+from mrl.data.arithmetic import make_inputs
 from mrl.memory import Counted
 from mrl.planner.memory.advice import advice
 from mrl.planner.memory.run import GIB
 
+GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
+FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_app.CONF / group).glob("*.yaml"))
+BLANKS = {  # what these leave to the user
+    "algorithm=distill": ["teacher.path=${model.path}"],
+    "reward=function": ["reward.path=mine.py"],
+    "reward=judge": ["reward.url=http://judge:30000", "reward.model=judge"],
+    "reward=reward_model": ["reward.url=http://rewards:30000", "reward.tokenizer=${model.path}"],
+}
 EXPERIMENTS = sorted(path.stem for path in (hydra_app.CONF / "experiment").glob("*.yaml"))
 SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
@@ -24,6 +33,20 @@ def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
     layout = [] if own else ["parallel.tp=4", "parallel.dp=2"]
     found = memory_of(config_of(None if own else "Qwen3-8B", tmp_path, "cluster=h100", *layout, experiment=experiment))
     assert found.fits, found.problems
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    make_inputs(folder := tmp_path_factory.mktemp("inputs") / "made")
+    return folder
+
+
+@pytest.mark.parametrize("choice", FILES)
+def test_every_file_of_conf_can_be_planned(inputs, capsys, choice):
+    words = ["experiment=quickstart", f"data.inputs.folder={inputs}", choice, *BLANKS.get(choice, [])]
+    assert plan.main(words) == 0
+    said = capsys.readouterr().out
+    assert "actor: " in said and ("It fits." in said or "Nothing says what a GPU has" in said)
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would(tmp_path, capsys):
