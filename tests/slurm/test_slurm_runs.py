@@ -44,6 +44,15 @@ def test_a_run_over_four_nodes_has_its_processes_on_all_of_them(lab, submit):
     lab.wait(lambda: not run.leftovers(), 60)
 
 
+def test_the_parts_of_a_heterogeneous_job_are_one_cluster(lab, submit):
+    run = submit("cluster.nodes=1", "cluster.components=[{nodes: 1, comment: another part}]", "trainer.max_steps=3")
+    job = run.finish()
+    assert (job["JobState"], job["ExitCode"], job["NumNodes"]) == ("COMPLETED", "0:0", "1"), run.logs()
+    assert "2 hosts, 0 GPUs: no finding in 22 checks" in run.said()
+    assert "2 nodes are in the Ray cluster" in run.said() and len(run.metrics()) == 3
+    lab.wait(lambda: not run.leftovers(), 60)
+
+
 def test_a_preempted_run_saves_is_queued_again_and_ends_the_same(lab, submit, left_alone):
     run = submit(*SAME)
     run.wait_for_step(3)
@@ -116,7 +125,7 @@ exec {python} "$@"
 def test_a_node_that_does_not_answer_is_named_and_the_job_ends(lab, submit, tmp_path, doctor_s, exit_code, said):
     (sleepy := tmp_path / "python").write_text(SLEEPY.format(python=sys.executable))
     sleepy.chmod(0o755)
-    run = submit("++cluster.slurm.nodelist=n[1-2]", MRL_PYTHON=str(sleepy), MRL_DOCTOR_S=doctor_s, MRL_JOIN_S="90")
+    run = submit("++cluster.slurm.nodelist='n[1-2]'", MRL_PYTHON=str(sleepy), MRL_DOCTOR_S=doctor_s, MRL_JOIN_S="90")
     job = run.finish()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", exit_code), run.logs()
     assert said in run.said()
