@@ -55,11 +55,12 @@ class Counted:
         planning.check_layout(config, plan.arch, dims)
         settings = trainer_settings(
             config,
+            plan.context,
             head="value" if role == "critic" else "vocabulary",
             trained=plan.optimizer is not None,
             kernels=GPU if config.cluster.hardware.name else CPU,
         )
-        return Model(self.shapes[role], dims, settings)
+        return Model(self.shapes[role], dims, settings, plan.context)
 
 
 def check_memory(config: Config) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 
 from mrl.config import ClusterConfig
+from mrl.overrides import key_of, override, sets
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = "job.sbatch"  # in the run's folder
-SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "JOIN_S", "STOP_S", "REQUEUES")
+SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "DOCTOR_S", "JOIN_S", "STOP_S", "REQUEUES")
 """Of slurm/env.sh: MRL_<name> goes from the environment of the command into the script."""
 SUBMIT_S = 120.0  # for sbatch to answer
 _ONE_RUN = {"array", "wrap"}
@@ -63,11 +64,11 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
         raise ValueError(
             f"cluster.slurm.{key}: a job is one run here; submit slurm/train.sbatch by hand (docs/slurm.md)."
         )
-    once = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=str(run_dir / "logs/slurm_%j.log"))
+    once = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log(run_dir, "%j"))
     each = asked | dict(ntasks_per_node=1) | cluster.slurm
     parts = [_options(once | each, "cluster.slurm")]
     parts += [_options(each | dict(nodes=1) | part, "cluster.components") for part in cluster.components]
-    return Job(tuple(parts), _environment(), (*_arguments(overrides), f"run.dir={run_dir}"), run_dir)
+    return Job(tuple(parts), _environment(), (*_arguments(overrides), override("run.dir", run_dir)), run_dir)
 
 
 def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], at_once: int) -> Job:
@@ -77,7 +78,7 @@ def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequenc
     job = make_job(cluster, name, folder, [])
     tasks = f"{','.join(map(str, indices))}%{at_once}"
     (part,) = job.components
-    options = {**part, "array": tasks, "output": str(folder / "logs/slurm_%A_%a.log")}
+    options = {**part, "array": tasks, "output": _log(folder, "%A_%a")}
     return Job((options,), {**job.environment, "MRL_SWEEP": str(folder)}, job.arguments, folder)
 
 
@@ -120,7 +121,7 @@ def write(job: Job) -> Path:
 
 def told(job: Job, job_id: str) -> str:
     """What a user wants to know of a job that was submitted."""
-    log = job.components[0].get("output", "").replace("%j", job_id)
+    log = job.components[0].get("output", "").replace("%j", job_id).replace("%%", "%")
     return (
         f"job {job_id} is submitted; its script is {job.run_dir / SCRIPT}\n"
         f"  follow  squeue --job {job_id}; tail -F {log} {job.run_dir / 'logs/driver.log'}\n"
@@ -128,6 +129,11 @@ def told(job: Job, job_id: str) -> str:
         f"  cancel  scancel {job_id}   (the same command goes on from the last checkpoint)\n"
         f"everything will be in {job.run_dir}\n"
     )
+
+
+def _log(folder: Path, name: str) -> str:
+    """In sbatch's words, where % begins a name of its own."""
+    return f"{str(folder).replace('%', '%%')}/logs/slurm_{name}.log"
 
 
 def _options(section: Mapping[str, Any], key: str) -> dict[str, str]:
@@ -161,7 +167,7 @@ def _environment() -> dict[str, str]:
 def _arguments(overrides: Sequence[str]) -> list[str]:
     """`resume=never` was heeded when the run was submitted: a job that is queued again must go on."""
     here = ("run.dir", "cluster.dry_run")
-    return [each for each in overrides if each != "resume=never" and each.split("=")[0].lstrip("+") not in here]
+    return [each for each in overrides if not sets(each, "resume", "never") and key_of(each) not in here]
 
 
 def _own() -> dict[str, str]:

@@ -15,7 +15,7 @@
 : "${RAY_AUTH_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 export MRL_CHECKOUT RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # a slow file system delays Ray's own agents
-export PYTHONPATH=$MRL_CHECKOUT PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONPATH=$MRL_CHECKOUT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 if [ "$MRL_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$MRL_INTERFACE NCCL_SOCKET_IFNAME=$MRL_INTERFACE
 fi
@@ -27,7 +27,7 @@ inside=() # what stands before Python in Apptainer
 if [ "$MRL_CONTAINER" ]; then
     python=${MRL_PYTHON:-python3}
     binds=
-    for folder in ${MRL_CHECKOUT} "$PWD" "$run_dir" /tmp ${MRL_MOUNTS//,/ }; do
+    for folder in ${MRL_CHECKOUT} "$PWD" "${MRL_SWEEP:-$run_dir}" /tmp ${MRL_MOUNTS//,/ }; do
         [[ $folder == *:* ]] && binds+=,$folder || binds+=,$folder:$folder
     done
     case $MRL_CONTAINER in

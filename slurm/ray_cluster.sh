@@ -53,6 +53,9 @@ nodes() {
     scontrol show hostnames "$lists"
 }
 
+# unreachable: whether Slurm does not hear from a node of the job, which then is to blame.
+unreachable() { sinfo --noheader --Node --nodes="$(nodes | paste -sd,)" --format=%T | grep -Eq '[*]|down|fail'; }
+
 # stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in. srun passes USR1 on; of TERM it makes a
 # kill, after which nodes could not tidy up.
 stop_ray() {

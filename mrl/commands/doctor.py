@@ -35,6 +35,7 @@ In a job, before Ray starts, one process on each host:
   --hosts        how many there are; default: as Slurm says
   --rank         of this one; default: as Slurm says, else whatever is free
   --deadline     seconds for the hosts to come, and again for the all-reduces; 60 unless given
+  --point        a folder of a sweep's point, in place of its keys
   --json         facts and findings for programs
 
 Exit status, the same on all hosts: 0 nothing or notes, 1 warnings, 2 errors (or a mistake in these arguments).
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rendezvous")
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--point", type=Path)
     parser.add_argument("keys", nargs="*")
     return parser
 
@@ -68,6 +70,15 @@ def wanted(keys: Sequence[str]) -> Wanted | None:
         return wanted_by(hydra_app.composed(overrides))
     except ValueError as error:
         return Wanted(mistakes=[str(error)])
+
+
+def _keys(arguments: argparse.Namespace) -> list[str]:
+    """Of the command line, or of a point: FOLDER/NUMBER. Raises ValueError where there is no such point."""
+    if not arguments.point:
+        return arguments.keys
+    from mrl.sweep.plan import load
+
+    return load(arguments.point.parent).overrides(int(arguments.point.name))
 
 
 def _from_environment(names: Sequence[str]) -> int | None:
@@ -96,9 +107,9 @@ def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.tim
     """(what came of it, whether this process is the one that tells); raises ValueError."""
     options = Options(arguments.deadline, arguments.all_reduce, clock)
     if not arguments.rendezvous:
-        return examine_one(wanted(arguments.keys), options), True
+        return examine_one(wanted(_keys(arguments)), options), True
     meeting = _meeting(arguments)
-    verdict = examine_together(meeting, lambda: wanted(arguments.keys), options)
+    verdict = examine_together(meeting, lambda: wanted(_keys(arguments)), options)
     meeting.leave()
     return verdict, meeting.rank == 0 or not verdict.seen.hosts
 
@@ -110,7 +121,7 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
     if arguments.help:
         sys.stdout.write(USAGE)
         return 0
-    wrong = [key for key in arguments.keys if "=" not in key]
+    wrong = [key for key in arguments.keys if "=" not in key and not key.startswith("~")]
     if wrong:
         sys.stderr.write(f"mrl doctor: {wrong[0]!r} is no KEY=VALUE; mrl doctor --help says what there is\n")
         return 2

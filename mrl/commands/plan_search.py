@@ -116,7 +116,7 @@ def search_of(config: Config) -> Search:
     return Search(
         Space(arch, sizes, machine, work.lengths.longest, fixed),
         work,
-        fits_of(ModelShape.of(family, arch), machine, trainer_settings(config)),
+        fits_of(ModelShape.of(family, arch), machine, trainer_settings(config, arch.max_position_embeddings)),
         bucket_bytes=config.weight_sync.bucket_bytes,
         memory_fraction=config.sglang.get("mem_fraction_static") or FRACTION,
         most_running=config.sglang.get("max_running_requests"),

@@ -15,6 +15,7 @@ from mrl.commands import hydra_app, training
 from mrl.commands.supervised import as_ours
 from mrl.config import Config
 from mrl.leaving import REQUEUE
+from mrl.overrides import sets
 from mrl.placement.pools import with_nodes
 from mrl.sweep import plan as sweeps
 from mrl.sweep import table
@@ -81,7 +82,7 @@ def _read(words: list[str]) -> tuple[Config, Space]:
             raise ValueError(
                 f"{word}: mrl runs sweeps itself; set sweep.at_once, sweep.trials or cluster (mrl train -m --help)."
             )
-    space = split(words)
+    space = _once(split(words))
     base = hydra_app.composed(space.fixed)
     space = space.and_also(hydra_app.checked(lines_of(base.sweep.params)))
     if not space.swept:
@@ -89,6 +90,17 @@ def _read(words: list[str]) -> tuple[Config, Space]:
             "nothing is swept: give a key several values (algorithm.lr=1e-4,3e-4), or name a sweep (sweep=lr_kl)."
         )
     return base, space
+
+
+def _once(space: Space) -> Space:
+    """Without `resume=never`, which is heeded here: points go on where an earlier start of them was."""
+    rest = tuple(line for line in space.fixed if not sets(line, "resume", "never"))
+    folder = Path(hydra_app.composed(rest).run.dir)
+    if rest != space.fixed and (folder / sweeps.NAME).exists():
+        raise ValueError(
+            f"resume=never: {folder} holds a sweep; leave it out to go on with it, or name another run.dir."
+        )
+    return replace(space, fixed=rest)
 
 
 def _checker(space: Space) -> Callable[[Point], int]:

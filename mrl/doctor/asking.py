@@ -25,7 +25,8 @@ def wanted_by(config: Config) -> Wanted:
         return Wanted(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
     parameters = sum(map(prod, HFWeights(base.model_path).shapes().values()))
     bytes_each = parameters * (config.model.itemsize + OPTIMIZER_BYTES)
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    every = config.checkpoint.every
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if every else int(config.trainer.save)
     return Wanted(
         gpus=pools.size,
         cuda=_needs_cuda(config, parameters),
@@ -34,10 +35,15 @@ def wanted_by(config: Config) -> Wanted:
         model=str(Path(base.model_path).absolute()),
         parameters=parameters,
         run_dir=config.run.dir,
-        checkpoint_bytes=bytes_each * kept if config.checkpoint.every or config.trainer.save else 0,
+        checkpoint_bytes=max(0, bytes_each * kept - _written(Path(config.run.dir, "checkpoints"))),
         address=config.cluster.address,
         engines_take_turns=any("engines" in roles for roles in pools.shared),
     )
+
+
+def _written(folder: Path) -> int:
+    """Bytes of the checkpoints that a run which goes on has already."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _needs_cuda(config: Config, parameters: int) -> bool:

@@ -51,6 +51,7 @@ class Gpus:
     links: dict[str, str] = field(default_factory=dict)  # "0-1" -> NV18, PIX, PXB, PHB, NODE or SYS
     fabric: str = ""  # state of NVSwitch's fabric manager: Completed, In Progress, Not Started, N/A
     hidden: bool = False  # CUDA_VISIBLE_DEVICES is set
+    given: int | None = None  # by Slurm; None: it does not say
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class Wanted:
     model: str | None = None  # folder
     parameters: int = 0
     run_dir: str | None = None
-    checkpoint_bytes: int = 0  # those that are kept, together with the one being written
+    checkpoint_bytes: int = 0  # still to be written: those that are kept, and one more for a while
     address: str | None = None  # of a Ray cluster that runs already
     engines_take_turns: bool = False  # they give their GPU memory back
     mistakes: list[str] = field(default_factory=list)  # in the configuration

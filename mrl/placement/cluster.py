@@ -35,8 +35,8 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     heeded = signal.getsignal(signal.SIGTERM)
     if address:
-        checkout = str(Path(__file__).resolve().parents[2])
-        env = PROCESS_ENV | {"PYTHONPATH": checkout}
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = PROCESS_ENV | {"PYTHONPATH": os.pathsep.join(paths)}
         # The key goes as a function: Ray writes the variables of a runtime environment to its logs.
         ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
     else:

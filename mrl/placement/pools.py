@@ -172,8 +172,10 @@ def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
 
 def with_nodes(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
     """With `nodes`; where the config does not name them, as many as these pools need."""
-    fewest = ceil(pools.size / cluster.gpus_per_node) if cluster.gpus_per_node else 1
-    return cluster if cluster.nodes else replace(cluster, nodes=fewest)
+    if cluster.nodes:
+        return cluster
+    missing = pools.size - (sum(gpus_of_nodes(replace(cluster, nodes=1))) - cluster.gpus_per_node)  # the other parts'
+    return replace(cluster, nodes=max(1, ceil(missing / cluster.gpus_per_node)) if cluster.gpus_per_node else 1)
 
 
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:

@@ -55,7 +55,9 @@ class Array(Runner):
             if self._unseen[one.index] == LOOKS:
                 one.folder.mkdir(exist_ok=True)
                 with (one.folder / "terminal.log").open("a") as log:
-                    log.write(f"mrl: its job ended without a word; {self.sweep.folder}/logs has what Slurm said\n")
+                    log.write(
+                        f"mrl: its job ended without a word; {one.folder}/logs and {self.sweep.folder}/logs have what was said\n"
+                    )
                 write_status(one.folder, 1, 0.0)
 
     def leave(self, number: int) -> None:

@@ -4,7 +4,8 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
-from mrl.sweep.outcome import DONE, write_status
+from mrl.leaving import REQUEUE
+from mrl.sweep.outcome import DONE, FAILED, write_status
 from mrl.sweep.plan import Sweep
 from mrl.sweep.runner import Runner
 from mrl.sweep.trials import Trials
@@ -40,8 +41,8 @@ class Here(Runner):
     def look(self) -> None:
         for index in [index for index, process in self._running.items() if process.poll() is not None]:
             status = self._running.pop(index).returncode
-            if status < 0:  # killed, it could not say so
-                write_status(self.sweep.of(index), 128 - status, 0.0)
+            if status != REQUEUE and self.sweep.outcome(index).state not in (DONE, FAILED):  # it could not say so
+                write_status(self.sweep.of(index), status if status >= 0 else 128 - status, 0.0)
             if self.trials:
                 self.trials.tell(self.sweep.outcome(index))
 

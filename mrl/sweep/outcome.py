@@ -46,6 +46,7 @@ def read(index: int, point: Point, folder: Path, metric: str) -> Outcome:
 
 def write_status(folder: Path, status: int, seconds: float) -> None:
     """A point has ended."""
+    folder.mkdir(exist_ok=True)
     write_json(folder / STATUS, {"status": status, "seconds": round(seconds, 1)})
 
 

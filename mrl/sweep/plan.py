@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mrl.lines import write_json
+from mrl.overrides import key_of, override
 from mrl.sweep.outcome import STATUS, Outcome, read
 from mrl.sweep.points import Point
 
@@ -30,11 +31,16 @@ class Sweep:
 
     def overrides(self, index: int) -> list[str]:
         """What `mrl train` is given for a point."""
-        return [*self.fixed, *self.points[index], f"run.dir={self.of(index)}", f"tracking.group={self.group}"]
+        return [
+            *self.fixed,
+            *self.points[index],
+            override("run.dir", self.of(index)),
+            override("tracking.group", self.group),
+        ]
 
     def command(self, index: int) -> str:
         """The point as a line for a shell, in a folder of its own."""
-        own = [line for line in self.fixed if not line.startswith(("run.dir=", "sweep.", "sweep="))]
+        own = [line for line in self.fixed if not key_of(line).startswith(("run.dir", "sweep"))]
         return shlex.join(["mrl", "train", *own, *self.points[index]])
 
     def outcomes(self) -> list[Outcome]:

@@ -9,6 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from mrl.overrides import key_of
+
 Point = tuple[str, ...]
 
 
@@ -57,8 +59,3 @@ def split(lines: Sequence[str]) -> Space:
 def lines_of(params: Mapping[str, Any]) -> list[str]:
     """`sweep.params` as overrides: a list means its elements."""
     return [f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}" for key, value in params.items()]
-
-
-def key_of(line: str) -> str:
-    """The key of an override: that of `++a.b=1` is a.b."""
-    return line.lstrip("+").split("=")[0]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from mrl.overrides import key_of
 from mrl.sweep.outcome import DONE, FAILED, RUNNING, Outcome, best
 from mrl.sweep.plan import Sweep
-from mrl.sweep.points import key_of
 
 STYLES = {DONE: "green", FAILED: "red", RUNNING: "yellow"}
 FILE = "sweep.csv"

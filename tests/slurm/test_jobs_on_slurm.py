@@ -120,6 +120,29 @@ def test_a_signal_to_the_batch_script_is_a_request_to_leave(lab, job, note, tmp_
     lab.wait(lambda: nothing_is_left(lab), 60)
 
 
+def test_a_heterogeneous_job_is_queued_again_whole(lab, job, note, tmp_path):
+    job_id = job(1, "--nodes=1", ":", "--nodes=1")
+    note(job_id, "driver")
+    lab.run("scancel", "--batch", "--signal=USR1", job_id)
+    lab.wait(lambda: said(tmp_path, job_id).count("all nodes are left") == 2, WITHIN_S)
+    assert "start 1 of job" in said(tmp_path, job_id) and said(tmp_path, job_id).count("mrl train ended") == 2
+    lab.wait(lambda: nothing_is_left(lab), 60)
+
+
+def test_tasks_of_an_array_are_queued_again_one_by_one(lab, job, tmp_path):
+    """The id of one task is that of the whole array."""
+    job_id = job(1, "--nodes=1", "--array=0-1")
+    tasks = [f"{job_id}_{number}" for number in (0, 1)]
+    lab.wait(lambda: len(list(tmp_path.glob("*.driver"))) == 2, WITHIN_S)
+    for task in tasks:
+        lab.run("scancel", "--batch", "--signal=USR1", task)
+    for task in tasks:
+        ended = lab.finish(task, WITHIN_S)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert all((tmp_path / f"run/{number}/logs/driver.log").exists() for number in (0, 1))
+    lab.wait(lambda: nothing_is_left(lab), 60)
+
+
 def test_a_cancelled_job_ends_and_stays_so(lab, job, note, tmp_path):
     job_id = job(9, "--nodes=2")
     note(job_id, "driver")

@@ -15,8 +15,9 @@ from doctor_lab import matrix
 from mrl.commands import doctor
 from mrl.doctor import lock, probe, reachable
 from mrl.doctor.checks import collectives, disk, memory
+from mrl.doctor.checks import gpus as gpu_rules
 from mrl.doctor.examine import gather, plain
-from mrl.doctor.facts import Contact, Folder, HostFacts, Interface
+from mrl.doctor.facts import Card, Contact, Folder, Gpus, HostFacts, Interface
 from mrl.doctor.finding import Finding, Severity, exit_status, merged
 from mrl.doctor.gather.gpus import links, selected
 from mrl.doctor.gather.machine import memory_limit
@@ -29,6 +30,7 @@ from mrl.doctor.probe import Plan, Told
 from mrl.doctor.seen import Collective, Seen, unlike
 from mrl.doctor.wanted import Wanted
 from mrl.rollout.ports import PortLease
+from mrl.sweep.plan import Sweep
 from parallel.dims import ParallelDims
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,6 +286,51 @@ def test_what_a_configuration_wants(tmp_path):
     assert msgspec.convert(json.loads(json.dumps(plain(wanted))), Wanted) == wanted
     (mistake,) = doctor.wanted([*keys, "parallel.tp=3"]).mistakes
     assert "parallel.tp=3 does not divide num_attention_heads" in mistake
+
+
+def test_checkpoints_that_are_there_need_no_more_room(tmp_path):
+    """A job that is queued again has written some of what it was asked to have room for."""
+    keys = ["experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs", f"run.dir={tmp_path}/run"]
+    before = doctor.wanted(keys).checkpoint_bytes
+    (folder := tmp_path / "run/checkpoints/step_50").mkdir(parents=True)
+    (folder / "shard").write_bytes(bytes(10**6))
+    assert doctor.wanted(keys).checkpoint_bytes == before - 10**6
+    (folder / "shard").write_bytes(bytes(2 * before))
+    assert doctor.wanted(keys).checkpoint_bytes == 0
+    at_the_end = doctor.wanted([*keys[:2], f"run.dir={tmp_path}/other", "checkpoint.every=0"])
+    assert at_the_end.checkpoint_bytes == before // 3, "one"
+
+
+def test_a_point_of_a_sweep_is_asked_for_by_its_folder(tmp_path, capsys):
+    fixed = ("experiment=quickstart", f"data.inputs.folder={tmp_path}/inputs")
+    Sweep(tmp_path / "a=b", "g", "reward/mean", True, fixed, (("parallel.tp=3",), ("parallel.tp=2",))).write()
+    options = doctor._parser().parse_args([f"--point={tmp_path}/a=b/1"])
+    wanted = doctor.wanted(doctor._keys(options))
+    assert wanted.mistakes == [] and wanted.gpus == 3 and wanted.run_dir == f"{tmp_path}/a=b/1"
+    assert doctor.main([f"--point={tmp_path}/nowhere/0"]) == 2 and "holds no sweep" in capsys.readouterr().err
+
+
+def with_cards(facts: HostFacts, name: str, cards: int, given: int | None, error: str = "") -> HostFacts:
+    gpu = Card(0, "H100", 80 * 10**9, 0, "570")
+    return replace(facts, host=name, gpus=Gpus([replace(gpu, index=i) for i in range(cards)], error, given=given))
+
+
+def test_the_parts_of_a_heterogeneous_job_may_have_other_numbers_of_gpus(here):
+    hosts = [with_cards(here, f"a{i}", 8, 8) for i in range(2)] + [with_cards(here, f"b{i}", 4, 4) for i in range(4)]
+    assert list(gpu_rules.check(Seen(hosts))) == []
+    lost = [*hosts[:5], with_cards(here, "b3", 3, 4)]
+    (finding,) = gpu_rules.check(Seen(lost))
+    assert finding.hosts == ("b3",) and "3 GPUs; the other hosts have 4" in finding.what
+    unsaid = [replace(host, gpus=replace(host.gpus, given=None)) for host in hosts]
+    assert {finding.hosts for finding in gpu_rules.check(Seen(unsaid))} == {("a0",), ("a1",)}
+
+
+def test_a_job_without_gpus_does_not_mind_a_driver_without(here):
+    broken = with_cards(here, "h", 0, 0, "NVIDIA-SMI has failed because it couldn't communicate with the driver")
+    assert list(gpu_rules.check(Seen([broken], Wanted(cuda=False)))) == []
+    for given, wanted in ((0, None), (None, Wanted(cuda=False)), (1, Wanted(cuda=False))):
+        (finding,) = gpu_rules.check(Seen([replace(broken, gpus=replace(broken.gpus, given=given))], wanted))
+        assert "no GPU can be used" in finding.what
 
 
 def test_every_rule_is_registered_and_says_its_file_s_name():

@@ -98,6 +98,13 @@ def test_too_few_nodes_are_a_problem(tmp_path):
     assert any("the run needs 17 GPUs, the cluster has 8" in problem for problem in found.problems)
 
 
+def test_no_sequence_is_longer_than_the_context(tmp_path):
+    """Prompts are taken to be as long as responses, where nothing is said, but no longer than fits beside one."""
+    config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "rollout.max_response_tokens=30000")
+    assert memory_of(config).sequence == 40_960
+    assert memory_of(config_of("Qwen3-8B", tmp_path, "rollout.max_response_tokens=1000")).sequence == 2000
+
+
 def test_without_hardware_nothing_has_a_limit(tmp_path):
     found = memory_of(config_of("Qwen3-8B", tmp_path))
     assert found.fits and all(moment.limit == 0 for moment in found.moments)

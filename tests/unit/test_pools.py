@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.config import RolloutConfig
-from mrl.placement.pools import ROLES, Need, arranged, check_room, make_pools, needs_of
+from mrl.config import ClusterConfig, RolloutConfig
+from mrl.placement.pools import ROLES, Need, arranged, check_room, make_pools, needs_of, with_nodes
 from parallel.dims import ParallelDims
 
 PPO = {"actor": Need(8, 2), "critic": Need(4, 2), "engines": Need(6, 1)}
@@ -31,6 +31,20 @@ def test_a_pool_is_as_large_as_the_largest_of_its_roles(section, sizes, shared):
     assert {pool.name: pool.size for pool in pools.pools} == sizes
     assert pools.size == sum(sizes.values()) and pools.shared == shared
     assert set(pools.roles) == set(PPO), "every role has a home, and none that the run has not"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes"),
+    [
+        (dict(gpus_per_node=8), 3),
+        (dict(gpus_per_node=8, nodes=5), 5),
+        (dict(gpus_per_node=8, components=[dict(nodes=2, gpus_per_node=4)]), 2),
+        (dict(gpus_per_node=8, components=[dict(nodes=9)]), 1),
+        (dict(gpus_per_node=0), 1),
+    ],
+)
+def test_a_job_has_the_nodes_that_its_pools_need(cluster, nodes):
+    assert with_nodes(ClusterConfig(**cluster), make_pools({}, PPO)).nodes == nodes, "18 slots"
 
 
 def test_needs_follow_from_layouts_and_engines():

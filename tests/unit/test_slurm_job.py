@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,8 +106,21 @@ def test_in_a_container_python_is_its_own(monkeypatch):
     assert "export MRL_CONTAINER=/images/mrl.sif" in text and "MRL_PYTHON" not in text
 
 
+def test_every_setting_of_a_job_is_written_into_its_script():
+    text = (slurm.CHECKOUT / "slurm/env.sh").read_text()
+    assert set(re.findall(r'^: "\$\{MRL_(\w+):=', text, re.MULTILINE)) - {"CHECKOUT"} == set(slurm.SETTINGS)
+
+
+def test_a_folder_of_any_name_is_written_so_that_it_is_read(tmp_path):
+    made = job(tmp_path / "50% lr=1")
+    (run_dir,) = [line for line in made.arguments if line.startswith("run.dir=")]
+    assert run_dir == f'run.dir="{tmp_path}/50% lr=1"'
+    assert made.components[0]["output"] == f"{tmp_path}/50%% lr=1/logs/slurm_%j.log"
+    assert f"{tmp_path}/50% lr=1/logs/slurm_7.log" in slurm.told(made, "7")
+
+
 def test_what_was_heeded_at_submission_is_not_in_the_job():
-    overrides = ["run.dir=old", "resume=never", "cluster.dry_run=true", "algorithm.lr=1", "resume=other/run"]
+    overrides = ["run.dir=old", "++resume='never'", "cluster.dry_run=true", "algorithm.lr=1", "resume=other/run"]
     assert job(overrides=overrides).arguments == ("algorithm.lr=1", "resume=other/run", "run.dir=/runs/mine")
 
 

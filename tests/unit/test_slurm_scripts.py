@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from mrl.overrides import override
 
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 
@@ -41,7 +44,8 @@ SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >>"$FAKE/calls"
 [ "$1" != show ] || tr ' ' '\\n' <<<"$FAKE_NODES"
 """
-SQUEUE = '#!/bin/sh\necho "${FAKE_STATE:-RUNNING}"\n'
+SQUEUE = '#!/bin/sh\necho "squeue $*" >>"$FAKE/calls"\nprintf "${FAKE_STATE:-RUNNING}\\n"\n'
+SINFO = '#!/bin/sh\necho "${FAKE_NODE:-mixed}"\n'
 SLEEP = '#!/bin/sh\n[ "$1" = 60 ] || exec /bin/sleep "$@"\n'  # that of a script which Slurm ends
 APPTAINER = '#!/usr/bin/env bash\necho "apptainer $*" >>"$FAKE/calls"\nshift 5\nexec "$@"\n'
 PYTHON = """#!{python}
@@ -130,7 +134,7 @@ class Batch:
 @pytest.fixture
 def batch(tmp_path):
     """`batch(argument, ..., NAME=value)` runs train.sbatch with these arguments and variables."""
-    tools = dict(srun=SRUN, scontrol=SCONTROL, squeue=SQUEUE, sleep=SLEEP, apptainer=APPTAINER)
+    tools = dict(srun=SRUN, scontrol=SCONTROL, squeue=SQUEUE, sinfo=SINFO, sleep=SLEEP, apptainer=APPTAINER)
     tools["python"] = PYTHON.format(python=sys.executable)
     made = []
     (tmp_path / "bin").mkdir()
@@ -173,14 +177,14 @@ def batch(tmp_path):
 
 
 def test_a_job_starts_ray_on_every_node_and_leaves_none_of_its_processes(batch, tmp_path):
-    job = batch("experiment=x", "run.dir=mine")
+    job = batch("experiment=x", "run.dir=mine", PYTHONPATH="/of/mine")
     assert job.end() == 0, job.said
     head, other = job.ray_of("n1"), job.ray_of("n2")
     assert "--head" in head and other["--address"] == f"{head['--node-ip-address']}:{head['--port']}"
     (driver,) = job.started("mrl.cli")
-    run_dir, address = f"run.dir={tmp_path / 'mine'}", f"cluster.address={other['--address']}"
+    run_dir, address = f'run.dir="{tmp_path / "mine"}"', f"cluster.address={other['--address']}"
     assert driver["argv"] == ["mrl.cli", "train", "experiment=x", "run.dir=mine", run_dir, address]
-    assert driver["env"]["PYTHONPATH"] == str(SLURM.parent)
+    assert driver["env"]["PYTHONPATH"] == f"{SLURM.parent}:/of/mine"
     assert job.leftovers() == [] and not list(Path("/tmp").glob(f"mrl-{4000 + os.getpid() % 97}.*"))
     logs = {str(path.relative_to(tmp_path / "mine/logs")) for path in (tmp_path / "mine/logs").rglob("*")}
     assert logs >= {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1/raylet.out", "ray_n2/raylet.out"}
@@ -236,18 +240,23 @@ def wait_for(path: Path, within_s: float = 30) -> None:
         (dict(FAKE_STATUS="75", FAKE_STATE="COMPLETING"), 75, False),  # it was cancelled
         (dict(FAKE_STATUS="1"), 1, False),
         (dict(FAKE_STATUS="1", FAKE_LOST="1"), 75, True),  # a node is gone
-        (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="5"), 1, False),
+        (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="9"), 75, True),  # time limits are not counted
+        (dict(FAKE_STATUS="1", FAKE_LOST="1", MRL_REQUEUES="0"), 1, False),
+        (dict(FAKE_STATUS="75", FAKE_STATE="RUNNING\\nRUNNING"), 75, True),  # the parts of a heterogeneous job
         (dict(FAKE_JOINED="1"), 1, False),
         (dict(FAKE_DOCTOR="1"), 0, False),  # warnings
         (dict(FAKE_DOCTOR="2"), 2, False),
         (dict(FAKE_DOCTOR="2", MRL_DOCTOR_S="0"), 0, False),
+        (dict(FAKE_DOCTOR="2", FAKE_NODE="idle*"), 75, True),  # a node is gone
+        (dict(FAKE_DOCTOR="2", FAKE_NODE="idle*", MRL_REQUEUES="0"), 2, False),
     ],
 )
 def test_what_ends_a_job_and_what_queues_it_again(batch, variables, status, queued_again):
     job = batch("run.dir=mine", **variables)
     assert job.end() == status, job.said
     assert any(call.startswith("scontrol requeue") for call in job.calls) == queued_again
-    refused = "FAKE_JOINED" in variables or (status == 2 and "FAKE_DOCTOR" in variables)
+    doctored = variables.get("FAKE_DOCTOR") == "2" and "MRL_DOCTOR_S" not in variables
+    refused = "FAKE_JOINED" in variables or doctored
     assert (job.folder / "driver").exists() == (not refused)
     assert job.leftovers() == []
 
@@ -274,7 +283,7 @@ def test_the_doctor_sees_every_node_before_ray_starts(batch, tmp_path):
     seen = job.started("mrl.commands.doctor")
     assert {one["env"]["SLURMD_NODENAME"] for one in seen} == {"n1", "n2"}
     meeting = f"--rendezvous={tmp_path}/mine/doctor-{4000 + os.getpid() % 97}-0"
-    options = ["--deadline=120", meeting, "--hosts=2", "experiment=x", "run.dir=mine", f"run.dir={tmp_path}/mine"]
+    options = ["--deadline=120", "--hosts=2", meeting, "experiment=x", "run.dir=mine", f'run.dir="{tmp_path}/mine"']
     assert seen[0]["argv"] == ["mrl.commands.doctor", *options]
     assert not job.started("ray.scripts.scripts")
 
@@ -292,6 +301,33 @@ def test_logs_of_nccl_are_in_the_runs_folder(batch, tmp_path):
     assert job.end() == 0, job.said
     found = {line["env"]["NCCL_DEBUG_FILE"] for line in job.started("ray.scripts.scripts")}
     assert found == {f"{tmp_path}/mine/logs/nccl_%h_%p.log"}
+
+
+def test_lost_nodes_are_counted_over_the_starts_of_a_job(batch, tmp_path):
+    for status in (75, 75, 1):
+        job = batch("run.dir=mine", FAKE_STATUS="1", FAKE_LOST="1", MRL_REQUEUES="2")
+        assert job.end() == status, job.said
+
+
+def test_a_task_of_an_array_is_queued_again_alone_and_its_own_point_is_looked_at(batch, tmp_path):
+    array = dict(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3", MRL_SWEEP=f"{tmp_path}/sweep")
+    job = batch("run.dir=sweep", FAKE_STATUS="75", **array)
+    assert job.end() == 0, "the stand-in has no sweep_point"
+    (doctor, _) = job.started("mrl.commands.doctor")
+    assert doctor["argv"][-1] == f"--point={tmp_path}/sweep/3"
+    job.process = batch("run.dir=sweep", FAKE_STATUS="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3").process
+    assert job.end() == 75
+    assert "squeue --noheader --job=7_3 --format=%T" in job.calls and "scontrol requeue 7_3" in job.calls
+
+
+@pytest.mark.parametrize("name", ["a b", "lr=1e-4", "ü(1)", "50%", 'quo"te', "it's"])
+def test_a_folder_may_have_any_name(batch, tmp_path, name):
+    job = batch(override("run.dir", tmp_path / name))
+    assert job.end() == 0, job.said
+    (driver,) = job.started("mrl.cli")
+    overrides = OverridesParser.create().parse_overrides(driver["argv"][2:-1])
+    assert {each.value() for each in overrides} == {f"{tmp_path}/{name}"}
+    assert (tmp_path / name / "logs/driver.log").exists()
 
 
 def test_a_task_of_an_array_has_a_folder_of_its_own(batch, tmp_path):

@@ -295,6 +295,24 @@ def test_mistakes_are_found_before_anything_is_started(words, said, inputs, tmp_
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_sweep_that_shall_not_go_on_is_checked_once_and_its_points_may(inputs, tmp_path, capsys):
+    own = [f"data.inputs.folder={inputs}", f"run.dir={tmp_path}/one", "resume=never", "algorithm.lr=1,2"]
+    _, space = command._read(own)
+    assert "resume=never" not in space.fixed
+    sweep_of(tmp_path / "one").write()
+    with pytest.raises(ValueError, match=r"resume=never: .* holds a sweep"):
+        command._read(own)
+
+
+def test_a_point_whose_process_could_not_say_how_it_ended_has_failed(tmp_path):
+    sweep = sweep_of(tmp_path, points=(("algorithm.lr=0.1",),))
+    sweep.write()
+    runner = Here(sweep, 1, lambda sweep, index: subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+    runner.run(lambda outcomes: None)
+    (outcome,) = runner.outcomes()
+    assert outcome.state == FAILED and "exit status 3" in outcome.reason
+
+
 def test_another_sweep_in_the_folder_is_refused(inputs, tmp_path, capsys):
     sweep_of(tmp_path).write()
     with pytest.raises(SystemExit):

@@ -1,6 +1,6 @@
 """GPUs: those that a run needs, healthy, free, and alike on all hosts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mrl.doctor.facts import GB, HostFacts
 from mrl.doctor.finding import Finding, error, warning
@@ -13,10 +13,16 @@ BUSY_BYTES = GB
 def check(seen: Seen) -> Iterator[Finding]:
     """Number, kind and health of the cards."""
     for host in seen.hosts:
-        yield from _own(host)
+        if not (_without(host) and seen.wanted and not seen.wanted.cuda):
+            yield from _own(host)
     if any(host.gpus.cards for host in seen.hosts):
         yield from _alike(seen)
     yield from _enough(seen)
+
+
+def _without(host: HostFacts) -> bool:
+    """Whether Slurm gave this host's processes no GPU."""
+    return host.gpus.given == 0
 
 
 def _own(host: HostFacts) -> Iterator[Finding]:
@@ -50,16 +56,8 @@ def _own(host: HostFacts) -> Iterator[Finding]:
 
 
 def _alike(seen: Seen) -> Iterator[Finding]:
-    counts = {host.host: len(host.gpus.cards) for host in seen.hosts if not host.gpus.error}
-    for name, count in unlike(counts).items():
-        hidden = next(host.gpus.hidden for host in seen.hosts if host.host == name)
-        cure = (
-            "unset CUDA_VISIBLE_DEVICES"
-            if hidden
-            else "nvidia-smi -L; then drain the host, or ask Slurm for what it has"
-        )
-        why = "a layout counts on the same number everywhere: groups then lie across hosts that should be inside one"
-        yield error(NAME, [name], f"{count} GPUs; the other hosts have {usual(counts)}", why, cure)
+    for given in {host.gpus.given for host in seen.hosts}:  # the parts of a heterogeneous job differ
+        yield from _as_many([host for host in seen.hosts if host.gpus.given == given and not host.gpus.error])
     kinds = {host.host: _kinds(host) for host in seen.hosts if host.gpus.cards}
     why = "all wait for the slowest, and the smallest memory bounds the batch of all"
     for name, kind in unlike(kinds).items():
@@ -69,6 +67,19 @@ def _alike(seen: Seen) -> Iterator[Finding]:
         if len({(card.name, card.memory_bytes) for card in host.gpus.cards}) > 1:
             cure = "export CUDA_VISIBLE_DEVICES=... with the cards of one kind"
             yield warning(NAME, [host.host], f"different GPUs in one host: {_kinds(host)}", why, cure)
+
+
+def _as_many(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    counts = {host.host: len(host.gpus.cards) for host in hosts}
+    for name, count in unlike(counts).items():
+        hidden = next(host.gpus.hidden for host in hosts if host.host == name)
+        cure = (
+            "unset CUDA_VISIBLE_DEVICES"
+            if hidden
+            else "nvidia-smi -L; then drain the host, or ask Slurm for what it has"
+        )
+        why = "a layout counts on the same number everywhere: groups then lie across hosts that should be inside one"
+        yield error(NAME, [name], f"{count} GPUs; the other hosts have {usual(counts)}", why, cure)
 
 
 def _kinds(host: HostFacts) -> str:

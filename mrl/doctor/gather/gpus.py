@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mrl.doctor.facts import Card, Gpus
 
 QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERRORS = "ecc.errors.uncorrected.volatile.total"
+NONE = "no devices were found"  # in a job without GPUs on a host that has some
 TIMEOUT_S = 20.0  # a driver that hangs is a finding
 MIB = 2**20
 
@@ -20,7 +22,18 @@ class NoAnswer(Exception):
 
 
 def gpus() -> Gpus:
-    """What nvidia-smi says; none where neither it nor a GPU's device file is there."""
+    """What nvidia-smi says, and how many Slurm gave; none where neither a GPU's device file is there nor nvidia-smi finds any."""
+    return replace(_found(), given=_given())
+
+
+def _given() -> int | None:
+    """GPUs of this host's part of the job, which may be none."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    return _number(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+
+
+def _found() -> Gpus:
     if not shutil.which("nvidia-smi"):
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         return Gpus(error=f"/dev has {', '.join(devices)}, but no nvidia-smi is on PATH" if devices else "")
@@ -29,7 +42,7 @@ def gpus() -> Gpus:
         errors = dict(enumerate(map(_number, _optional(ERRORS))))
         cards = [_card(line, errors) for line in lines if selected(line, os.environ.get("CUDA_VISIBLE_DEVICES"))]
     except NoAnswer as error:
-        return Gpus(error=str(error))
+        return Gpus(error="" if NONE in str(error).lower() else str(error))
     fabric = next(iter(_optional("fabric.state")), "")
     topology = links(_text("topo", "-m", needed=False))
     visible = {str(card.index) for card in cards}

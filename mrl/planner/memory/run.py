@@ -33,6 +33,7 @@ class Model:
     shape: ModelShape
     dims: ParallelDims
     settings: TrainerSettings
+    context: int  # longest sequence, tokens
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def run_memory(
     return RunMemory(
         moments=tuple(moments),
         engine=engine,
-        sequence=sequence_tokens(config),
+        sequence=sequence_tokens(config, actor.context),
         host=_host(config, models, found, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(hardware.host_memory_gb * GIB),
         nodes=ceil(pools.size / (config.cluster.gpus_per_node or pools.size)),
@@ -163,34 +164,39 @@ def _worst(actor: Model, found: TrainerMemory) -> int:
     return trainer_memory(actor.shape, actor.dims, worst).by_phase["update"] - found.by_phase["update"]
 
 
-def trainer_settings(config: Config, **more: Any) -> TrainerSettings:
-    """What a trainer's memory depends on beside model and layout; `more`: further fields."""
+def trainer_settings(config: Config, context: int, **more: Any) -> TrainerSettings:
+    """What a trainer's memory depends on beside model and layout. `context`: of the model, tokens; `more`: further fields."""
     return TrainerSettings.with_megatron(
         config.megatron,
-        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config)),
+        max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config, context)),
         itemsize=config.model.itemsize,
         logprob_chunk=config.trainer.logprob_chunk,
-        keys_per_token=keys_per_token(config),
+        keys_per_token=keys_per_token(config, context),
         imbalance=config.plan.expert_imbalance,
         bucket_bytes=config.weight_sync.bucket_bytes,
         **more,
     )
 
 
-def sequence_tokens(config: Config) -> int:
-    """A long response with its prompt."""
-    return _prompt(config) + config.rollout.max_response_tokens
+def sequence_tokens(config: Config, context: int) -> int:
+    """A long response with its prompt, as far as the model's context holds it."""
+    return _prompt(config, context) + config.rollout.max_response_tokens
 
 
-def _prompt(config: Config) -> int:
-    return config.plan.prompt_tokens or config.data.max_prompt_tokens or config.rollout.max_response_tokens
+def _prompt(config: Config, context: int) -> int:
+    response = config.rollout.max_response_tokens
+    return min(config.plan.prompt_tokens or config.data.max_prompt_tokens or response, max(1, context - response))
 
 
-def keys_per_token(config: Config) -> float:
+def keys_per_token(config: Config, context: int) -> float:
     """Keys that attention reads for each token of a pack whose responses share a prompt: each of them reads it anew."""
     if not config.trainer.share_prompts:
         return 1.0
-    prompt, response, group = _prompt(config), config.rollout.max_response_tokens, config.rollout.responses_per_prompt
+    prompt, response, group = (
+        _prompt(config, context),
+        config.rollout.max_response_tokens,
+        config.rollout.responses_per_prompt,
+    )
     fit = max(1, min(group, (config.trainer.max_tokens_per_micro_batch - prompt) // response))
     return (prompt + fit * (prompt + response)) / (prompt + fit * response) if fit > 1 else 1.0
 
@@ -285,5 +291,5 @@ def _host(
         reference=on_node["actor"] * actor if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world,
         delta=weights * on_node["actor"] // world if config.weight_sync.delta else 0,
-        rollouts=host.rollout_bytes(responses, sequence_tokens(config), 1 + rollout.staleness),
+        rollouts=host.rollout_bytes(responses, sequence_tokens(config, models["actor"].context), 1 + rollout.staleness),
     )

@@ -1,0 +1,37 @@
+"""Overrides that mrl writes are read by Hydra as what they were."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from mrl.overrides import key_of, override, sets
+
+VALUES = [
+    "outputs/x",
+    "/a b/c",
+    "lr=1e-4",
+    "a,b",
+    "[x]",
+    "{x: 1}",
+    "ü",
+    "it's",
+    'a "b"',
+    "a\\b",
+    "~x",
+    "1",
+    "null",
+    "",
+    "x#y",
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_survives(value):
+    read = OverridesParser.create().parse_override(override("run.dir", value))
+    assert read.key_or_group == "run.dir" and not read.is_sweep_override()
+    assert str(read.value()) == value or (value, read.value()) == ("null", None)
+
+
+def test_keys_and_plain_values():
+    assert [key_of(line) for line in ("a.b=1", "++a.b='x=y'", "+a=")] == ["a.b", "a.b", "a"]
+    assert sets("resume=never", "resume", "never") and sets("++resume='never'", "resume", "never")
+    assert not sets("resume=auto", "resume", "never") and not sets("resumed=never", "resume", "never")
