@@ -119,7 +119,7 @@ exec {python} "$@"
 
 @pytest.mark.parametrize(
     ("doctor_s", "exit_code", "said"),
-    [("30", "2:0", "n2 did not come"), ("0", "1:0", "after 90 s: n2;")],
+    [("30", "2:0", "n2: it did not come"), ("0", "1:0", "after 90 s: n2;")],
     ids=["by the doctor", "by Ray"],
 )
 def test_a_node_that_does_not_answer_is_named_and_the_job_ends(lab, submit, tmp_path, doctor_s, exit_code, said):
