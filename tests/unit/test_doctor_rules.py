@@ -2,7 +2,9 @@
 
 import ast
 import json
+import os
 import shutil
+import socket
 import threading
 from collections import Counter
 from dataclasses import asdict, replace
@@ -13,7 +15,7 @@ import pytest
 from doctor_lab import matrix
 
 from mrl.commands import doctor
-from mrl.doctor import lock, probe, reachable
+from mrl.doctor import lock, probe, reach, reachable
 from mrl.doctor.checks import collectives, disk, memory
 from mrl.doctor.checks import gpus as gpu_rules
 from mrl.doctor.examine import gather, plain
@@ -21,6 +23,7 @@ from mrl.doctor.facts import Card, Contact, Folder, Gpus, HostFacts, Interface
 from mrl.doctor.finding import Finding, Severity, exit_status, merged
 from mrl.doctor.gather.gpus import links, selected
 from mrl.doctor.gather.machine import memory_limit
+from mrl.doctor.gather.network import answers_as_doctor, busy_ports
 from mrl.doctor.gather.storage import folder
 from mrl.doctor.groups import groups_of, spread
 from mrl.doctor.interfaces import for_gloo, for_nccl, matches
@@ -331,6 +334,14 @@ def test_a_job_without_gpus_does_not_mind_a_driver_without(here):
     for given, wanted in ((0, None), (None, Wanted(cuda=False)), (1, Wanted(cuda=False))):
         (finding,) = gpu_rules.check(Seen([replace(broken, gpus=replace(broken.gpus, given=given))], wanted))
         assert "no GPU can be used" in finding.what
+
+
+def test_a_doctor_of_another_job_on_the_host_takes_no_port():
+    with reach.listening("nonce") as ports:
+        assert busy_ports((ports["any"],)) == {}
+    with socket.create_server(("", 0)) as server:
+        (owner,) = busy_ports((port := server.getsockname()[1],)).values()
+        assert f"process {os.getpid()}" in owner and not answers_as_doctor(port)
 
 
 def test_every_rule_is_registered_and_says_its_file_s_name():

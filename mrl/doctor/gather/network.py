@@ -12,6 +12,7 @@ import psutil
 from mrl.autopsy.interfaces import connect_to_itself
 from mrl.doctor.facts import InfinibandPort, Interface, Network
 
+DOCTOR_S = 1.0  # for one to answer
 RAY_PORTS = (6379,)  # of `ray start --head`: without it no node joins
 FAR = "192.0.2.1"  # an address for documentation: nothing is sent, the kernel only says by which way it would go
 
@@ -78,8 +79,17 @@ def _ipv6_only() -> bool:
 
 
 def busy_ports(ports: tuple[int, ...]) -> dict[str, str]:
-    """Ports that somebody listens on here -> who, where that can be seen."""
-    return {str(port): _owner(port) for port in ports if _is_busy(port)}
+    """Ports that somebody listens on here -> who, where that can be seen; another job's doctor, soon gone, does not count."""
+    return {str(port): _owner(port) for port in ports if _is_busy(port) and not answers_as_doctor(port)}
+
+
+def answers_as_doctor(port: int) -> bool:
+    """Whether who listens there answers as mrl.doctor.reach does."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), DOCTOR_S) as asked:
+        asked.settimeout(DOCTOR_S)
+        asked.sendall(b"\n")
+        return b'"nonce"' in asked.recv(1024)
+    return False
 
 
 def _is_busy(port: int) -> bool:
