@@ -5,9 +5,10 @@ from functools import cached_property
 
 from models.families import family_of
 from mrl import plan as planning
+from mrl.behaviours import Behaviours
 from mrl.config import Config
 from mrl.placement.pools import Pools
-from mrl.plan import ModelPlan
+from mrl.plan import ModelPlan, Plan
 from mrl.planner.memory.activations import CPU, GPU
 from mrl.planner.memory.advice import advice
 from mrl.planner.memory.run import Model, RunMemory, run_memory, trainer_settings
@@ -27,7 +28,15 @@ class Counted:
     @classmethod
     def of(cls, config: Config) -> "Counted":
         """Raises ValueError where the run could not be, whatever memory there is."""
-        behaviours, models = planning.plan_models(config)
+        return cls._of(config, *planning.plan_models(config))
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> "Counted":
+        """Of a run that was planned already."""
+        return cls._of(plan.config, plan.behaviours, plan.models)
+
+    @classmethod
+    def _of(cls, config: Config, behaviours: Behaviours, models: dict[str, ModelPlan]) -> "Counted":
         own = not (config.rollout.replay or config.rollout.engine_urls)
         topology = planning.engine_topology(config, models["actor"]) if own else None
         return cls(config, models, "ref_logprobs" in behaviours.needs, topology)
@@ -63,11 +72,12 @@ class Counted:
         return Model(self.shapes[role], dims, settings, plan.context)
 
 
-def check_memory(config: Config) -> None:
+def check_memory(plan: Plan) -> None:
     """Raise ValueError where the run needs more than its machines have, as far as `cluster.hardware` says what these are."""
+    config = plan.config
     if not (config.cluster.hardware.gpu_memory_gb and config.plan.check_memory):
         return
-    counted = Counted.of(config)
+    counted = Counted.of_plan(plan)
     if (found := counted.memory(config)).fits:
         return
     lines = ["memory: the run does not fit", *found.problems]

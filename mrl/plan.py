@@ -82,10 +82,15 @@ class Plan(ModelPlan):
     teacher: ModelPlan | None
 
     @property
+    def models(self) -> dict[str, ModelPlan]:
+        """By role: actor, and critic and teacher where the run has them."""
+        models = dict(actor=self, critic=self.critic, teacher=self.teacher)
+        return {role: model for role, model in models.items() if model}
+
+    @property
     def pools(self) -> Pools:
         """As of one model, with critic, teacher and engines."""
-        models = dict(actor=self, critic=self.critic, teacher=self.teacher)
-        return pools_of(self.config, {role: model.dims for role, model in models.items() if model})
+        return pools_of(self.config, {role: model.dims for role, model in self.models.items()})
 
     @property
     def shared(self) -> frozenset[frozenset[str]]:

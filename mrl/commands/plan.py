@@ -14,6 +14,7 @@ from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config import Config
 from mrl.placement import picture
 from mrl.placement.layout import Layout, imagined
+from mrl.placement.pools import slots_per_node
 from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
@@ -69,7 +70,7 @@ def sync(config: Config) -> None:
 
 def _imagined(config: Config, weights: bool = True) -> Layout:
     pools = planning.plan_placement(config, weights)
-    return imagined(pools, config.cluster.gpus_per_node or pools.size)
+    return imagined(pools, slots_per_node(config.cluster, pools))
 
 
 def placement(config: Config) -> None:

@@ -82,25 +82,19 @@ def _read(words: list[str]) -> tuple[Config, Space]:
             raise ValueError(
                 f"{word}: mrl runs sweeps itself; set sweep.at_once, sweep.trials or cluster (mrl train -m --help)."
             )
-    space = _once(split(words))
+    given = split(words)
+    space = replace(given, fixed=tuple(line for line in given.fixed if not sets(line, "resume", "never")))
     base = hydra_app.composed(space.fixed)
+    if space != given and (Path(base.run.dir) / sweeps.NAME).exists():  # heeded here: points may go on
+        raise ValueError(
+            f"resume=never: {base.run.dir} holds a sweep; leave it out to go on with it, or name another run.dir."
+        )
     space = space.and_also(hydra_app.checked(lines_of(base.sweep.params)))
     if not space.swept:
         raise ValueError(
             "nothing is swept: give a key several values (algorithm.lr=1e-4,3e-4), or name a sweep (sweep=lr_kl)."
         )
     return base, space
-
-
-def _once(space: Space) -> Space:
-    """Without `resume=never`, which is heeded here: points go on where an earlier start of them was."""
-    rest = tuple(line for line in space.fixed if not sets(line, "resume", "never"))
-    folder = Path(hydra_app.composed(rest).run.dir)
-    if rest != space.fixed and (folder / sweeps.NAME).exists():
-        raise ValueError(
-            f"resume=never: {folder} holds a sweep; leave it out to go on with it, or name another run.dir."
-        )
-    return replace(space, fixed=rest)
 
 
 def _checker(space: Space) -> Callable[[Point], int]:

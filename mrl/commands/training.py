@@ -36,7 +36,7 @@ def job(config: Config) -> None:
 def planned(config: Config) -> Plan:
     """The run, checked, on machines that can hold it as far as they are known; raises ValueError."""
     plan, cluster = planning.plan_training(config), config.cluster
-    check_memory(config)
+    check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_room(plan.pools, gpus_of_nodes(with_nodes(cluster, plan.pools)), "GPU")
     if cluster.nodes and not (cluster.scheduler or cluster.address):

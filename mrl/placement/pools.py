@@ -170,11 +170,16 @@ def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
             raise ValueError(f"{where}: it wants {pool.size} nodes, and {there}; use SPREAD.")
 
 
+def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
+    """Of a node as planned: its GPUs; without any, room for everything."""
+    return cluster.gpus_per_node or pools.size
+
+
 def with_nodes(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
     """With `nodes`; where the config does not name them, as many as these pools need."""
     if cluster.nodes:
         return cluster
-    missing = pools.size - (sum(gpus_of_nodes(replace(cluster, nodes=1))) - cluster.gpus_per_node)  # the other parts'
+    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # those have the other parts of the job
     return replace(cluster, nodes=max(1, ceil(missing / cluster.gpus_per_node)) if cluster.gpus_per_node else 1)
 
 

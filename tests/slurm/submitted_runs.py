@@ -11,6 +11,9 @@ from slurm_lab import Lab
 
 LONG_S = 900.0  # for anything that takes a minute on a machine of its own
 
+SETTINGS = dict(MRL_RAY_OPTIONS="--object-store-memory=200000000", MRL_JOIN_S="600", WANDB_MODE="offline")
+"""Of jobs on a machine that is small and busy."""
+
 
 @dataclass
 class Submitted:
@@ -57,8 +60,7 @@ def submitter(lab: Lab, overrides: list[str], base: Path) -> Callable[..., Submi
         folder = base / f"run{len(made)}"
         size = ["cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.slurm.exclusive=null"]
         line = [sys.executable, "-m", "mrl.cli", "train", *overrides, f"run.dir={folder}", *size, *more]
-        options = dict(MRL_RAY_OPTIONS="--object-store-memory=200000000", MRL_JOIN_S="600", WANDB_MODE="offline")
-        said = lab.run(*line, **options | variables)
+        said = lab.run(*line, **SETTINGS | variables)
         found = re.search(r"job (\d+) is submitted", said)
         assert found, said
         made.append(Submitted(lab, found[1], folder))

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from submitted_runs import LONG_S
+from submitted_runs import LONG_S, SETTINGS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
@@ -15,8 +15,7 @@ def test_four_points_are_an_array_and_the_one_that_fails_is_reported(lab, quicks
     size = ["cluster=slurm", "cluster.gpus_per_node=1", "cluster.slurm.exclusive=null", "placement=colocated"]
     words = [*quickstart, *size, "trainer.max_steps=2", f"trainer.timeout_s={','.join(timeouts)}", "sweep.at_once=2"]
     line = [sys.executable, "-m", "mrl.cli", "train", "-m", *words, f"run.dir={folder}"]
-    options = dict(MRL_RAY_OPTIONS="--object-store-memory=200000000", MRL_JOIN_S="600", WANDB_MODE="offline")
-    said = lab.run(*line, timeout_s=3 * LONG_S, status=1, **options)
+    said = lab.run(*line, timeout_s=3 * LONG_S, status=1, **SETTINGS)
     (job_id,) = json.loads((folder / "jobs.json").read_text())
     script = (folder / "job.sbatch").read_text()
     assert "#SBATCH --array=0,1,2,3%2" in script and "#SBATCH --nodes=1" in script

@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
 
 from mrl.commands import hydra_app
 from mrl.config import Config
-from mrl.config_rules import from_hydra
 from mrl.memory import Counted
 from mrl.planner.memory.run import RunMemory
 
@@ -42,11 +40,9 @@ def folder_of(model: str, folder: Path) -> Path:
 
 def config_of(model: str | None, folder: Path, *overrides: str, experiment: str = "gsm8k") -> Config:
     """What `mrl plan experiment=... model.path=... OVERRIDES` would plan; without `model`, the experiment's own."""
-    hydra_app.register_schema()
     keys = hydra_app.checked([f"experiment={experiment}", "run.dir=out", *overrides])
-    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
-        path = [f"++model.path={folder_of(model, folder)}"] if model else []
-        return from_hydra(compose("config", [*keys, *path]))
+    path = [f"++model.path={folder_of(model, folder)}"] if model else []
+    return hydra_app.composed([*keys, *path])
 
 
 def memory_of(config: Config) -> RunMemory:

@@ -1,19 +1,15 @@
 """The groups of conf/cluster: machines that `mrl plan` counts with."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from mrl.commands import hydra_app
 from mrl.config import HardwareConfig
-from mrl.config_rules import from_hydra
 
 MACHINES = ("a100", "h100", "h200", "b200")
 
 
 def hardware(*overrides: str) -> HardwareConfig:
-    hydra_app.register_schema()
-    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
-        return from_hydra(compose("config", ["experiment=quickstart", "run.dir=out", *overrides])).cluster.hardware
+    return hydra_app.composed(["experiment=quickstart", "run.dir=out", *overrides]).cluster.hardware
 
 
 def test_no_machine_is_assumed():
@@ -37,10 +33,7 @@ def test_a_size_below_zero_is_refused():
 
 
 def test_a_job_on_machines_takes_both_files():
-    hydra_app.register_schema()
-    with initialize_config_dir(version_base="1.3", config_dir=str(hydra_app.CONF)):
-        composed = compose(
-            "config", ["experiment=quickstart", "run.dir=out", "cluster=[slurm,h200]", "cluster.nodes=3"]
-        )
-        found = from_hydra(composed).cluster
+    found = hydra_app.composed(
+        ["experiment=quickstart", "run.dir=out", "cluster=[slurm,h200]", "cluster.nodes=3"]
+    ).cluster
     assert found.scheduler == "slurm" and found.nodes == 3 and found.hardware.name == "h200"

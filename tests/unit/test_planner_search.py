@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from search_cases import (
     DEEPSEEK_V3,
     QWEN3_8B,
@@ -24,7 +23,6 @@ from models.hf_config import HFConfig
 from mrl.commands import hydra_app, plan
 from mrl.commands.plan_search import FIXABLE, overrides
 from mrl.config import ParallelConfig
-from mrl.config_rules import from_hydra
 from mrl.memory import Counted
 from mrl.placement.pools import needs_of
 from mrl.plan import pools_of
@@ -231,10 +229,7 @@ def test_what_it_says_to_paste_is_a_config_of_that_layout(tmp_path, capsys, algo
     arch, _ = model_of(QWEN3_30B_A3B)
     for answer in [*told["best"], *told["best_of_each"]]:
         pasted = [word.strip("'") for word in answer["overrides"]]
-        with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
-            config = from_hydra(
-                compose("config", hydra_app.checked([*words, "run.dir=x", "data.train=[x.jsonl]", *pasted]))
-            )
+        config = hydra_app.composed(hydra_app.checked([*words, "run.dir=x", "data.train=[x.jsonl]", *pasted]))
         dims = ParallelDims.of_world(**vars(config.parallel))
         arch.check_layout(dims, uneven_stages="num_layers_in_last_pipeline_stage" in config.megatron)
         roles = dict(actor=dims) | (dict(critic=dims) if algorithm == "ppo" else {})

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config import Config, HardwareConfig
-from mrl.placement.pools import Pool, Pools, gpus_of_nodes
+from mrl.placement.pools import Pool, Pools, gpus_of_nodes, slots_per_node
 from mrl.planner.memory import host
 from mrl.planner.memory.engine import EngineMemory, engine_memory
 from mrl.planner.memory.host import HostMemory
@@ -150,7 +150,7 @@ def run_memory(
         sequence=sequence_tokens(config, actor.context),
         host=_host(config, models, found, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(hardware.host_memory_gb * GIB),
-        nodes=ceil(pools.size / (config.cluster.gpus_per_node or pools.size)),
+        nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
         available=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
         disk=checkpoint * kept,
@@ -273,7 +273,7 @@ def _host(
     reference: bool,
 ) -> HostMemory:
     """Of the busiest node: as many ranks of each role as it may hold."""
-    per_node = config.cluster.gpus_per_node or pools.size
+    per_node = slots_per_node(config.cluster, pools)
     on_node = {role: min(per_node, pool.needs[role].slots) for role, pool in pools.roles.items()}
     shared = {role for roles in pools.shared for role in roles}
     asleep = sum(
