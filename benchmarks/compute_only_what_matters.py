@@ -21,7 +21,7 @@ from one_process import Sizes, gradients_of, interleaved, largest_difference, ra
 from rich.console import Console
 from rich.table import Table
 
-from mrl.types import TokenBlock, TrainBatch
+from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.shares import StepPlan
 
 LR = 1e-9

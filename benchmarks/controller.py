@@ -4,7 +4,7 @@
     python benchmarks/controller.py --all
     python benchmarks/controller.py --profile driver.prof
 
-Four processes: this one is the driver (mrl.trainer, with the real generator, policy, worker group, weight sync and ledger);
+Four processes: this one is the driver (the trainer, with the real generator, policy, worker group, weight sync and ledger);
 one is the real rollout worker; one answers for all engines over HTTP, at once; one for all trainer ranks over Ray.
 CPU-seconds are of this process, all its threads; a call to a rank is a Ray call of its own, as to a process of its own.
 """
@@ -43,20 +43,20 @@ from mrl.algorithms.kl_control import KLControl
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.mismatch import SUMS
 from mrl.algorithms.objective import Objective
+from mrl.checkpoint.ledger import Ledger
+from mrl.controller.trainer import Schedule, Trainer
+from mrl.core.types import Handle, Part, Share, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import Example
 from mrl.data.prompts import PromptDataset
 from mrl.data.prompts import Share as SourceShare
 from mrl.data.report import Report
-from mrl.ledger import Ledger
 from mrl.placement.phases import Phases
 from mrl.planner.decoding import EngineSpeeds
 from mrl.rewards.base import Response
 from mrl.rollout.generator import RolloutGenerator
 from mrl.rollout.spec import RolloutSpec
-from mrl.tracking import JsonlSink, Tracker
-from mrl.trainer import Schedule, Trainer
-from mrl.types import Handle, Part, Share, SyncReport, TokenBlock, UpdateReport
+from mrl.tracking.tracker import JsonlSink, Tracker
 from mrl.weight_sync.driver import WeightSync
 from mrl.workers.group import WorkerGroup
 from mrl.workers.policy import ActorPolicy, Updates
@@ -332,7 +332,7 @@ def cluster(store_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]:
-    """As mrl.build wires it, with the simulated parts."""
+    """As mrl.controller.build wires it, with the simulated parts."""
     with ExitStack() as stack:
         urls = stack.enter_context(engines(size))
         samples = size.prompts * size.responses

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from mrl.types import Share, TokenBlock, TrainBatch
+from mrl.core.types import Share, TokenBlock, TrainBatch
 from mrl.workers.shares import Packing, StepPlan, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel import device

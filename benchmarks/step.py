@@ -17,11 +17,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
-from mrl import build
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.leaving import Leaving
-from mrl.plan import plan_training
+from mrl.config.validate import from_hydra
+from mrl.controller import build
+from mrl.controller.plan_train import plan_training
+from mrl.core.preemption import Leaving
 
 SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 

@@ -131,7 +131,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     from models.conversion.bridge import Bridge
     from models.conversion.hf_io import HFWeights
     from models.hf_config import HFConfig
-    from mrl.config import WeightSyncConfig
+    from mrl.config.schema import WeightSyncConfig
     from mrl.rollout.server import EngineServer, default_server_args
     from mrl.weight_sync.layout import EngineLayout
     from mrl.weight_sync.live import LiveSync

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.rollout.engines import Engines
 from mrl.rollout.spec import RolloutSpec
 

@@ -9,7 +9,7 @@ from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.spec import Architecture
-from mrl.config import ClusterConfig, HardwareConfig, PlanConfig
+from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
 from mrl.planner.memory.shape import ModelShape

@@ -12,7 +12,7 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.inputs import AdvantageInputs, Advantages, Estimated, Scored, per_token
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss, PolicyLoss
-from mrl.types import Column
+from mrl.core.types import Column
 
 
 @dataclass(frozen=True)

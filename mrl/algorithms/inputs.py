@@ -1,4 +1,4 @@
-"""What advantages and losses are given. Shapes: see mrl.types."""
+"""What advantages and losses are given. Shapes: see mrl.core.types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.types import Column
+from mrl.core.types import Column
 
 if TYPE_CHECKING:  # losses are named and checked in the driver, which needs no torch
     from torch import Tensor

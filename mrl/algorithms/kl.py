@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import LossInputs
-from mrl.types import Column
+from mrl.core.types import Column
 
 if TYPE_CHECKING:  # named and checked in the driver, which needs no torch
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs
-from mrl.types import Column
+from mrl.core.types import Column
 
 if TYPE_CHECKING:  # losses are named and checked in the driver, which needs no torch
     from torch import Tensor

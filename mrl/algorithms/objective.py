@@ -11,7 +11,7 @@ from mrl.algorithms.corrections import Correction
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss, PolicyLoss
-from mrl.types import Column
+from mrl.core.types import Column
 
 if TYPE_CHECKING:  # named and checked in the driver, which needs no torch
     from torch import Tensor

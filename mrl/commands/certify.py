@@ -6,11 +6,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mrl import build
-from mrl import plan as planning
-from mrl.behaviours import make_objective
+from mrl.algorithms.parts import make_objective
 from mrl.commands import hydra_app
-from mrl.config import Config
+from mrl.config.schema import Config
+from mrl.controller import build
+from mrl.controller import plan_train as planning
 from mrl.workers.certificate import Difference
 
 

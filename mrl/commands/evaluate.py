@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mrl.commands import generate, hydra_app
-from mrl.config import Config
+from mrl.config.schema import Config
 from mrl.evaluation.evaluate import PICTURE, REPORT, SCORES, checked_reward, evaluate, write
 from mrl.evaluation.intervals import Estimate
 from mrl.evaluation.plan import plan_generation

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mrl.commands import hydra_app
 from mrl.commands.convert import Bar
-from mrl.config import Config
+from mrl.config.schema import Config
 from mrl.evaluation.generation import generate
 from mrl.evaluation.plan import GenerationPlan, determinism, plan_generation
 from mrl.weight_sync.control import EngineError

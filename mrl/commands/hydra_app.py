@@ -18,10 +18,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from mrl.config import Config
-from mrl.config_rules import from_hydra, is_known, known_keys, unknown_key_message
-from mrl.faults import on_wait
-from mrl.secrets import WrittenSecretError, engine_key, refuse_literals
+from mrl.config.schema import Config
+from mrl.config.secrets import WrittenSecretError, engine_key, refuse_literals
+from mrl.config.validate import from_hydra, is_known, known_keys, unknown_key_message
+from mrl.core.errors import on_wait
 from mrl.workers.group import StartError
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
@@ -78,7 +78,7 @@ def run(argv: list[str], job: Callable[[Config], None], usage: str = "") -> int:
 
 
 def register_schema() -> None:
-    """Let the yaml files build on every key of mrl.config with its default."""
+    """Let the yaml files build on every key of mrl.config.schema with its default."""
     schema = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
     ConfigStore.instance().store(name="base_config", node=schema)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mrl import plan as planning
 from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
-from mrl.config import Config
+from mrl.config.schema import Config
+from mrl.controller import plan_train as planning
 from mrl.placement import picture
 from mrl.placement.layout import Layout, imagined
 from mrl.placement.pools import slots_per_node

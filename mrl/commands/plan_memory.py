@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.commands import hydra_app
-from mrl.config import Config
-from mrl.memory import Counted
+from mrl.config.schema import Config
+from mrl.controller.memory_check import Counted
 from mrl.planner.memory.advice import Change, advice
 from mrl.planner.memory.run import GIB, Moment, RunMemory
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.behaviours import make_behaviours
+from mrl.algorithms.parts import make_behaviours
 from mrl.commands import hydra_app
-from mrl.config import Config
+from mrl.config.schema import Config
 from mrl.planner.fitting import fits_of
 from mrl.planner.machine import Machine
 from mrl.planner.memory.run import FRACTION, trainer_settings

@@ -9,16 +9,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mrl import build
-from mrl import plan as planning
-from mrl.behaviours import make_objective
-from mrl.capsules.folder import Capsule, Weights
-from mrl.capsules.picture import draw
-from mrl.capsules.replay import Found, Verdict
+from mrl.algorithms.parts import make_objective
 from mrl.commands.hydra_app import as_user_error, refuse
-from mrl.config import Config, ParallelConfig
-from mrl.config_rules import from_hydra
-from mrl.faults import Lost
+from mrl.config.schema import Config, ParallelConfig
+from mrl.config.validate import from_hydra
+from mrl.controller import build
+from mrl.controller import plan_train as planning
+from mrl.core.errors import Lost
+from mrl.diagnostics.replay import Found, Verdict
+from mrl.diagnostics.replay_picture import draw
+from mrl.diagnostics.step_dump import Capsule, Weights
 from mrl.workers.group import StartError
 from parallel.dims import ParallelDims
 

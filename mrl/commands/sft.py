@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from mrl import plan as planning
 from mrl.commands import hydra_app
-from mrl.config import Config
-from mrl.processes import started
+from mrl.config.schema import Config
+from mrl.controller import plan_train as planning
+from mrl.controller.processes import started
 
 
 def job(config: Config) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from mrl.leaving import REQUEUE
+from mrl.core.preemption import REQUEUE
 
 PIPE = "MRL_SUPERVISOR_PIPE"  # environment variable of the child: the file descriptor to speak on
 PR_SET_PDEATHSIG = 1

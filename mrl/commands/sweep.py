@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import track
 
-from mrl import slurm
 from mrl.commands import hydra_app, training
 from mrl.commands.supervised import as_ours
-from mrl.config import Config
-from mrl.leaving import REQUEUE
-from mrl.overrides import sets
+from mrl.config.overrides import sets
+from mrl.config.schema import Config
+from mrl.core.preemption import REQUEUE
+from mrl.launch import slurm_job
 from mrl.placement.pools import with_nodes
 from mrl.sweep import plan as sweeps
 from mrl.sweep import table
@@ -151,10 +151,10 @@ def _runner(sweep: Sweep, config: Config, trials: Trials | None) -> Runner:
         )
 
     def submit(indices: Sequence[int]) -> str:
-        job = slurm.make_array(config.cluster, config.run.name, sweep.folder, indices, config.sweep.at_once)
-        return slurm.submit(job)
+        job = slurm_job.make_array(config.cluster, config.run.name, sweep.folder, indices, config.sweep.at_once)
+        return slurm_job.submit(job)
 
-    return Array(sweep, submit, slurm.queued)
+    return Array(sweep, submit, slurm_job.queued)
 
 
 def _run(runner: Runner) -> int:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from mrl.commands import train
-from mrl.leaving import REQUEUE
+from mrl.core.preemption import REQUEUE
 from mrl.sweep.outcome import STATUS, write_status
 from mrl.sweep.plan import load
 

@@ -6,16 +6,17 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from mrl import build, slurm
-from mrl import plan as planning
 from mrl.commands import hydra_app, supervised
-from mrl.config import Config
-from mrl.faults import NotUp, Preempted
-from mrl.leaving import REQUEUE, Leaving
-from mrl.memory import check_memory
+from mrl.config.schema import Config
+from mrl.controller import build
+from mrl.controller import plan_train as planning
+from mrl.controller.memory_check import check_memory
+from mrl.controller.plan_train import Plan
+from mrl.controller.trainer import Result
+from mrl.core.errors import NotUp, Preempted
+from mrl.core.preemption import REQUEUE, Leaving
+from mrl.launch import slurm_job
 from mrl.placement.pools import check_room, gpus_of_nodes, with_nodes
-from mrl.plan import Plan
-from mrl.trainer import Result
 
 
 def job(config: Config) -> None:
@@ -49,8 +50,8 @@ def _submit(config: Config) -> None:
     with hydra_app.as_user_error():
         cluster = with_nodes(config.cluster, planned(config).pools)
         run_dir, overrides = Path(config.run.dir).resolve(), HydraConfig.get().overrides.task
-        job = slurm.make_job(cluster, config.run.name, run_dir, overrides)
-        text = job.script if config.cluster.dry_run else slurm.told(job, slurm.submit(job))
+        job = slurm_job.make_job(cluster, config.run.name, run_dir, overrides)
+        text = job.script if config.cluster.dry_run else slurm_job.told(job, slurm_job.submit(job))
     sys.stdout.write(text)
 
 

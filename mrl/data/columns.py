@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from typing import Any
 
-from mrl.config import Node
+from mrl.config.schema import Node
 from mrl.data.report import RowError
 from mrl.data.table import Row, column, text
 from mrl.data.tokenizer import Messages

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.config import DataConfig, Node
+from mrl.config.instantiate import construct
+from mrl.config.schema import DataConfig, Node
 from mrl.data.columns import Columns
 from mrl.data.report import BadRow
 from mrl.data.table import Row, Table, read_table
-from mrl.plugin import construct
 
 
 class Rows(Protocol):

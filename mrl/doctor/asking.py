@@ -4,10 +4,10 @@ from math import prod
 from pathlib import Path
 
 from models.conversion.hf_io import HFWeights
-from mrl.config import Config
+from mrl.config.schema import Config
+from mrl.controller.plan_train import engine_layout, plan_models, pools_of
 from mrl.doctor.groups import groups_of
 from mrl.doctor.wanted import Wanted
-from mrl.plan import engine_layout, plan_models, pools_of
 
 LARGE = 10**9
 """Parameters beyond which nobody trains on a CPU."""

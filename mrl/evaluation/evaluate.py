@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.config import Config
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config
 from mrl.evaluation import picture, questions, scoring, store
 from mrl.evaluation.report import Summary, choose_k, prompts_of, summarise
 from mrl.evaluation.store import Row
-from mrl.plugin import plug_in
 from mrl.rewards.base import Reward
 from mrl.rewards.scorer import check_reward
 

@@ -8,7 +8,7 @@ from models.conversion.hf_io import HFWeights, check_checkpoint
 from models.conversion.partial_folder import Progress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config import Config
+from mrl.config.schema import Config
 
 CONVERTED = "model"  # in the folder of a generation, until it is finished
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from models.conversion.partial_folder import fingerprint
-from mrl.config import Config
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config
+from mrl.controller.plan_train import chat, make_inputs, prompt_limit
 from mrl.data.prompts import PromptDataset, Rules
 from mrl.data.sources import Source, test_sources
 from mrl.evaluation import model, questions
 from mrl.evaluation.estimators import MAX_SAMPLES
 from mrl.evaluation.questions import Question
 from mrl.evaluation.store import Store
-from mrl.plan import chat, make_inputs, prompt_limit
-from mrl.plugin import plug_in
 from mrl.rewards.base import Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams

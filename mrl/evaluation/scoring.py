@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
-from mrl.config import ScoringConfig
+from mrl.config.schema import ScoringConfig
 from mrl.rewards.base import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
 

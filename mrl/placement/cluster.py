@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray._private import ray_constants  # private: there is no public way to bind a local cluster to loopback
 
-from mrl.faults import Lost
-from mrl.secrets import ENGINE_KEY, engine_key
+from mrl.config.secrets import ENGINE_KEY, engine_key
+from mrl.core.errors import Lost
 
 # One thread per process: ranks and engines share the cores, and GNU OpenMP's waiting threads would burn them.
 # Ray's processes take other titles: they must keep the environment that they are found by (setproctitle's SPT_NOENV).

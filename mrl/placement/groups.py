@@ -12,10 +12,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.faults import check_wait
+from mrl.core.device_slot import Slot
+from mrl.core.errors import check_wait
 from mrl.placement.layout import Layout, found
 from mrl.placement.pools import Pool, Pools, arranged, check_room
-from mrl.slot import Slot
 
 LOOK_S = 0.05  # between looks at a group that Ray is placing
 FOR_ALL = 0.99  # of a slot, for all its roles together; the rest is for a look at which GPU it is

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mrl.config import ClusterConfig, RolloutConfig
+from mrl.config.schema import ClusterConfig, RolloutConfig
 from parallel.dims import ParallelDims
 
 KEY = "placement.pools"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config import ClusterConfig, PlanConfig
+from mrl.config.schema import ClusterConfig, PlanConfig
 from mrl.planner.memory.run import GIB
 
 SHARING = 2  # processes that keep plan.reserve_gb on a GPU besides: a trainer's and an engine's

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.config import ASYNC_STALENESS
+from mrl.config.schema import ASYNC_STALENESS
 from mrl.planner import engines
 from mrl.planner.engines import Engine, Sampling
 from mrl.planner.space import Space

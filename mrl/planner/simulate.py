@@ -140,7 +140,7 @@ class _Asked:
 
 @dataclass(eq=False)
 class _Run:
-    """The driver of a simulated run, step by step as mrl.trainer has them."""
+    """The driver of a simulated run, step by step as mrl.controller.trainer has them."""
 
     groups: Groups
     speeds: Speeds

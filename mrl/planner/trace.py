@@ -11,11 +11,11 @@ import orjson
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from mrl.config import RolloutConfig
+from mrl.checkpoint.run_dir import begun_with
+from mrl.config.schema import RolloutConfig
 from mrl.planner.decoding import Decoding, EngineSpeeds, Request
 from mrl.planner.simulate import Groups, Setup, Speeds
 from mrl.rollout.dealing import together
-from mrl.run_dir import begun_with
 
 LEAST_STEPS = 4  # that speeds are fitted to
 ROUNDS = 20  # of finding out which engine is the slowest

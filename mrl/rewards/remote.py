@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config.secrets import key_in
 from mrl.rewards.base import Score
 from mrl.rewards.concurrent import gather
-from mrl.secrets import key_in
 
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]

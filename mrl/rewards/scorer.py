@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from mrl.autopsy.notes import doing
+from mrl.hang_report.notes import doing
 from mrl.rewards.base import Response, Reward, Score
 from mrl.rewards.combine import Weighted
 from mrl.rewards.isolated import LATE, Outcome, WorkerPool, call

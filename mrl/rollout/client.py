@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from mrl.secrets import authorization
+from mrl.config.secrets import authorization
 from mrl.weight_sync.control import EngineControl, EngineError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from sglang.srt.arg_groups.choices import (
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from mrl.autopsy.register import FOLDER, NAME, dump_on_signal
+from mrl.hang_report.register import FOLDER, NAME, dump_on_signal
 from mrl.rollout.names import ATTENTION_BACKEND
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.autopsy.register import FOLDER, NAME, forget, stacks
+from mrl.hang_report.register import FOLDER, NAME, forget, stacks
 from mrl.rollout.agent import Conversation, Generate, Limits, converse
 from mrl.rollout.answers import Answers
 from mrl.rollout.asking import Engine, Seat, Service

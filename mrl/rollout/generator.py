@@ -7,20 +7,20 @@ from typing import Any
 
 import ray
 
-from mrl.autopsy.register import forget, stacks
-from mrl.autopsy.waiting import Waiter
+from mrl.core.types import Estimates, Handle, Rollouts
 from mrl.data.prompts import PromptStream
+from mrl.hang_report.register import forget, stacks
+from mrl.hang_report.waiting import Waiter
 from mrl.rollout.asking import NoEngineError
 from mrl.rollout.client import EngineError
 from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.worker import RolloutWorker
-from mrl.types import Estimates, Handle, Rollouts
 
 
 class RolloutGenerator:
     """One rollout worker behind deadlines.
 
-    Any call raises Stalled when its deadline passes, WorkerLost when the worker died (see mrl.autopsy), and what it raised.
+    Any call raises Stalled when its deadline passes, WorkerLost when the worker died (see mrl.hang_report), and what it raised.
     """
 
     def __init__(self, spec: RolloutSpec, options: dict[str, Any], timeout_s: float) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from mrl.core.device_slot import Slot
 from mrl.rollout.server import EngineServer
-from mrl.slot import Slot
 
 LOOK_S = 0.2  # between looks at a server's processes
 PATIENCE_S = 10.0  # how much longer a call may take than what it waits for

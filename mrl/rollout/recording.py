@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.types import TokenBlock
+from mrl.core.types import TokenBlock
 
 
 def _path(folder: str | Path, step: int) -> Path:

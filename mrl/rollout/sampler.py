@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mrl.autopsy.notes import doing
 from mrl.data.tokenizer import load_tokenizer
+from mrl.hang_report.notes import doing
 from mrl.rollout import dealing
 from mrl.rollout.answers import Answers
 from mrl.rollout.client import SamplingParams

@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mrl.autopsy.register import FOLDER, NAME, register
-from mrl.secrets import redacted
+from mrl.config.secrets import redacted
+from mrl.hang_report.register import FOLDER, NAME, register
 
 ENGINE = "sglang.srt.entrypoints.engine"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"

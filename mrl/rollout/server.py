@@ -19,10 +19,10 @@ from typing import Any, Self
 
 import psutil
 
+from mrl.config.secrets import engine_key
 from mrl.rollout.ports import PortLease
 from mrl.rollout.scratch import Scratch
 from mrl.rollout.server_args import check_server_args, default_server_args
-from mrl.secrets import engine_key
 
 __all__ = ["EngineServer", "check_server_args", "default_server_args"]
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.algorithms.estimate import Estimator
-from mrl.config import FaultsConfig, ScoringConfig
+from mrl.config.schema import FaultsConfig, ScoringConfig
+from mrl.core.device_slot import Slot
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import Chat
 from mrl.rewards.base import Reward
 from mrl.rollout.agent import ToolAgent
 from mrl.rollout.batch import Keep
-from mrl.slot import Slot
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import Scored
+from mrl.core.types import TokenBlock
 from mrl.rewards.base import Score, Turn
 from mrl.rollout.client import Completion
-from mrl.types import TokenBlock
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import ray
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import Scored
-from mrl.autopsy.notes import doing
-from mrl.autopsy.register import register, stacks
+from mrl.core.types import Column, Estimates, Handle, Rollouts, assemble
 from mrl.data.prompts import PromptDataset
+from mrl.hang_report.notes import doing
+from mrl.hang_report.register import register, stacks
 from mrl.rewards.base import Response, Score
 from mrl.rewards.scorer import Scorer
 from mrl.rollout import recording
@@ -30,7 +31,6 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.stream import Draft, Stream
 from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, spans, to_block, to_scored, trajectories
 from mrl.rollout.window import Chosen, Ticket, Window
-from mrl.types import Column, Estimates, Handle, Rollouts, assemble
 
 
 class RolloutWorker:

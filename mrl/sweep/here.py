@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
-from mrl.leaving import REQUEUE
+from mrl.core.preemption import REQUEUE
 from mrl.sweep.outcome import DONE, FAILED, write_status
 from mrl.sweep.plan import Sweep
 from mrl.sweep.runner import Runner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from mrl.lines import last_lines, write_json
+from mrl.core.durable_files import last_lines, write_json
 from mrl.sweep.points import Point
 
 STATUS = "status.json"  # in a point's folder: {"status": exit status, "seconds": ...}, when it has ended

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mrl.lines import write_json
-from mrl.overrides import key_of, override
+from mrl.config.overrides import key_of, override
+from mrl.core.durable_files import write_json
 from mrl.sweep.outcome import STATUS, Outcome, read
 from mrl.sweep.points import Point
 

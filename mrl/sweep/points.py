@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from mrl.overrides import key_of
+from mrl.config.overrides import key_of
 
 Point = tuple[str, ...]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mrl.overrides import key_of
+from mrl.config.overrides import key_of
 from mrl.sweep.outcome import DONE, FAILED, RUNNING, Outcome, best
 from mrl.sweep.plan import Sweep
 

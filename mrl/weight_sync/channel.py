@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
-from mrl.secrets import engine_key
+from mrl.config.secrets import engine_key
 from mrl.weight_sync.errors import PeerError
 from parallel.store import host_store
 

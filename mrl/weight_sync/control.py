@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import httpx
 import orjson
 
-from mrl.secrets import ENGINE_KEY, authorization
+from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # between two tries of something the engine refused because it was busy
 CONNECT_TRIES = 3  # only for connections that could not be made: nothing was sent, so any request may be repeated

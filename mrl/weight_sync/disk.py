@@ -17,7 +17,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from mrl.types import SyncReport
+from mrl.core.types import SyncReport
 from mrl.weight_sync.control import EngineControl
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.errors import SyncError, WeightMismatchError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from mrl.types import SyncReport
+from mrl.core.types import SyncReport
 from mrl.weight_sync.errors import SyncError
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from mrl.config import WeightSyncConfig
-from mrl.types import SyncReport
+from mrl.config.schema import WeightSyncConfig
+from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.errors import WeightMismatchError
 from mrl.weight_sync.opening import LayoutOf, Weights, open_session

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.conversion.box import Box
 from models.conversion.mapping import Mapping
-from mrl.config import WeightSyncConfig
+from mrl.config.schema import WeightSyncConfig
 from mrl.weight_sync.channel import Channel
 from mrl.weight_sync.control import EngineControl, PauseMode
 from mrl.weight_sync.coordinator import Coordinator

@@ -10,7 +10,7 @@ from torch import Tensor
 from mrl.algorithms import mismatch
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss
-from mrl.types import Share, TokenBlock, UpdateReport
+from mrl.core.types import Share, TokenBlock, UpdateReport
 from mrl.workers.batch import MicroBatch
 from mrl.workers.model import TrainedModel, largest, summarise
 from mrl.workers.spec import ModelSpec

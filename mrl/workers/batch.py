@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.inputs import Responses
-from mrl.types import Share, TokenBlock
+from mrl.core.types import Share, TokenBlock
 from parallel.packing import PackedSequences, Segment
 
 Ints = NDArray[np.int64]

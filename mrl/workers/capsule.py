@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.types import TokenBlock
+from mrl.core.types import TokenBlock
 from parallel.dims import ParallelDims
 
 BATCH, WEIGHTS = "batch.npz", "weights"  # a file, a Hugging Face folder

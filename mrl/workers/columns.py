@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mrl.types import Part, Share, TokenBlock
+from mrl.core.types import Part, Share, TokenBlock
 
 if TYPE_CHECKING:
     from mrl.workers.actor import Actor

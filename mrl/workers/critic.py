@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.losses import ValueLoss
-from mrl.types import Share, TokenBlock, UpdateReport
+from mrl.core.types import Share, TokenBlock, UpdateReport
 from mrl.workers.batch import MicroBatch
 from mrl.workers.model import TrainedModel, summarise
 from mrl.workers.spec import ModelSpec

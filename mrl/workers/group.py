@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 
-from mrl.autopsy.register import forget, stacks
-from mrl.autopsy.waiting import Waiter
-from mrl.types import Handle, Share, TokenBlock, TrainBatch, UpdateReport
+from mrl.core.types import Handle, Share, TokenBlock, TrainBatch, UpdateReport
+from mrl.hang_report.register import forget, stacks
+from mrl.hang_report.waiting import Waiter
 from mrl.workers.awake import NEEDS
 from mrl.workers.certificate import Trace
 from mrl.workers.shares import Packing, StepPlan, plan_step
@@ -31,7 +31,7 @@ class StartError(ValueError):
 class WorkerGroup:
     """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds.
 
-    Any call raises Stalled when its deadline passes, RankLost when a rank died (see mrl.autopsy), and what a rank raised.
+    Any call raises Stalled when its deadline passes, RankLost when a rank died (see mrl.hang_report), and what a rank raised.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class WorkerGroup:
         return self._wait(method, [getattr(self.workers[0], method).remote(*args)])[0]
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of everything and begin to write it; see mrl.saving."""
+        """Take a snapshot of everything and begin to write it; see mrl.checkpoint.saver."""
         self._saving("begin_save", timeout_s, folder, asynchronous)
 
     def save_finished(self) -> bool:
@@ -188,7 +188,9 @@ class WorkerGroup:
         self.call("wake")
 
     def _prepare(self, method: str) -> None:
-        if method in NEEDS and method != "push_weights":  # around which engines are awake, see mrl.turns
+        if (
+            method in NEEDS and method != "push_weights"
+        ):  # around which engines are awake, see mrl.controller.colocation
             self.before(self.role)
 
     def _wait(self, method: str, futures: list[Any]) -> list[Any]:

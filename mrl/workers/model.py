@@ -15,8 +15,8 @@ from models.conversion.hf_export import write_export
 from models.conversion.hf_io import HFWeights
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config import WeightSyncConfig
-from mrl.types import Share, SyncReport, TokenBlock, UpdateReport
+from mrl.config.schema import WeightSyncConfig
+from mrl.core.types import Share, SyncReport, TokenBlock, UpdateReport
 from mrl.weight_sync.disk import DiskSync
 from mrl.weight_sync.layout import EngineLayout, Topology
 from mrl.weight_sync.live import LiveSync

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mrl.algorithms import mismatch
 from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
-from mrl.types import Estimates, Handle, Rollouts, TrainBatch, UpdateReport
+from mrl.core.types import Estimates, Handle, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.group import WorkerGroup
 from mrl.workers.shares import Packing, split, step_weights
 from parallel.optimizer_settings import AdamW

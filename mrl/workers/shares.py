@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.reduce import token_weights
+from mrl.core.types import Share, TrainBatch
 from mrl.data.batching import CostModel, Unit, make_units, plan
-from mrl.types import Share, TrainBatch
 from parallel.dims import ParallelDims
 
 

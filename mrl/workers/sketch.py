@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.types import TokenBlock
+from mrl.core.types import TokenBlock
 
 PROJECTIONS = 8  # K
 EMBEDDING, NORM = 0, 10**6  # places; a layer's is its number, from 1

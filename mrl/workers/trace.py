@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.types import Share, TokenBlock
+from mrl.core.types import Share, TokenBlock
 from mrl.workers.actor import Actor, policy_loss
 from mrl.workers.certificate import Trace
 from mrl.workers.columns import compute

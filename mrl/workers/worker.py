@@ -10,11 +10,11 @@ from typing import Any
 import ray
 
 from mrl.algorithms.losses import Loss
-from mrl.autopsy.notes import doing
-from mrl.autopsy.register import register, stacks
-from mrl.config import WeightSyncConfig
+from mrl.config.schema import WeightSyncConfig
+from mrl.core.types import Column, Handle, Share, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import Chat
-from mrl.types import Column, Handle, Share, SyncReport, TokenBlock, UpdateReport
+from mrl.hang_report.notes import doing
+from mrl.hang_report.register import register, stacks
 from mrl.workers.awake import awake
 from mrl.workers.spec import ModelSpec
 from parallel.collective_log import CollectiveLog

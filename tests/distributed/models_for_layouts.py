@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tiny_families import SIZES, make_family
 
-from mrl.types import TokenBlock
+from mrl.core.types import TokenBlock
 
 VOCAB = SIZES["vocab_size"]
 KINDS = {

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 from models.conversion.hf_io import check_checkpoint
 from mrl.algorithms.losses import PPOClip
-from mrl.types import TrainBatch
+from mrl.core.types import TrainBatch
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims

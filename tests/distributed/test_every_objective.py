@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.objective import Objective
-from mrl.behaviours import make_objective
+from mrl.algorithms.parts import make_objective
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.types import TokenBlock, TrainBatch
+from mrl.config.validate import from_hydra
+from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.certificate import Trace, compare
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec

@@ -8,8 +8,8 @@ import torch
 from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import PPOClip
-from mrl.capsules.replay import LOGPROBS, Found, verdict
-from mrl.types import TrainBatch
+from mrl.core.types import TrainBatch
+from mrl.diagnostics.replay import LOGPROBS, Found, verdict
 from mrl.workers.certificate import TOLERANCES, Trace, compare_gradients
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.sketch import compare_sketches, whereabouts

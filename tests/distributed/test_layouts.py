@@ -8,7 +8,7 @@ import torch
 from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.types import Share, TokenBlock, TrainBatch, assemble
+from mrl.core.types import Share, TokenBlock, TrainBatch, assemble
 from mrl.workers.shares import Packing, plan_step, split
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims

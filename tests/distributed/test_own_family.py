@@ -8,8 +8,8 @@ from tiny_families import make_family
 
 from models.families import llama
 from mrl.algorithms.losses import PPOClip
+from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.types import TrainBatch
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims

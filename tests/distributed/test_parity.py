@@ -7,8 +7,8 @@ import pytest
 from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import PPOClip
+from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.types import TrainBatch
 from mrl.workers.shares import Packing, in_one_process, plan_step
 from mrl.workers.spec import ModelSpec
 from parallel.dims import ParallelDims

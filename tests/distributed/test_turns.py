@@ -6,8 +6,8 @@ from models_for_layouts import VOCAB, make
 from numpy.typing import NDArray
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
+from mrl.core.types import TokenBlock, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.types import TokenBlock, TrainBatch
 from mrl.workers.certificate import TOLERANCES, Trace, compare
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec

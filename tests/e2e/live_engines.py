@@ -11,7 +11,7 @@ from models.conversion.box import Box
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.spec import Family
-from mrl.config import WeightSyncConfig
+from mrl.config.schema import WeightSyncConfig
 from mrl.rollout.client import SamplingParams
 from mrl.weight_sync.layout import EngineLayout
 from mrl.weight_sync.live import LiveSync

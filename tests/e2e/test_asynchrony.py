@@ -11,9 +11,9 @@ from http_engines import spec_of
 from test_resumed_runs import learning
 from test_soak import KINDS, Soak
 
+from mrl.config.secrets import authorization
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines import Engines
-from mrl.secrets import authorization
 
 SIZE = 6  # groups of a step
 

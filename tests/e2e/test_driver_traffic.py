@@ -9,14 +9,14 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.controller import SimulatedGroup, SimulatedRanks, layout
 from benchmarks.driver_traffic import Traffic
-from mrl import build
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.leaving import Leaving
+from mrl.config.validate import from_hydra
+from mrl.controller import build
+from mrl.controller.plan_train import plan_training
+from mrl.core.preemption import Leaving
+from mrl.core.types import TokenBlock, TrainBatch
 from mrl.placement.cluster import ray_cluster
-from mrl.plan import plan_training
 from mrl.rollout import recording
-from mrl.types import TokenBlock, TrainBatch
 from mrl.workers.shares import Packing
 
 NUM_PROMPTS, GROUP = 5, 3

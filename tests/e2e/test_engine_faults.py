@@ -9,7 +9,7 @@ import pytest
 from http_engines import spec_of
 from live_engines import PROMPTS
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines import Engines
 from mrl.rollout.seeds import TRAINING, seed_of

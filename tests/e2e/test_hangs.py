@@ -14,15 +14,15 @@ import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mrl import build
-from mrl.autopsy import collect
-from mrl.autopsy.errors import RankLost, Stalled
-from mrl.autopsy.register import records, stacks
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.leaving import Leaving
-from mrl.plan import plan_training
-from mrl.processes import model_spec
+from mrl.config.validate import from_hydra
+from mrl.controller import build
+from mrl.controller.plan_train import plan_training
+from mrl.controller.processes import model_spec
+from mrl.core.preemption import Leaving
+from mrl.hang_report import collect
+from mrl.hang_report.errors import RankLost, Stalled
+from mrl.hang_report.register import records, stacks
 from mrl.workers import group as workers
 from parallel.dims import ParallelDims
 

@@ -10,14 +10,14 @@ import ray
 from hydra import compose, initialize_config_dir
 from test_train import wait_for
 
-from mrl import build
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.leaving import Leaving
+from mrl.config.validate import from_hydra
+from mrl.controller import build
+from mrl.controller.plan_train import plan_training
+from mrl.core.preemption import Leaving
 from mrl.placement.cluster import ray_cluster
 from mrl.placement.groups import PlacementError, placed
 from mrl.placement.pools import Need, make_pools
-from mrl.plan import plan_training
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.host import HostedEngine
 from mrl.rollout.server import default_server_args

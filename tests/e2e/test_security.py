@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import tagged
 
-from mrl.secrets import engine_key
+from mrl.config.secrets import engine_key
 
 OPEN = ("/health", "/ready", "/metrics")
 """What SGLang answers to anyone; of these it is only told whether the engine works."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from live_engines import connected, largest_gap, perturb
 
+from mrl.controller.colocation import ACTOR, ENGINES, State, Turns
 from mrl.rollout.client import SamplingParams
-from mrl.turns import ACTOR, ENGINES, State, Turns
 from mrl.weight_sync.control import EngineError
 from mrl.weight_sync.memory import EngineMemory
 

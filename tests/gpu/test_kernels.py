@@ -74,7 +74,7 @@ device.install()
 from mrl.workers.actor import Actor
 from mrl.workers.critic import Critic
 from mrl.algorithms.losses import PPOClip
-from mrl.types import TrainBatch
+from mrl.core.types import TrainBatch
 from mrl.workers.certificate import TOLERANCES, compare
 from mrl.workers.shares import Packing, plan_step
 from mrl.workers.spec import ModelSpec

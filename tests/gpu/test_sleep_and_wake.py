@@ -15,7 +15,7 @@ import sys
 import numpy as np, torch
 from mrl.algorithms.losses import CrossEntropy
 from mrl.algorithms.reduce import token_weights
-from mrl.types import Share, TokenBlock
+from mrl.core.types import Share, TokenBlock
 from mrl.workers.actor import Actor
 from mrl.workers.spec import ModelSpec
 from parallel import device, groups

@@ -6,8 +6,8 @@ from pathlib import Path
 from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
 
 from mrl.commands import hydra_app
-from mrl.config import Config
-from mrl.memory import Counted
+from mrl.config.schema import Config
+from mrl.controller.memory_check import Counted
 from mrl.planner.memory.run import RunMemory
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(

@@ -225,7 +225,7 @@ def test_an_end_marker_that_is_no_single_token_is_refused(tokenizer):
 
 
 def test_the_config_names_agent_tools_and_parser_by_target():
-    from mrl.plugin import construct
+    from mrl.config.instantiate import construct
 
     node = {
         "_target_": "mrl.rollout.agent.ToolAgent",

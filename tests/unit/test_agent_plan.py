@@ -4,8 +4,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.plan import Plan, plan_training
+from mrl.config.validate import from_hydra
+from mrl.controller.plan_train import Plan, plan_training
 from mrl.rollout.calls import Markers
 from mrl.rollout.tools import Calculator
 

@@ -14,9 +14,9 @@ from mrl.algorithms.estimate import Estimator
 from mrl.algorithms.inputs import Scored
 from mrl.algorithms.objective import Objective
 from mrl.algorithms.reduce import AGGREGATIONS
-from mrl.config_rules import is_known
-from mrl.metrics import check
-from mrl.plugin import construct
+from mrl.config.instantiate import construct
+from mrl.config.validate import is_known
+from mrl.core.metrics import check
 
 FILES = {path.stem: path for path in sorted(Path("conf/algorithm").glob("*.yaml"))}
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from http_engines import BROKEN, HttpEngine, asked
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.rollout.answers import Answers
 from mrl.rollout.asking import NoEngineError
 from mrl.rollout.client import EngineError, SamplingParams

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from mrl.autopsy import interfaces, notes, register, report, waiting
-from mrl.autopsy.errors import RankLost
-from mrl.autopsy.frames import Frame, place, threads
-from mrl.autopsy.probe import Seen, probe
-from mrl.autopsy.verdict import judge, ranges
-from mrl.autopsy.waiting import of_peers
+from mrl.hang_report import interfaces, notes, register, report, waiting
+from mrl.hang_report.errors import RankLost
+from mrl.hang_report.frames import Frame, place, threads
+from mrl.hang_report.probe import Seen, probe
+from mrl.hang_report.verdict import judge, ranges
+from mrl.hang_report.waiting import of_peers
 from mrl.weight_sync.errors import SyncError
 from parallel.collective_log import LastCollective
 
@@ -174,7 +174,7 @@ def test_an_autopsy_that_fails_does_not_take_the_place_of_what_it_was_made_for(l
     def fail(*_):
         raise KeyError("a record of another version")
 
-    monkeypatch.setattr("mrl.autopsy.collect.judge", fail)
+    monkeypatch.setattr("mrl.hang_report.collect.judge", fail)
     error = lost()
     assert error.report is None and error.ranks == (0,) and "another version" in str(error)
 
@@ -195,8 +195,8 @@ def test_a_diagnosis_survives_a_pickle(tmp_path):
 
 CHILD = """
 import ctypes, sys, time
-from mrl.autopsy.notes import doing
-from mrl.autopsy.register import register
+from mrl.hang_report.notes import doing
+from mrl.hang_report.register import register
 def stand_still():
     print("here", flush=True)
     {body}
@@ -310,9 +310,7 @@ done
 ip rule add pref 1 from 10.2.2.1 blackhole; ip rule add pref 2 lookup local; ip rule del pref 0
 exec "$@"
 """
-ADVICE = (
-    "from mrl.autopsy.interfaces import *; print(*advice('node3', interfaces(), connect_to_itself), sep='\\n', end='')"
-)
+ADVICE = "from mrl.hang_report.interfaces import *; print(*advice('node3', interfaces(), connect_to_itself), sep='\\n', end='')"
 
 
 def test_real_interfaces_of_a_network_namespace():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mrl.core.types import TokenBlock
 from mrl.data.batching import CostModel, Unit, make_units, micro_batches, partition, plan
-from mrl.types import TokenBlock
 
 SEVEN_B = CostModel(4.24e10, 6.02e5)  # FLOPs of training a 7B-like model
 SEEDS = range(60)

@@ -3,9 +3,9 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mrl.behaviours import make_behaviours
+from mrl.algorithms.parts import make_behaviours
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
+from mrl.config.validate import from_hydra
 
 
 def behaviours(*overrides: str):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.autopsy.errors import RankLost
-from mrl.capsules.folder import Capsule, Content, Weights, complete, write_steps
 from mrl.commands import replay as command
-from mrl.types import TokenBlock, TrainBatch
+from mrl.core.types import TokenBlock, TrainBatch
+from mrl.diagnostics.step_dump import Capsule, Content, Weights, complete, write_steps
+from mrl.hang_report.errors import RankLost
 from mrl.workers.capsule import BATCH, write_block
 from mrl.workers.shares import split
 from parallel.dims import ParallelDims

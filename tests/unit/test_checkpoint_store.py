@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from mrl import checkpoint
-from mrl.checkpoint import STATE, Checkpoint, CheckpointStore, find
+from mrl.checkpoint.store import STATE, Checkpoint, CheckpointStore, find
+from mrl.checkpoint.store import store as checkpoint
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mrl import metrics
-from mrl.plugin import plug_in
+from mrl.config.instantiate import plug_in
+from mrl.core import metrics
 from mrl.rewards import code, sandbox
 from mrl.rewards.base import Response, Score, Scores
 from mrl.rewards.code import REASONS, CodeExecution, find_code, part_name, read_cases

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 
 from models.megatron_fields import DECIDED, check_balance, check_megatron
 from mrl.commands import hydra_app
-from mrl.config import Config
-from mrl.config_rules import check, from_hydra, is_known, known_keys, unknown_key_message
-from mrl.plan import make_inputs
-from mrl.plugin import construct, plug_in
+from mrl.config.instantiate import construct, plug_in
+from mrl.config.schema import Config
+from mrl.config.validate import check, from_hydra, is_known, known_keys, unknown_key_message
+from mrl.controller.plan_train import make_inputs
 from parallel.dims import ParallelDims
 
 
@@ -134,7 +134,7 @@ def test_a_plain_function_is_a_plug_in_too():
     assert plug_in({"_target_": here}, "reward") is double
     assert plug_in({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
     with pytest.raises(ValueError, match="cannot be called"):
-        plug_in({"_target_": "mrl.types.SyncReport"}, "reward")
+        plug_in({"_target_": "mrl.core.types.SyncReport"}, "reward")
     with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
         plug_in({"_target_": "mrl.rewards.math.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",))
 

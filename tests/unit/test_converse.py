@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from http_engines import HttpEngine, asked
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rollout.agent import ToolAgent
 from mrl.rollout.answers import Answers

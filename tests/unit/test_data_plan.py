@@ -8,9 +8,9 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
+from mrl.config.validate import from_hydra
+from mrl.controller.plan_train import _check_prompts, _model_plan, origin
 from mrl.data.arithmetic import make_inputs
-from mrl.plan import _check_prompts, _model_plan, origin
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ FAULTS = [
           {1: distribution("ray", "2.59.0")}, hosts=2, where="h1",
           also=frozenset({("versions", "h1")})),
     Fault("hosts with different code", "versions", "the code here is another", "one checkout",
-          {1: "echo '# changed' >$LAB/other.py; mount --bind $LAB/other.py $PYTHONPATH/mrl/tracking.py"}, hosts=2, where="h1"),
+          {1: "echo '# changed' >$LAB/other.py; mount --bind $LAB/other.py $PYTHONPATH/mrl/tracking/tracker.py"}, hosts=2, where="h1"),
     Fault("PyPI's apex", "apex", "is not NVIDIA's apex", "pip uninstall -y apex",
           {0: "mkdir -p $LAB/site/apex; touch $LAB/site/apex/__init__.py; export PYTHONPATH=$LAB/site:$PYTHONPATH"}),
     # GPUs

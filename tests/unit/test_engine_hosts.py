@@ -3,12 +3,12 @@
 import pytest
 from http_engines import spec_of
 
+from mrl.core.device_slot import Slot
 from mrl.rollout import engines
 from mrl.rollout.engines import Engines
 from mrl.rollout.host import by_node, visible
 from mrl.rollout.server import EngineServer
 from mrl.rollout.server_args import check_server_args
-from mrl.slot import Slot
 
 
 def slots(*places: str) -> list[Slot]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from http_engines import spec_of
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.rollout import engines
 from mrl.rollout.engines import Engines
 from mrl.rollout.server import EngineServer

@@ -15,7 +15,7 @@ from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.algorithms.token_advantages import GAE, OnPolicyDistillation, ReinforcePlusPlus
-from mrl.metrics import check
+from mrl.core.metrics import check
 
 LENGTHS = np.array([3, 0, 2, 4, 1, 0, 2])
 

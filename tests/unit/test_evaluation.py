@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from mrl.commands import evaluate as command
-from mrl.config import Config
-from mrl.config_rules import from_hydra
+from mrl.config.schema import Config
+from mrl.config.validate import from_hydra
 from mrl.evaluation.evaluate import evaluate, write
 from mrl.evaluation.report import choose_k
 from mrl.evaluation.store import Store

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.kl_control import KLControl
+from mrl.controller.trainer import Schedule, Trainer
+from mrl.core.errors import Lost, Preempted
+from mrl.core.types import Estimates, Rollouts
 from mrl.data.prompts import PromptStream
-from mrl.faults import Lost, Preempted
 from mrl.placement.phases import Phases
-from mrl.trainer import Schedule, Trainer
-from mrl.types import Estimates, Rollouts
 
 
 class World:
@@ -86,7 +86,7 @@ class World:
         self.now(state)
 
     def recover(self, error, boundary):
-        """As mrl.recovery does: from memory where the trainers are as they were, else from the last checkpoint."""
+        """As mrl.controller.recovery does: from memory where the trainers are as they were, else from the last checkpoint."""
         self.recoveries.append(boundary and boundary["progress"]["step"])
         if boundary is None:
             boundary = self.saved[max(self.saved)]

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from mrl.commands import generate as command
-from mrl.config import Config, GenerateConfig
-from mrl.config_rules import check, from_hydra
+from mrl.config.schema import Config, GenerateConfig
+from mrl.config.validate import check, from_hydra
 from mrl.data.arithmetic import make_inputs, write_prompts
 from mrl.evaluation import questions
 from mrl.evaluation.engines import Asker

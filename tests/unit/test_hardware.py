@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.commands import hydra_app
-from mrl.config import HardwareConfig
+from mrl.config.schema import HardwareConfig
 
 MACHINES = ("a100", "h100", "h200", "b200")
 

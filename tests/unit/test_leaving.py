@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mrl.faults import Preempted, check_wait
-from mrl.leaving import REQUEUE, Leaving
+from mrl.core.errors import Preempted, check_wait
+from mrl.core.preemption import REQUEUE, Leaving
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -39,7 +39,7 @@ def test_another_step_goes_on_to_its_end():
 
 TWICE = """
 import os, signal, time
-from mrl.leaving import Leaving
+from mrl.core.preemption import Leaving
 with Leaving(lambda: False):
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)

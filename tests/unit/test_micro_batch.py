@@ -11,7 +11,7 @@ from parallel import device
 
 device.install()  # before anything of Megatron is imported
 
-from mrl.types import Share, TokenBlock  # noqa: E402
+from mrl.core.types import Share, TokenBlock  # noqa: E402
 from mrl.workers.batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
 

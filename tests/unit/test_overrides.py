@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mrl.overrides import key_of, override, sets
+from mrl.config.overrides import key_of, override, sets
 
 VALUES = [
     "outputs/x",

@@ -7,8 +7,8 @@ import pytest
 from planned_runs import FULL, config_of, memory_of
 
 from mrl.commands import hydra_app, plan, plan_memory
+from mrl.controller.memory_check import Counted
 from mrl.data.arithmetic import make_inputs
-from mrl.memory import Counted
 from mrl.planner.memory.advice import advice
 from mrl.planner.memory.run import GIB
 

@@ -22,10 +22,10 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.commands import hydra_app, plan
 from mrl.commands.plan_search import FIXABLE, overrides
-from mrl.config import ParallelConfig
-from mrl.memory import Counted
+from mrl.config.schema import ParallelConfig
+from mrl.controller.memory_check import Counted
+from mrl.controller.plan_train import pools_of
 from mrl.placement.pools import needs_of
-from mrl.plan import pools_of
 from mrl.planner import engines
 from mrl.planner.engines import Engine, Sampling
 from mrl.planner.search import STALENESS

@@ -11,7 +11,7 @@ from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config import ClusterConfig, HardwareConfig, PlanConfig
+from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
 from mrl.planner.engines import Engine, Sampling, push_s
 from mrl.planner.machine import Machine
 from mrl.planner.simulate import Groups, Setup, Speeds, simulate

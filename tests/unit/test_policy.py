@@ -6,8 +6,8 @@ import pytest
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.mismatch import SUMS
 from mrl.algorithms.objective import Objective
+from mrl.core.types import Estimates, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
-from mrl.types import Estimates, Rollouts, UpdateReport
 from mrl.workers.policy import ActorPolicy, Updates, _of_actor
 from mrl.workers.shares import Packing, plan_step
 from parallel.dims import ParallelDims

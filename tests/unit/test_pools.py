@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.config import ClusterConfig, RolloutConfig
+from mrl.config.schema import ClusterConfig, RolloutConfig
 from mrl.placement.pools import ROLES, Need, arranged, check_room, make_pools, needs_of, with_nodes
 from parallel.dims import ParallelDims
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl import recovery
-from mrl.checkpoint import Checkpoint, CheckpointStore
-from mrl.faults import Lost
-from mrl.recovery import Recovery
+from mrl.checkpoint.store import Checkpoint, CheckpointStore
+from mrl.controller import recovery
+from mrl.controller.recovery import Recovery
+from mrl.core.errors import Lost
 
 
 class Processes:

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from mrl.config.instantiate import construct
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.plugin import construct
 from mrl.rewards.base import Response, Turn
 from mrl.rewards.judge import Judge
 from mrl.rewards.scorer import Scorer, check_reward

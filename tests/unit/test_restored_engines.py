@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.types import SyncReport
+from mrl.core.types import SyncReport
 from mrl.weight_sync.driver import WeightSync
 from mrl.weight_sync.errors import SyncError
 

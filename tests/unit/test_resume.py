@@ -13,12 +13,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from models.spec import Architecture
-from mrl.checkpoint import CheckpointStore
+from mrl.checkpoint.resume import Resume, check_fits, decide, plain, sizes
+from mrl.checkpoint.run_dir import begun_with, own_run_dir
+from mrl.checkpoint.store import CheckpointStore
 from mrl.commands import hydra_app
-from mrl.config import Config
-from mrl.config_rules import from_hydra
-from mrl.resume import Resume, check_fits, decide, plain, sizes
-from mrl.run_dir import begun_with, own_run_dir
+from mrl.config.schema import Config
+from mrl.config.validate import from_hydra
 from parallel.rope import Rope
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(tmp
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mrl.run_dir import own_run_dir
+from mrl.checkpoint.run_dir import own_run_dir
 with own_run_dir(Path(sys.argv[1]), "train", {}):
     print("held", flush=True)
     time.sleep(60)

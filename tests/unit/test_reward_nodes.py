@@ -9,9 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
+from mrl.config.instantiate import construct, plug_in
+from mrl.config.validate import from_hydra
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.plugin import construct, plug_in
 from mrl.rewards.base import Response, Score, as_score
 from mrl.rewards.combine import Weighted
 from mrl.rewards.function import Function

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.checkpoint import CheckpointStore
-from mrl.faults import Lost
-from mrl.saving import Cadence, Saver
+from mrl.checkpoint.saver import Cadence, Saver
+from mrl.checkpoint.store import CheckpointStore
+from mrl.core.errors import Lost
 
 
 class Model:

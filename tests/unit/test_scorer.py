@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mrl import metrics
+from mrl.core import metrics
 from mrl.rewards.base import Response, Score, Scores, Turn
 from mrl.rewards.combine import Weighted
 from mrl.rewards.concurrent import gather

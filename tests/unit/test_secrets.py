@@ -5,8 +5,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from mrl.commands import hydra_app
-from mrl.config_rules import from_hydra
-from mrl.secrets import HIDDEN, authorization, is_secret, redacted, refuse_literals
+from mrl.config.secrets import HIDDEN, authorization, is_secret, redacted, refuse_literals
+from mrl.config.validate import from_hydra
 
 
 def test_names_of_secrets_are_known_and_names_of_tokens_are_not():

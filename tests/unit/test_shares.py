@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mrl.algorithms.reduce import AGGREGATIONS
+from mrl.core.types import Share, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.types import Share, TrainBatch
 from mrl.workers.shares import Packing, plan_step, split
 from parallel.dims import ParallelDims
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from mrl.types import TokenBlock
+from mrl.core.types import TokenBlock
 from mrl.workers.sketch import PROJECTIONS, Sketch, compare_sketches, joined, whereabouts
 from mrl.workers.taps import sketch
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl import slurm
-from mrl.config import ClusterConfig, Config
-from mrl.config_rules import _check_cluster as check_cluster
+from mrl.config.schema import ClusterConfig, Config
+from mrl.config.validate import _check_cluster as check_cluster
+from mrl.launch import slurm_job
 from mrl.placement.joined import missing
 from mrl.placement.pools import gpus_of_nodes
 
@@ -19,7 +19,7 @@ SIZE = dict(scheduler="slurm", nodes=2, gpus_per_node=4)
 
 
 def job(run_dir=Path("/runs/mine"), overrides=(), **keys):
-    return slurm.make_job(ClusterConfig(**SIZE | keys), "mine", run_dir, overrides)
+    return slurm_job.make_job(ClusterConfig(**SIZE | keys), "mine", run_dir, overrides)
 
 
 def directives(text: str) -> list[str]:
@@ -88,10 +88,10 @@ def test_the_job_calls_the_command_with_the_very_arguments(tmp_path, monkeypatch
         f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
     )
     target.chmod(0o755)
-    monkeypatch.setattr(slurm, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(slurm_job, "CHECKOUT", tmp_path)
     monkeypatch.setenv("MRL_MOUNTS", "/data,/my scratch")
     monkeypatch.delenv("MRL_CONTAINER", raising=False)
-    script = slurm.write(job(tmp_path / "run", ODD))
+    script = slurm_job.write(job(tmp_path / "run", ODD))
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MRL_")}
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=plain, check=True, timeout=60)
     arguments, env = json.loads(done.stdout)
@@ -107,8 +107,8 @@ def test_in_a_container_python_is_its_own(monkeypatch):
 
 
 def test_every_setting_of_a_job_is_written_into_its_script():
-    text = (slurm.CHECKOUT / "slurm/env.sh").read_text()
-    assert set(re.findall(r'^: "\$\{MRL_(\w+):=', text, re.MULTILINE)) - {"CHECKOUT"} == set(slurm.SETTINGS)
+    text = (slurm_job.CHECKOUT / "slurm/env.sh").read_text()
+    assert set(re.findall(r'^: "\$\{MRL_(\w+):=', text, re.MULTILINE)) - {"CHECKOUT"} == set(slurm_job.SETTINGS)
 
 
 def test_a_folder_of_any_name_is_written_so_that_it_is_read(tmp_path):
@@ -116,7 +116,7 @@ def test_a_folder_of_any_name_is_written_so_that_it_is_read(tmp_path):
     (run_dir,) = [line for line in made.arguments if line.startswith("run.dir=")]
     assert run_dir == f'run.dir="{tmp_path}/50% lr=1"'
     assert made.components[0]["output"] == f"{tmp_path}/50%% lr=1/logs/slurm_%j.log"
-    assert f"{tmp_path}/50% lr=1/logs/slurm_7.log" in slurm.told(made, "7")
+    assert f"{tmp_path}/50% lr=1/logs/slurm_7.log" in slurm_job.told(made, "7")
 
 
 def test_what_was_heeded_at_submission_is_not_in_the_job():
@@ -182,24 +182,24 @@ def test_a_job_is_submitted_with_the_environment_of_the_command(sbatch, tmp_path
     sbatch(f'echo "$2" >{tmp_path}/script; env >{tmp_path}/env; echo "77;cluster"')
     monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
     found = job(tmp_path / "run")
-    assert slurm.submit(found) == "77"
+    assert slurm_job.submit(found) == "77"
     assert (tmp_path / "script").read_text().strip() == str(tmp_path / "run/job.sbatch")
     assert (tmp_path / "run/job.sbatch").read_text() == found.script and (tmp_path / "run/logs").is_dir()
     assert "SET_BY_A_LIBRARY" not in (tmp_path / "env").read_text()
-    told = slurm.told(found, "77")
+    told = slurm_job.told(found, "77")
     assert f"tail -F {tmp_path / 'run/logs/slurm_77.log'}" in told and "scancel 77" in told
 
 
 def test_what_sbatch_refuses_is_a_mistake_of_the_users(sbatch, tmp_path):
     sbatch('echo "sbatch: error: invalid partition specified: gp" >&2; exit 1')
     with pytest.raises(ValueError, match=r"refused .*job.sbatch: sbatch: error: invalid partition specified: gp"):
-        slurm.submit(job(tmp_path / "run"))
+        slurm_job.submit(job(tmp_path / "run"))
 
 
 def test_without_sbatch_the_message_says_where_to_call_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="on a login node of the cluster, or add --dry-run"):
-        slurm.submit(job(tmp_path / "run"))
+        slurm_job.submit(job(tmp_path / "run"))
 
 
 def test_nodes_that_have_not_joined_are_named():

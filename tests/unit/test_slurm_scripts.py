@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mrl.overrides import override
+from mrl.config.overrides import override
 
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 

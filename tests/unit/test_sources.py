@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.config import DataConfig
+from mrl.config.schema import DataConfig
 from mrl.data.arithmetic import make_inputs
 from mrl.data.prompts import PromptDataset, Rules
 from mrl.data.sources import Source, test_sources, train_sources

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.losses import PPOClip
-from mrl.capsules.folder import Capsule, Weights
-from mrl.capsules.recorder import Recorder
-from mrl.config import CapsuleConfig
-from mrl.faults import Lost
-from mrl.types import TokenBlock, TrainBatch, UpdateReport
+from mrl.config.schema import CapsuleConfig
+from mrl.core.errors import Lost
+from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
+from mrl.diagnostics.dump_policy import Recorder
+from mrl.diagnostics.step_dump import Capsule, Weights
 from mrl.workers.capsule import BATCH, NotFinite, write_block
 from mrl.workers.policy import Update
 
@@ -138,7 +138,7 @@ def test_a_manifest_that_does_not_fit_costs_the_capsule_alone(tmp_path, update, 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mrl.capsules.recorder.complete", fail)
+    monkeypatch.setattr("mrl.diagnostics.dump_policy.complete", fail)
     train(recorder(tmp_path, steps=[1]), update, [1.0, 1.0])
     assert list(tmp_path.iterdir()) == []
 

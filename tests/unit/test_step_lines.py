@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from mrl.ledger import Ledger
-from mrl.lines import CHUNK, StepLines, last_lines
-from mrl.types import Rollouts
+from mrl.checkpoint.ledger import Ledger
+from mrl.core.durable_files import CHUNK, StepLines, last_lines
+from mrl.core.types import Rollouts
 
 
 def steps(path) -> list[int]:

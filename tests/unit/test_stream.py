@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from http_engines import HttpEngine, asked
 
-from mrl.config import FaultsConfig
+from mrl.config.schema import FaultsConfig
 from mrl.rewards.base import Score
 from mrl.rollout.asking import NoEngineError
 from mrl.rollout.client import EngineError, SamplingParams

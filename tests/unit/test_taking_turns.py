@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mrl.turns import ACTOR, ENGINES, State, Turns
+from mrl.controller.colocation import ACTOR, ENGINES, State, Turns
 from mrl.weight_sync.driver import WeightSync
 
 
@@ -205,7 +205,7 @@ def test_those_that_start_find_room_one_after_another():
 
 def test_numbers_are_those_since_the_last_look(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("mrl.turns.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("mrl.controller.colocation.time.perf_counter", lambda: float(next(clock)))
     run = Run("actor critic engines", roles="actor critic")
     run.pushes()  # the actor keeps 10 bytes, the critic 11
     found = run.turns.metrics()
@@ -221,7 +221,7 @@ def test_numbers_are_those_since_the_last_look(monkeypatch):
 
 
 def test_engines_that_fail_at_a_push_are_replaced_and_all_are_pushed_to_again():
-    from mrl.types import SyncReport
+    from mrl.core.types import SyncReport
 
     run = Run("actor engines", roles="actor")
     answers = [SyncReport(failed={"http://a": "gone"}), SyncReport()]
@@ -268,8 +268,8 @@ def test_every_call_to_a_trainer_says_what_it_needs():
 def test_settings_that_need_memory_which_is_not_kept_are_refused():
     from types import SimpleNamespace
 
-    from mrl.config import WeightSyncConfig
-    from mrl.plan import check_turns
+    from mrl.config.schema import WeightSyncConfig
+    from mrl.controller.plan_train import check_turns
 
     together = frozenset([frozenset(["actor", "engines"])])
     for sync, sglang, named in (

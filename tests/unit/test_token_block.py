@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from mrl.core.types import TokenBlock
 from mrl.rollout import recording
-from mrl.types import TokenBlock
 
 PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]]
 LENGTHS = [5, 2, 5]

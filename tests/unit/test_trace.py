@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 
-from mrl.ledger import Ledger
+from mrl.checkpoint.ledger import Ledger
+from mrl.core.types import Rollouts
 from mrl.planner.simulate import Setup, Speeds, simulate
 from mrl.planner.trace import Step, fit_engine, read_lengths, read_run
-from mrl.types import Rollouts
 
 
 @pytest.mark.parametrize("engines", [1, 3])

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mrl import metrics, tracking
-from mrl.tracking import ConsoleSink, CurveSink, JsonlSink, Tracker, WandbSink, wandb_mode
+from mrl.core import metrics
+from mrl.tracking.tracker import ConsoleSink, CurveSink, JsonlSink, Tracker, WandbSink, wandb_mode
+from mrl.tracking.tracker import tracker as tracking
 
 
 class Memory:
@@ -192,7 +193,7 @@ def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_
 
 UNREACHABLE = """
 import logging, pathlib, sys, threading, time
-from mrl.tracking import WandbSink
+from mrl.tracking.tracker import WandbSink
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
 start, logged, in_time = WandbSink._start, threading.Event(), []
 def after_the_steps(sink):
@@ -217,7 +218,7 @@ def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_en
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "WARNING:mrl.tracking:wandb" in done.stdout
+    assert "WARNING:mrl.tracking.tracker:wandb" in done.stdout
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_a_run_that_ends_before_its_first_step_draws_nothing(tmp_path):
 
 
 def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
-    code = "import sys, mrl.tracking; print(*{'wandb', 'matplotlib', 'rich', 'torch'} & set(sys.modules))"
+    code = "import sys, mrl.tracking.tracker; print(*{'wandb', 'matplotlib', 'rich', 'torch'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.strip() == ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mrl.config import Config
+from mrl.config.schema import Config
 from mrl.planner.memory.run import FRACTION, RunMemory
 
 DEPTH = 4  # changes together at most

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from mrl.config import Config, HardwareConfig
+from mrl.config.schema import Config, HardwareConfig
 from mrl.placement.pools import Pool, Pools, gpus_of_nodes, slots_per_node
 from mrl.planner.memory import host
 from mrl.planner.memory.engine import EngineMemory, engine_memory

@@ -1,0 +1,84 @@
+"""The algorithm that a config names, as objects: built and checked before any process starts."""
+
+from dataclasses import dataclass
+
+from mrl.algorithms.advantages import Advantage
+from mrl.algorithms.corrections import ImportanceSampling, compares_old
+from mrl.algorithms.estimate import Estimator
+from mrl.algorithms.filters import Filter
+from mrl.algorithms.kl import KLPenalty
+from mrl.algorithms.objective import Objective
+from mrl.algorithms.reduce import AGGREGATIONS
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config, Node
+
+COMPUTED = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
+"""Columns that models compute; which of them an algorithm needs, its parts say themselves."""
+
+
+@dataclass(frozen=True)
+class Behaviours:
+    """What decides how a policy learns from rewards."""
+
+    objective: Objective
+    estimator: Estimator
+    keep: Filter | None
+    needs: frozenset[str]  # of COMPUTED, and greedy_rewards
+    penalties: dict[str, KLPenalty]  # by where they stand: "reward", "loss"
+
+
+def make_behaviours(config: Config) -> Behaviours:
+    """Build every part; raises ValueError naming the key, the value and what fits."""
+    algorithm = config.algorithm
+    objective = make_objective(config)
+    in_reward = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
+    advantage: Advantage = plug_in(algorithm.advantage, "algorithm.advantage")
+    estimator = Estimator(advantage, objective, in_reward, algorithm.whiten, algorithm.mask_truncated)
+    needs = estimator.needs | objective.needs
+    if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are not on policy
+        needs |= {"old_logprobs"}
+    if algorithm.old_logprobs == "rollout":
+        needs -= {"old_logprobs"}
+    if in_reward and not getattr(advantage, "heeds_kl", True):
+        raise ValueError(
+            f"algorithm.kl_in_reward: {type(advantage).__name__} does not look at it; use algorithm.kl_in_loss."
+        )
+    if "values" in needs and "values" not in getattr(advantage, "needs", frozenset()):
+        raise ValueError(
+            "algorithm.loss needs values: the advantage must need them too, and give a critic its returns."
+        )
+    if unknown := needs - COMPUTED - {"greedy_rewards"}:
+        raise ValueError(
+            f"algorithm: nothing computes {', '.join(sorted(unknown))}; needs may be {', '.join(sorted(COMPUTED))}."
+        )
+    keep = plug_in(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
+    penalties = {"reward": in_reward, "loss": objective.kl}
+    return Behaviours(objective, estimator, keep, needs, {where: kl for where, kl in penalties.items() if kl})
+
+
+def make_objective(config: Config) -> Objective:
+    """What the actor's optimizer steps minimise."""
+    algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
+    if algorithm.aggregation not in AGGREGATIONS:
+        raise ValueError(f"algorithm.aggregation={algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")
+    correction = plug_in(algorithm.correction, "algorithm.correction") if algorithm.correction else None
+    if from_rollout and correction and compares_old(correction):
+        raise ValueError(
+            "algorithm.old_logprobs=rollout: the old policy is then the engine's, and algorithm.correction has nothing to "
+            "correct; use recompute, or leave the correction out."
+        )
+    if config.rollout.staleness and not (correction or from_rollout):
+        correction = ImportanceSampling()  # uncorrected, gradients of samples of older weights point elsewhere
+    return Objective(
+        policy=plug_in(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
+        correction=correction,
+        kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
+        entropy_coef=algorithm.entropy_coef,
+        old_from_rollout=from_rollout,
+    )
+
+
+def _penalty(node: Node | None, key: str) -> KLPenalty | None:
+    if not node:
+        return None
+    return plug_in({"_target_": f"{KLPenalty.__module__}.{KLPenalty.__qualname__}"} | node, key)

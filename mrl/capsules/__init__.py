@@ -1,1 +1,0 @@
-"""Steps that are kept whole: their folders, when a run writes one, and how it is run again."""

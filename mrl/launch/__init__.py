@@ -1,0 +1,1 @@
+"""Launching runs on a cluster: Slurm jobs."""
