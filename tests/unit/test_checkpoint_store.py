@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mrl.checkpoint.store import STATE, Checkpoint, CheckpointStore, find
-from mrl.checkpoint.store import store as checkpoint
+from mrl.checkpoint import store as checkpoint
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
