@@ -48,7 +48,11 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
     "optuna": ["optuna>=5,<6"],  # sweep.trials
     "dev": [
+        "cosmic-ray>=8.7",  # mutations of the algorithms, which unit tests must notice
         "import-linter>=2.5",
+        "linkchecker>=10.6",
+        "mkdocs-material>=9.8,<10",
+        "mkdocstrings[python]>=1.0.8",
         "packaging>=26",
         "pre-commit>=4",
         "pyrefly>=1.4,<2",
