@@ -2,7 +2,7 @@
 
     python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]    8 minutes a round
 
-The rollout worker, its window, stream, journal, scoring, HTTP and weight versions are those of a run (RolloutGenerator, on Ray);
+The rollout worker, its window, stream, journal, scoring, HTTP and weight versions are those of a run (RolloutManager, on Ray);
 engines are benchmarks/simulated_engine.py, in a process of their own, and the trainer sleeps. Lengths are log-normal, cut at a
 maximum, and the same in every mode: each follows from its response's seed. Modes run in turn. Numbers leave out the steps in
 which the largest window fills (SKIPPED). Needs two cores that are not busy: time is real.
@@ -26,17 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_engine import LongTailed
-from mrl.data.arithmetic import write_prompts
-from mrl.data.prompts import PromptDataset, PromptStream, Rules
-from mrl.data.sources import Source
-from mrl.data.tiny_model import make_tiny_model
+from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
+from mrl.data.sources import PromptSource
+from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
 from mrl.data.tokenizer import character_tokenizer
-from mrl.placement.cluster import ray_cluster
-from mrl.planner.decoding import EngineSpeeds
-from mrl.planner.simulate import Groups, Prediction, Setup, Speeds, best_possible_s, simulate
-from mrl.planner.trace import Step, fit_steps
-from mrl.rewards.shape import Length
-from mrl.rollout.generator import RolloutGenerator
+from mrl.placement.ray_cluster import ray_cluster
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.rollout_simulator import Groups, Prediction, Setup, Speeds, best_possible_s, simulate
+from mrl.planner.run_trace import Step, fit_steps
+from mrl.rewards.rule_based import Length
+from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.seeds import TRAINING, seed_of
 from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
@@ -85,8 +84,8 @@ def make_data(folder: Path) -> PromptDataset:
     tokenizer = character_tokenizer()
     make_tiny_model(folder / "model", tokenizer, context=LENGTHS.longest + 64, initializer_range=0.02, seed=0)
     write_prompts(folder / "train.parquet", "train", list(range(1000, 9000)))
-    source = Source((str(folder / "train.parquet"),))
-    return PromptDataset.load([source], folder / "model", Rules(64, len(tokenizer)))
+    source = PromptSource((str(folder / "train.parquet"),))
+    return PromptDataset.load([source], folder / "model", PromptConstraints(64, len(tokenizer)))
 
 
 def groups_of(data: PromptDataset, tickets: int) -> Groups:
@@ -118,7 +117,7 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
 def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: Setup, run_dir: Path) -> RolloutSpec:
     """What a run's worker is built from."""
     (run_dir / "logs").mkdir(parents=True)
-    unused: dict[str, Any] = dict(test=None, estimator=None, keep=None, eval_rows=None, replay=None)
+    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, keep=None, eval_rows=None, replay=None)
     plain = dict(needs_greedy=False, old_from_rollout=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
     return RolloutSpec(
         **unused,
@@ -142,28 +141,29 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: Setup, run_dir
 def measure(data: PromptDataset, speeds: Speeds, setup: Setup, steps: int, options: dict[str, Any]) -> Measured:
     """So many steps of the real worker."""
     with tempfile.TemporaryDirectory() as folder, engines(speeds.engine) as urls:
-        generator = RolloutGenerator(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
+        worker = RolloutWorkerHandle(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
         coordinator = Coordinator(urls, 1, 60.0, "retract", join=None)
         try:
-            generator.wait_ready(60.0)
+            worker.wait_ready(60.0)
             _push(coordinator, 0, 0.0)
-            return _run(generator, coordinator, data.stream(N, SEED, shuffle=True), speeds, steps)
+            manager = RolloutManager(worker, FixedEngines())
+            return _run(manager, coordinator, data.stream(N, SEED, shuffle=True), speeds, steps)
         finally:
-            generator.close()
+            worker.close()
             coordinator.close()
 
 
 def _run(
-    generator: RolloutGenerator, coordinator: Coordinator, prompts: PromptStream, speeds: Speeds, steps: int
+    manager: RolloutManager, coordinator: Coordinator, prompts: PromptStream, speeds: Speeds, steps: int
 ) -> Measured:
     found, now = Measured([], [], [], [], 0, 0.0), time.monotonic()
     busy, start = _busy_s(coordinator), now
     for step in range(steps):
-        rollouts = generator.generate(prompts, step)
+        rollouts = manager.generate(prompts, step)
         sequences = rollouts.prompt_lengths + rollouts.response_lengths
         time.sleep(speeds.training(float(sequences.sum()), 1.0))
         trained = time.monotonic()
-        with generator.held() if rollouts.waiting else nullcontext():
+        with manager.worker.paused() if rollouts.waiting else nullcontext():
             _push(coordinator, step + 1, speeds.push_s)
         before, now = now, time.monotonic()
         found.step_s.append(now - before)

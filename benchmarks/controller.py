@@ -37,32 +37,29 @@ from aiohttp import web
 
 from benchmarks.driver_traffic import Traffic
 from benchmarks.simulated_engine import LongTailed, SimulatedEngine, start
+from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GRPO
-from mrl.algorithms.estimate import Estimator
-from mrl.algorithms.kl_control import KLControl
+from mrl.algorithms.corrections import MISMATCH_SUMS
+from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.mismatch import SUMS
 from mrl.algorithms.objective import Objective
-from mrl.checkpoint.ledger import Ledger
-from mrl.controller.trainer import Schedule, Trainer
-from mrl.core.types import Handle, Part, Share, SyncReport, TokenBlock, UpdateReport
+from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import Example
-from mrl.data.prompts import PromptDataset
-from mrl.data.prompts import Share as SourceShare
-from mrl.data.report import Report
-from mrl.placement.phases import Phases
-from mrl.planner.decoding import EngineSpeeds
-from mrl.rewards.base import Response
-from mrl.rollout.generator import RolloutGenerator
+from mrl.data.prompts import PromptDataset, SourceShare
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.rewards.reward_types import Response
+from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.tracking.tracker import JsonlSink, Tracker
-from mrl.weight_sync.driver import WeightSync
+from mrl.weight_sync.syncer import WeightSyncer
+from mrl.workers.dp_partition import Packing
 from mrl.workers.group import WorkerGroup
-from mrl.workers.policy import ActorPolicy, Updates
-from mrl.workers.shares import Packing
+from mrl.workers.model_trainers import ActorTrainer, UpdateRunner
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 SIGMA = 0.5  # of the logarithm of a response's length
 LONGEST = 4  # times the mean length
@@ -145,18 +142,20 @@ class SimulatedRanks:
         return getattr(self, method)(rank, *args, **how)
 
     def compute(
-        self, rank: int, block: TokenBlock, shares: Sequence[Share], what: str, temperature: float
+        self, rank: int, block: TokenBlock, shares: Sequence[RankBatch], what: str, temperature: float
     ) -> Handle | None:
         """Zeros, from the rank that speaks for its replica."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return None
         rows = np.concatenate([np.empty(0, np.int64), *shares[at.dp].micro_batches])
-        return ray.put(Part(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
+        return ray.put(ColumnPart(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
 
-    def update(self, rank: int, block: TokenBlock, shares: Sequence[Sequence[Share]], **how: Any) -> list[UpdateReport]:
+    def update(
+        self, rank: int, block: TokenBlock, shares: Sequence[Sequence[RankBatch]], **how: Any
+    ) -> list[UpdateReport]:
         """As many numbers as an actor reports."""
-        sums = dict.fromkeys([*SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
+        sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
         maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
@@ -218,7 +217,7 @@ def random_prompts(rows: int) -> Prompts:
     cu_seqlens = np.cumsum([0, *rng.integers(32, 96, rows)])
     tokens = rng.integers(1000, 50000, cu_seqlens[-1]).astype(np.int32)
     examples = [Example([], "", "", {})] * rows
-    return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (SourceShare("", rows),), Report(rows, rows), "")
+    return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (SourceShare("", rows),), RowReport(rows, rows), "")
 
 
 class RandomReward:
@@ -293,7 +292,7 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
         train=prompts,
         test=None,
         reward=RandomReward(),
-        estimator=Estimator(GRPO(), objective),
+        advantage_pipeline=AdvantagePipeline(GRPO(), objective),
         keep=None,
         needs_greedy=False,
         old_from_rollout=False,
@@ -340,29 +339,29 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         prompts, objective = random_prompts(size.prompts * (size.steps + 1)), Objective(PPOClip())
         group = SimulatedGroup(layout(size.ranks), run_dir, ray.remote(SimulatedRanks).remote(layout(size.ranks), urls))
         spec = rollout_spec(size, objective, prompts, urls, run_dir)
-        generator = RolloutGenerator(spec, dict(num_cpus=0), 3600.0)
-        stack.callback(generator.close)
-        generator.wait_ready(300.0)
+        worker = RolloutWorkerHandle(spec, dict(num_cpus=0), 3600.0)
+        stack.callback(worker.close)
+        worker.wait_ready(300.0)
         longest = LONGEST * size.tokens
-        updates = Updates(AdamW(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
-        actor = ActorPolicy(group, objective, updates, 1.0, skip_zero_advantage=True)
-        ledger = Ledger(Path(run_dir) / "ledger.jsonl", 0)
+        updates = UpdateRunner(AdamWConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
+        actor = ActorTrainer(group, objective, updates, 1.0, skip_zero_advantage=True)
+        ledger = SampleLedger(Path(run_dir) / "ledger.jsonl", 0)
         stack.callback(ledger.close)
         yield Trainer(
             prompts=prompts.stream(size.prompts, 0, True),
-            generator=generator,
+            generator=RolloutManager(worker, FixedEngines()),
             scorers={"old_logprobs": actor.logprobs},
             actor=actor,
             critic=None,
             kl=KLControl({}),
-            weight_sync=WeightSync(partial(group.call, "push_weights"), lambda urls: {}, lambda urls: urls),
+            weight_sync=WeightSyncer(partial(group.call, "push_weights"), lambda urls: {}, lambda urls: urls),
             phase=Phases(),
             tracker=stack.enter_context(Tracker([JsonlSink(Path(run_dir) / "metrics.jsonl"), *sinks])),
             ledger=ledger,
             saver=NoSaver(),  # type: ignore[arg-type]
             recover=_raise,
             leaving=lambda: False,
-            schedule=Schedule(size.steps),
+            schedule=TrainingSchedule(size.steps),
         )
 
 

@@ -4,7 +4,7 @@
     python benchmarks/simulated_engine.py --recorded completions.jsonl
 
 Speaks what mrl needs of SGLang's HTTP. Time is real, but nothing is done for each token: a timer waits for the next response
-that is done (mrl.planner.decoding says when). Prints one URL per engine, then serves until it is killed.
+that is done (mrl.planner.engine_queue says when). Prints one URL per engine, then serves until it is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import orjson
 import xxhash
 from aiohttp import web
 
-from mrl.planner.decoding import Decoding, EngineSpeeds, Request
+from mrl.planner.engine_queue import Decoding, EngineSpeeds, Request
 
 NEVER_S = 3600.0  # a timer that only what comes in ends
 

@@ -39,7 +39,7 @@ start_ray() {
     MRL_HEAD_PORT=$port address=$MRL_HEAD_IP:$port
     [ "${SLURM_HET_SIZE:-1}" = 1 ] || first=(--het-group=0)
     on_head=("${step[@]}" "${first[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME")
-    joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.joined "$address")
+    joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.ray_cluster "$address")
     everywhere --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
     ray=$!
 }

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from mrl.planner.decoding import EngineSpeeds
-from mrl.planner.simulate import Groups, Speeds, simulate
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.rollout_simulator import Groups, Speeds, simulate
 
 SPEEDS = Speeds(EngineSpeeds(0.02, 0.0003, 0.0001, 8), train_s=0.8, train_token_s=2e-4, push_s=0.3)
 N, G, STEPS = 4, 3, 12

@@ -10,14 +10,12 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from models.spec import Architecture
 from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
-from mrl.planner.fitting import fits_of
-from mrl.planner.machine import Machine
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import TrainerSettings
-from mrl.planner.search import STALENESS, Fits, Search
+from mrl.planner.layout_search import STALENESS, Fits, Search, fits_of
+from mrl.planner.layout_space import Machine, Space
+from mrl.planner.model_shape import ModelShape
 from mrl.planner.sizes import ModelSizes
-from mrl.planner.space import Space
-from mrl.planner.workload import Lengths, Workload
+from mrl.planner.step_workload import Lengths, Workload
+from mrl.planner.trainer_memory import TrainerSettings
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
     hidden_size=4096,

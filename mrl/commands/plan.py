@@ -12,10 +12,10 @@ from rich.table import Table
 from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config.schema import Config
 from mrl.controller import plan_train as planning
-from mrl.placement import picture
-from mrl.placement.layout import Layout, imagined
-from mrl.placement.pools import slots_per_node
-from mrl.weight_sync.explain import Explanation, Speeds, Traffic, explain
+from mrl.placement import device_map_picture
+from mrl.placement.device_map import Layout, imagined
+from mrl.placement.resource_pools import slots_per_node
+from mrl.weight_sync.transfer_plan import TransferCost, LinkSpeeds, RankTraffic, estimate_transfer_cost
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
@@ -64,8 +64,8 @@ def sync(config: Config) -> None:
         base, found = planning.plan_sync(config)
     shared = config.weight_sync.transport in ("shared_memory", "cuda_ipc")
     settings = config.plan
-    speeds = Speeds(settings.send_gb_per_s, settings.receive_gb_per_s, settings.message_us)
-    show(explain(found, base.dims.world_size, speeds, shared), f"{base.model_path} over {base.dims}", shared)
+    speeds = LinkSpeeds(settings.send_gb_per_s, settings.receive_gb_per_s, settings.message_us)
+    show(estimate_transfer_cost(found, base.dims.world_size, speeds, shared), f"{base.model_path} over {base.dims}", shared)
 
 
 def _imagined(config: Config, weights: bool = True) -> Layout:
@@ -77,10 +77,10 @@ def placement(config: Config) -> None:
     """Print, and perhaps draw, which process is on which GPU."""
     with hydra_app.as_user_error():
         layout = _imagined(config)
-    _console().print(picture.rendered(layout))
+    _console().print(device_map_picture.rendered(layout))
     if config.plan.picture:
         path = Path(config.plan.picture)
-        picture.draw(path, layout, title=f"{config.run.name}: {picture.summary(layout)}")
+        device_map_picture.draw(path, layout, title=f"{config.run.name}: {device_map_picture.summary(layout)}")
         sys.stdout.write(f"drawn in {path}\n")
 
 
@@ -89,14 +89,14 @@ def everything(config: Config, as_json: bool = False) -> None:
     if not as_json:
         with hydra_app.as_user_error():
             layout = _imagined(config, weights=False)
-        _console().print(picture.rendered(layout))
+        _console().print(device_map_picture.rendered(layout))
     plan_memory.memory(config, as_json)
 
 
 KINDS: dict[str, Callable[[Config], None]] = {"memory": plan_memory.memory, "placement": placement, "sync": sync}
 
 
-def show(found: Explanation, title: str, shared: bool) -> None:
+def show(found: TransferCost, title: str, shared: bool) -> None:
     """A table of ranks and a line of totals."""
     console = _console()
     table = Table("rank", title=title, title_justify="left")
@@ -114,10 +114,10 @@ def show(found: Explanation, title: str, shared: bool) -> None:
     )
 
 
-def _slowest(part: list[Traffic]) -> Traffic:
+def _slowest(part: list[RankTraffic]) -> RankTraffic:
     """The line below a side's ranks."""
     slowest = max(part, key=lambda traffic: traffic.seconds if traffic.seconds < inf else 0)
-    return Traffic(f"  slowest: {slowest.rank}", slowest.bytes, slowest.messages, slowest.seconds)
+    return RankTraffic(f"  slowest: {slowest.rank}", slowest.bytes, slowest.messages, slowest.seconds)
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ from rich.table import Table
 from mrl.commands import hydra_app
 from mrl.config.schema import Config
 from mrl.controller.memory_check import Counted
-from mrl.planner.memory.advice import Change, advice
-from mrl.planner.memory.run import GIB, Moment, RunMemory
+from mrl.planner.memory_advice import Change, advice
+from mrl.planner.run_memory import GIB, Moment, RunMemory
 
 COLUMNS = {
     "weights": "weights",

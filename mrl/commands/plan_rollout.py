@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.commands import hydra_app
-from mrl.planner.decoding import EngineSpeeds
-from mrl.planner.simulate import Groups, Setup, Speeds
-from mrl.planner.trace import Fit, Trace, read_lengths, read_run
-from mrl.planner.what_if import Gpus, Row, draw, what_if
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.rollout_simulator import Gpus, Groups, Row, Setup, Speeds, draw, what_if
+from mrl.planner.run_trace import Fit, Trace, read_lengths, read_run
 
 USAGE = """usage: mrl plan rollout run_dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...

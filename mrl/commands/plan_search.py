@@ -11,19 +11,16 @@ from rich.table import Table
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.algorithms.parts import make_behaviours
+from mrl.algorithms.parts import build_algorithm
 from mrl.commands import hydra_app
 from mrl.config.schema import Config
-from mrl.planner.fitting import fits_of
-from mrl.planner.machine import Machine
-from mrl.planner.memory.run import FRACTION, trainer_settings
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.reasons import limits, losses
-from mrl.planner.search import Candidate, Found, Search
+from mrl.planner.layout_search import Candidate, Found, Search, fits_of, limits, losses
+from mrl.planner.layout_space import Machine, Space
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.run_memory import FRACTION, trainer_settings
+from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.sizes import ModelSizes
-from mrl.planner.space import Space
-from mrl.planner.trace import read_lengths, read_run
-from mrl.planner.workload import Lengths, Workload
+from mrl.planner.step_workload import Lengths, Workload
 
 USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N [KEY=VALUE ...] [--json]
 
@@ -89,7 +86,7 @@ def lengths_of(config: Config) -> Lengths:
 
 def workload_of(config: Config) -> Workload:
     """A step of the run that this config describes. Raises ValueError."""
-    needs = make_behaviours(config).needs
+    needs = build_algorithm(config).needs
     return Workload(
         lengths_of(config),
         prompts=config.rollout.prompts_per_step,

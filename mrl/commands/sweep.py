@@ -16,7 +16,7 @@ from mrl.config.overrides import sets
 from mrl.config.schema import Config
 from mrl.core.preemption import REQUEUE
 from mrl.launch import slurm_job
-from mrl.placement.pools import with_nodes
+from mrl.placement.resource_pools import with_nodes
 from mrl.sweep import plan as sweeps
 from mrl.sweep import table
 from mrl.sweep.array import Array

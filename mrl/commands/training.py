@@ -11,12 +11,12 @@ from mrl.config.schema import Config
 from mrl.controller import build
 from mrl.controller import plan_train as planning
 from mrl.controller.memory_check import check_memory
-from mrl.controller.plan_train import Plan
-from mrl.controller.trainer import Result
-from mrl.core.errors import NotUp, Preempted
-from mrl.core.preemption import REQUEUE, Leaving
+from mrl.controller.plan_train import TrainPlan
+from mrl.controller.trainer import TrainingResult
+from mrl.core.errors import PreemptedError, StartupLostError
+from mrl.core.preemption import REQUEUE, PreemptionHandler
 from mrl.launch import slurm_job
-from mrl.placement.pools import check_room, gpus_of_nodes, with_nodes
+from mrl.placement.resource_pools import check_room, gpus_of_nodes, with_nodes
 
 
 def job(config: Config) -> None:
@@ -25,16 +25,16 @@ def job(config: Config) -> None:
         return _submit(config)
     if HydraConfig.get().mode == RunMode.RUN:  # a sweep's points have folders of their own
         supervised.say(f"run.dir={config.run.dir}")
-    with Leaving() as leaving:
+    with PreemptionHandler() as leaving:
         try:
             result = _fit(config, leaving)
-        except Preempted as reason:
+        except PreemptedError as reason:
             sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} goes on from here\n")
             raise SystemExit(REQUEUE) from None
     sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
 
 
-def planned(config: Config) -> Plan:
+def planned(config: Config) -> TrainPlan:
     """The run, checked, on machines that can hold it as far as they are known; raises ValueError."""
     plan, cluster = planning.plan_training(config), config.cluster
     check_memory(plan)
@@ -55,7 +55,7 @@ def _submit(config: Config) -> None:
     sys.stdout.write(text)
 
 
-def _fit(config: Config, leaving: Leaving) -> Result:
+def _fit(config: Config, leaving: PreemptionHandler) -> TrainingResult:
     try:
         plan = planned(config)
     except ValueError as error:
@@ -63,13 +63,13 @@ def _fit(config: Config, leaving: Leaving) -> Result:
     try:
         with build.trainer(plan, leaving) as trainer:
             return trainer.fit()
-    except NotUp as error:
+    except StartupLostError as error:
         supervised.start_again()
         sys.stderr.write(f"mrl: {error}\n")
         raise SystemExit(1) from error
 
 
-def summary(result: Result, run_dir: str, goal: float | None) -> str:
+def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
     """What a run achieved, for the terminal."""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
     if goal is not None and not result.reward >= goal:

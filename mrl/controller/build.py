@@ -1,4 +1,4 @@
-"""The composition root: a Plan -> processes and a wired Trainer. The only place that knows concrete classes."""
+"""The composition root: a TrainPlan -> processes and a wired Trainer. The only place that knows concrete classes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -8,34 +8,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.megatron_fields import OF_LAYOUT
-from mrl.algorithms.kl_control import KLControl
+from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.checkpoint.ledger import Ledger
 from mrl.checkpoint.resume import plain, sizes
 from mrl.checkpoint.run_dir import own_run_dir
-from mrl.checkpoint.saver import Cadence, Saver
+from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
-from mrl.controller.plan_train import ModelPlan, Plan
+from mrl.controller.plan_train import ModelPlan, TrainPlan
 from mrl.controller.processes import REFERENCE, Processes, model_spec, started
 from mrl.controller.recovery import Recovery
-from mrl.controller.trainer import Schedule, Trainer
-from mrl.core.preemption import Leaving
+from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.core.preemption import PreemptionHandler
 from mrl.diagnostics.dump_policy import Recorder
 from mrl.diagnostics.parity import Certification
 from mrl.diagnostics.replay import Replay, Verdict
 from mrl.diagnostics.step_dump import Capsule, Weights
-from mrl.placement.cluster import ray_cluster
-from mrl.placement.phases import Phases
+from mrl.placement.ray_cluster import ray_cluster
 from mrl.tracking.tracker import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
-from mrl.weight_sync.driver import WeightSync
-from mrl.workers.certificate import Difference
+from mrl.weight_sync.syncer import WeightSyncer
 from mrl.workers.group import StartError, WorkerGroup
-from mrl.workers.policy import ActorPolicy, CriticPolicy, Teacher, Updates
+from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
+from mrl.workers.trace_comparison import ParityDifference
 from parallel.dims import ParallelDims
 
 
-def certify(plan: ModelPlan, loss: Loss | None) -> list[Difference]:
+def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
     """Every difference between one step under the plan's layout and in one process; without a loss, of a critic."""
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
@@ -100,14 +99,14 @@ class _Parts(NamedTuple):
     """What of a Trainer is made before it."""
 
     tracker: Tracker
-    ledger: Ledger
-    saver: Saver
+    ledger: SampleLedger
+    saver: CheckpointSaver
     recovery: Recovery
-    leaving: Leaving
+    leaving: PreemptionHandler
 
 
 @contextmanager
-def trainer(plan: Plan, leaving: Leaving) -> Iterator[Trainer]:
+def trainer(plan: TrainPlan, leaving: PreemptionHandler) -> Iterator[Trainer]:
     """A Trainer whose processes are up, in the state that the run goes on from; everything ends with the context."""
     config = plan.config
     leaving.abandons = lambda: True  # nothing is lost yet
@@ -123,7 +122,7 @@ def trainer(plan: Plan, leaving: Leaving) -> Iterator[Trainer]:
         last_step = plan.resume.checkpoint.step if plan.resume.checkpoint else 0
         with ExitStack() as stack:
             tracker = stack.enter_context(Tracker(_sinks(config, last_step)))
-            ledger = Ledger(Path(config.run.dir) / "ledger.jsonl", last_step)
+            ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
             wired = _wire(plan, processes, _Parts(tracker, ledger, saver, recovery, leaving))
             recovery.initial = wired.state_dict()
@@ -149,12 +148,12 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
     return sinks
 
 
-def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
+def _wire(plan: TrainPlan, processes: Processes, parts: _Parts) -> Trainer:
     config, behaviours = plan.config, plan.behaviours
     assert processes.generator is not None, "a trainer samples"
     assert plan.optimizer is not None, "an actor is trained"
     algorithm, critic = config.algorithm, None
-    updates = Updates(
+    updates = UpdateRunner(
         plan.optimizer,
         plan.packing,
         algorithm.aggregation,
@@ -162,7 +161,7 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
         algorithm.mini_batches,
         algorithm.epochs,
     )
-    actor = ActorPolicy(
+    actor = ActorTrainer(
         processes.group,
         behaviours.objective,
         replace(updates, recorder=_recorder(plan, parts.saver.store)),
@@ -179,22 +178,22 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
             mini_batches=config.critic.mini_batches or updates.mini_batches,
             epochs=config.critic.epochs or updates.epochs,
         )
-        critic = CriticPolicy(processes.others["critic"], ValueLoss(config.critic.value_clip), own)
+        critic = CriticTrainer(processes.others["critic"], ValueLoss(config.critic.value_clip), own)
         scorers["values"] = critic.values
     if plan.teacher:
-        teacher = Teacher(processes.others["teacher"], plan.teacher.packing, config.rollout.temperature)
+        teacher = TeacherScorer(processes.others["teacher"], plan.teacher.packing, config.rollout.temperature)
         scorers["teacher_logprobs"] = teacher.logprobs
     if algorithm.old_logprobs == "rollout":
         del scorers["old_logprobs"]
     turns = processes.turns
-    weight_sync = WeightSync(
+    weight_sync = WeightSyncer(
         push_weights=lambda version: turns.push(partial(processes.group.call, "push_weights", version)),
         connect=processes.connect_engines,
         replace_engines=processes.replace_engines,
         tries=config.weight_sync.tries,
-        held=processes.generator.held if config.rollout.staleness else nullcontext,
+        held=processes.generator.worker.paused if config.rollout.staleness else nullcontext,
     )
-    processes.generator.restore = weight_sync.restore
+    processes.restore = weight_sync.restore
     turns.bring = weight_sync.again
     return Trainer(
         prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
@@ -211,7 +210,7 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
         recover=parts.recovery,
         leaving=parts.leaving,
         sharing=turns.metrics,
-        schedule=Schedule(
+        schedule=TrainingSchedule(
             config.trainer.max_steps,
             config.trainer.stop_reward,
             config.trainer.stop_window,
@@ -221,22 +220,24 @@ def _wire(plan: Plan, processes: Processes, parts: _Parts) -> Trainer:
     )
 
 
-def _saver(plan: Plan, processes: Processes) -> Saver:
+def _saver(plan: TrainPlan, processes: Processes) -> CheckpointSaver:
     c, run_dir = plan.config.checkpoint, processes.run_dir
     assert processes.generator is not None, "a trainer samples"
-    return Saver(
+    return CheckpointSaver(
         store=CheckpointStore(run_dir / "checkpoints", c.keep_last, c.keep_best, c.copy_to),
         models=processes.trained,
         constant={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.behaviours.needs else {},
-        cadence=Cadence(c.every, c.export_every, c.asynchronous, c.timeout_s, plan.config.trainer.save, c.best_metric),
+        cadence=CheckpointSchedule(
+            c.every, c.export_every, c.asynchronous, c.timeout_s, plan.config.trainer.save, c.best_metric
+        ),
         notes=dict(model=sizes(plan.arch), layout=vars(plan.dims), config=plain(plan.config)),
-        forget=processes.generator.forget,
+        forget=processes.generator.discard_log,
         export=processes.export_weights,
         run_dir=run_dir,
     )
 
 
-def _recorder(plan: Plan, store: CheckpointStore) -> Recorder:
+def _recorder(plan: TrainPlan, store: CheckpointStore) -> Recorder:
     config = plan.config
     warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that nobody kept
     start = Weights(str(Path(warm).resolve()), 0) if warm else None

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from models.families import family_of
-from mrl.algorithms.parts import Behaviours
+from mrl.algorithms.parts import AlgorithmParts
 from mrl.config.schema import Config
 from mrl.controller import plan_train as planning
-from mrl.controller.plan_train import ModelPlan, Plan
-from mrl.placement.pools import Pools
-from mrl.planner.memory.activations import CPU, GPU
-from mrl.planner.memory.advice import advice
-from mrl.planner.memory.run import Model, RunMemory, run_memory, trainer_settings
-from mrl.planner.memory.shape import ModelShape
-from mrl.weight_sync.layout import Topology
+from mrl.controller.plan_train import ModelPlan, TrainPlan
+from mrl.placement.resource_pools import Pools
+from mrl.planner.activation_bytes import CPU, GPU
+from mrl.planner.memory_advice import advice
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.run_memory import Model, RunMemory, run_memory, trainer_settings
+from mrl.weight_sync.engine_layout import Topology
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Counted:
         return cls._of(config, *planning.plan_models(config))
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> "Counted":
+    def of_plan(cls, plan: TrainPlan) -> "Counted":
         """Of a run that was planned already."""
         return cls._of(plan.config, plan.behaviours, plan.models)
 
     @classmethod
-    def _of(cls, config: Config, behaviours: Behaviours, models: dict[str, ModelPlan]) -> "Counted":
+    def _of(cls, config: Config, behaviours: AlgorithmParts, models: dict[str, ModelPlan]) -> "Counted":
         own = not (config.rollout.replay or config.rollout.engine_urls)
         topology = planning.engine_topology(config, models["actor"]) if own else None
         return cls(config, models, "ref_logprobs" in behaviours.needs, topology)
@@ -72,7 +72,7 @@ class Counted:
         return Model(self.shapes[role], dims, settings, plan.context)
 
 
-def check_memory(plan: Plan) -> None:
+def check_memory(plan: TrainPlan) -> None:
     """Raise ValueError where the run needs more than its machines have, as far as `cluster.hardware` says what these are."""
     config = plan.config
     if not (config.cluster.hardware.gpu_memory_gb and config.plan.check_memory):

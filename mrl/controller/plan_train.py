@@ -1,4 +1,4 @@
-"""A checked Config -> a Plan: every mistake a user can make is found here, before any process starts."""
+"""A checked Config -> a TrainPlan: every mistake a user can make is found here, before any process starts."""
 
 import json
 import logging
@@ -7,34 +7,33 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from models.conversion.hf_io import check_checkpoint
+from models.conversion.hf_io import check_hf_folder
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.megatron_fields import DECIDED, UNEVEN, check_balance, check_megatron
 from models.spec import Architecture
-from mrl.algorithms.parts import Behaviours, make_behaviours
-from mrl.checkpoint.resume import Resume, check_fits, decide
+from mrl.algorithms.parts import AlgorithmParts, build_algorithm
+from mrl.checkpoint.resume import ResumePoint, check_fits, decide
 from mrl.checkpoint.run_dir import check_unused
 from mrl.config.instantiate import construct, plug_in
 from mrl.config.schema import Config, SftConfig
 from mrl.data.batching import CostModel
-from mrl.data.prompts import PromptDataset, Rules
-from mrl.data.sft import SftDataset
-from mrl.data.sources import Source, test_sources, train_sources
-from mrl.data.tokenizer import Chat, load_tokenizer
-from mrl.placement.pools import Need, Pools, make_pools, needs_of
-from mrl.rewards.base import Reward
-from mrl.rewards.combine import Weighted
+from mrl.data.prompts import PromptConstraints, PromptDataset
+from mrl.data.sources import PromptSource, test_sources, train_sources
+from mrl.data.supervised_dataset import SftDataset
+from mrl.data.tokenizer import ChatTemplate, load_tokenizer
+from mrl.placement.resource_pools import Need, Pools, make_pools, needs_of
+from mrl.rewards.reward_types import Reward, Weighted
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import recording
 from mrl.rollout.agent import ToolAgent
 from mrl.rollout.server import check_server_args, default_server_args
 from mrl.rollout.server_args import DETERMINISTIC
-from mrl.weight_sync.layout import EngineLayout, Topology, check_heads
-from mrl.weight_sync.plan import TransferPlan, compile_plan, even_stages, owners
-from mrl.workers.shares import Packing
+from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.weight_sync.transfer_plan import TransferPlan, compile_transfer_plan, even_pipeline_stages, trainer_shards
+from mrl.workers.dp_partition import Packing
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class ModelPlan:
 
     config: Config
     dims: ParallelDims
-    optimizer: AdamW | None  # None: it is not trained
+    optimizer: AdamWConfig | None  # None: it is not trained
     model_path: str  # where weights come from: model.path, or the warm start made earlier
     hf: HFConfig  # of that folder
     arch: Architecture
@@ -67,15 +66,15 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
-class Plan(ModelPlan):
+class TrainPlan(ModelPlan):
     """A config of reinforcement learning whose every part was built or checked, before any process starts."""
 
-    behaviours: Behaviours
+    behaviours: AlgorithmParts
     reward: Reward
     agent: ToolAgent | None
     server_args: dict[str, Any]
     warm_start: SftConfig | None  # a supervised stage still to run
-    resume: Resume
+    resume: ResumePoint
     train: PromptDataset
     test: PromptDataset | None
     critic: ModelPlan | None
@@ -103,10 +102,10 @@ def pools_of(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
     return make_pools(config.placement.pools, needs_of(config.rollout, dims))
 
 
-def plan_training(config: Config) -> Plan:
+def plan_training(config: Config) -> TrainPlan:
     """Check everything a user can get wrong; raises ValueError, starts no process."""
     resume = decide(config)
-    behaviours = make_behaviours(config)
+    behaviours = build_algorithm(config)
     reward = plug_in(config.reward, "reward")
     check_reward(reward)
     _check_parts(behaviours, reward)
@@ -128,7 +127,7 @@ def plan_training(config: Config) -> Plan:
     needed = {"actor"} | {part for part, column in PARTS.items() if column in behaviours.needs}
     check_fits(resume, base.arch, needed)
     _check_position(config, resume, train)
-    plan = Plan(
+    plan = TrainPlan(
         **vars(base),
         behaviours=behaviours,
         reward=reward,
@@ -160,7 +159,7 @@ def check_turns(config: Config, shared: frozenset[frozenset[str]]) -> None:
         raise ValueError(f"sglang.{saver}=false: {why}, which needs it on a GPU; leave it out.")
 
 
-def _check_position(config: Config, resume: Resume, train: PromptDataset) -> None:
+def _check_position(config: Config, resume: ResumePoint, train: PromptDataset) -> None:
     """Raise ValueError where the checkpoint's position is one of other prompts."""
     if resume.checkpoint:
         stream = train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
@@ -170,9 +169,9 @@ def _check_position(config: Config, resume: Resume, train: PromptDataset) -> Non
             raise ValueError(f"{resume.checkpoint.path}: {error}") from None
 
 
-def _check_parts(behaviours: Behaviours, reward: Reward) -> None:
+def _check_parts(behaviours: AlgorithmParts, reward: Reward) -> None:
     """Raise ValueError where the advantage weighs a part that a combined reward does not have."""
-    weights = getattr(behaviours.estimator.advantage, "weights", None)
+    weights = getattr(behaviours.advantage_pipeline.advantage, "weights", None)
     if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
         raise ValueError(
             f"algorithm.advantage.weights: the reward has no part {', '.join(sorted(unknown))}; it has "
@@ -182,7 +181,7 @@ def _check_parts(behaviours: Behaviours, reward: Reward) -> None:
 
 def _critic(config: Config, base: ModelPlan, weights: bool = True) -> ModelPlan:
     critic = config.critic
-    optimizer = AdamW(
+    optimizer = AdamWConfig(
         lr=critic.lr,
         betas=tuple(critic.betas),
         eps=critic.eps,
@@ -260,9 +259,9 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     layout, dims = engine_layout(config, base), base.dims
     if UNEVEN & config.megatron.keys():
         raise ValueError("mrl plan sync takes pipeline stages of equal size; leave out megatron's fields for others.")
-    owned = owners(layout.rows, layout.sizes, dims, even_stages(base.arch.num_layers, dims))
+    owned = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(base.arch.num_layers, dims))
     dtype = (config.model.dtype, config.model.itemsize)
-    found = compile_plan(owned, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes)
+    found = compile_transfer_plan(owned, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes)
     return base, found
 
 
@@ -272,12 +271,12 @@ def plan_placement(config: Config, weights: bool = True) -> Pools:
     return pools_of(config, {role: model.dims for role, model in models.items()})
 
 
-def plan_models(config: Config, weights: bool = False) -> tuple[Behaviours, dict[str, ModelPlan]]:
+def plan_models(config: Config, weights: bool = False) -> tuple[AlgorithmParts, dict[str, ModelPlan]]:
     """The algorithm, and the run's models by role (actor, critic, teacher); raises ValueError, starts no process.
 
     Without `weights` a model's folder needs its config.json alone.
     """
-    behaviours = make_behaviours(config)
+    behaviours = build_algorithm(config)
     make_inputs(config)
     models = dict(actor=_model_plan(config, config.model.path, weights=weights))
     if "values" in behaviours.needs:
@@ -344,19 +343,19 @@ def _check_prompts(config: Config, base: ModelPlan) -> tuple[PromptDataset, Prom
     return train, test
 
 
-def _load_prompts(config: Config, base: ModelPlan, sources: list[Source], name: str) -> PromptDataset:
-    rules = Rules(prompt_limit(config, base.context), base.arch.vocab_size, chat(config))
+def _load_prompts(config: Config, base: ModelPlan, sources: list[PromptSource], name: str) -> PromptDataset:
+    rules = PromptConstraints(prompt_limit(config, base.context), base.arch.vocab_size, chat(config))
     data = PromptDataset.load(sources, base.model_path, rules)
     rows = Path(config.run.dir) / f"bad_rows_{name}.jsonl"
-    data.settle(rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
+    data.enforce_row_policies(rows, bad_rows=config.data.bad_rows, overlong=config.data.overlong)
     logger.info("%s prompts: %s", name, data.report)
     return data
 
 
-def chat(config: Config) -> Chat:
+def chat(config: Config) -> ChatTemplate:
     """How messages become text, for prompts and for supervised rows."""
     template = config.data.chat_template
-    return Chat(str(Path(template).resolve()) if template else None, config.data.template_args)
+    return ChatTemplate(str(Path(template).resolve()) if template else None, config.data.template_args)
 
 
 def _check_supervised(config: Config, base: ModelPlan) -> None:
@@ -397,11 +396,11 @@ def make_inputs(config: Config) -> None:
 
 
 def _model_plan(
-    config: Config, path: str, own: str = "", optimizer: AdamW | None = None, weights: bool = True
+    config: Config, path: str, own: str = "", optimizer: AdamWConfig | None = None, weights: bool = True
 ) -> ModelPlan:
     """`own`: the section of a second model, whose layout differs from the actor's in what is set there."""
     dims = layout_of(config, own)
-    hf = (check_checkpoint if weights else HFConfig.load)(path, config.model.family)
+    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
     check_layout(config, arch, dims)
     check_megatron(config.megatron, decided=DECIDED | arch.transformer.keys())
@@ -436,8 +435,8 @@ def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, repla
         )
 
 
-def _optimizer(config: Config) -> AdamW:
-    return AdamW(**{f.name: getattr(config.algorithm, f.name) for f in fields(AdamW)})
+def _optimizer(config: Config) -> AdamWConfig:
+    return AdamWConfig(**{f.name: getattr(config.algorithm, f.name) for f in fields(AdamW)})
 
 
 def prompt_limit(config: Config, context: int) -> int:

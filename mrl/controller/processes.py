@@ -2,32 +2,32 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models.families import located
+from models.families import resolve_family_path
 from mrl.checkpoint.resume import plain
 from mrl.checkpoint.run_dir import own_run_dir
 from mrl.checkpoint.store import Checkpoint
 from mrl.config.schema import SftConfig
-from mrl.controller.colocation import ACTOR, ENGINES, State, Turns
-from mrl.controller.plan_train import ORIGIN, ModelPlan, Plan, chat, origin
+from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, State
+from mrl.controller.plan_train import ORIGIN, ModelPlan, TrainPlan, chat, origin
 from mrl.controller.supervised_stage import SupervisedStage
-from mrl.core.errors import Lost, NotUp
-from mrl.placement import picture
-from mrl.placement.cluster import ray_cluster
-from mrl.placement.groups import PlacementError, Places, layout_of, placed
-from mrl.rollout.generator import RolloutGenerator
+from mrl.core.errors import ProcessesLostError, StartupLostError
+from mrl.placement import device_map_picture
+from mrl.placement.placement_groups import PlacementError, Places, layout_of, placed
+from mrl.placement.ray_cluster import ray_cluster
+from mrl.rollout.client import EngineError
+from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
 from mrl.rollout.server_args import memory_saver_args
 from mrl.rollout.spec import RolloutSpec
 from mrl.tracking.tracker import ConsoleSink, JsonlSink, Startup, Tracker
-from mrl.weight_sync.memory import EngineMemory
+from mrl.weight_sync.engine_control import EnginePoolMemory
 from mrl.workers.group import StartError, WorkerGroup
-from mrl.workers.spec import ModelSpec
+from mrl.workers.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 REFERENCE = "reference"  # in a checkpoint: the weights that KL penalties look back to
@@ -37,23 +37,24 @@ class Processes:
     """Trainer ranks and, for RL, a rollout worker with its engines. Started side by side."""
 
     def __init__(self, plan: ModelPlan, places: Mapping[str, Places], stack: ExitStack) -> None:
-        """`places`: of every role of this run (mrl.placement.pools)."""
+        """`places`: of every role of this run (mrl.placement.resource_pools)."""
         config, self.run_dir = plan.config, Path(plan.config.run.dir).resolve()
         self.plan, self.startup = plan, Startup()
         self.group = self._group(plan, "", places["actor"], stack)
-        self.generator: RolloutGenerator | None = None
+        self.generator: RolloutManager | None = None
         self.others: dict[str, WorkerGroup] = {}  # critic, teacher
         self.urls: Sequence[str] = ()  # of the engines
+        self.restore: Callable[[Mapping[str, str]], None] = _no_restore  # replaces failed engines; build.py sets it
         self._connected = False  # the trainers to all of them
-        if isinstance(plan, Plan):
+        if isinstance(plan, TrainPlan):
             for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
                 if other:
                     self.others[name] = self._group(other, name, places[name], stack)
-        self.memory = EngineMemory(lambda: self.urls, config.weight_sync.timeout_s, self._hold)
-        sharing = plan.shared if isinstance(plan, Plan) else frozenset()
-        self.turns = Turns({ACTOR: self.group, **self.others}, self.memory, sharing)
+        self.memory = EnginePoolMemory(lambda: self.urls, config.weight_sync.timeout_s, self._hold)
+        sharing = plan.shared if isinstance(plan, TrainPlan) else frozenset()
+        self.turns = MemoryScheduler({ACTOR: self.group, **self.others}, self.memory, sharing)
         self.start_actor()
-        if isinstance(plan, Plan):
+        if isinstance(plan, TrainPlan):
             if self._engines_share:  # they take what memory they find
                 self._actor_ready()
                 self.turns.need(ENGINES)
@@ -63,9 +64,9 @@ class Processes:
                 spec = replace(spec, slots=engines.engine)
             elif engines:
                 options = engines.options()[0]  # its children are the engines
-            self.generator = RolloutGenerator(spec, dict(options), config.rollout.request_timeout_s + 60)
-            self.generator.before = partial(self.turns.need, ENGINES)
-            stack.callback(self.generator.close)
+            worker = RolloutWorkerHandle(spec, options, config.rollout.request_timeout_s + 60)
+            stack.callback(worker.close)
+            self.generator = RolloutManager(worker, self)
 
     def _group(self, plan: ModelPlan, name: str, places: Places, stack: ExitStack) -> WorkerGroup:
         timeout_s, options = plan.config.trainer.timeout_s, places.options
@@ -73,9 +74,13 @@ class Processes:
         stack.callback(group.close)
         return group
 
+    def load(self) -> None:
+        """Give the engines their GPU memory and weights back before they sample."""
+        self.turns.need(ENGINES)
+
     def _hold(self, held: bool) -> None:
         assert self.generator, "only reinforcement samples"
-        self.generator.hold(held)
+        self.generator.worker.set_paused(held)
 
     @property
     def _engines_share(self) -> bool:
@@ -96,7 +101,7 @@ class Processes:
     def start_actor(self) -> None:
         """Begin building the actor on every rank; returns at once. A warm start that was kept meanwhile is not run again."""
         config, spec = self.plan.config, model_spec(self.plan, self.plan.config.rollout.routing_replay)
-        warm = self.plan.warm_start.output if isinstance(self.plan, Plan) and self.plan.warm_start else None
+        warm = self.plan.warm_start.output if isinstance(self.plan, TrainPlan) and self.plan.warm_start else None
         self.cold = not (warm and Path(warm).is_dir())
         if warm and not self.cold:
             spec = replace(spec, model_path=str(Path(warm).resolve()))
@@ -116,7 +121,7 @@ class Processes:
     def bring_up(self, checkpoint: Checkpoint | None) -> None:
         """Wait for the trainers and give them the state of a checkpoint, or the one that a run begins with."""
         plan = self.plan
-        assert isinstance(plan, Plan) and plan.optimizer, "a run of reinforcement"
+        assert isinstance(plan, TrainPlan) and plan.optimizer, "a run of reinforcement"
         self._actor_ready()
         if self._engines_share:  # once they sleep, they cannot prove what they were started with
             self.wait_engines()
@@ -168,7 +173,7 @@ class Processes:
     def start_others(self) -> None:
         """Build critic and teacher; a critic without a folder of its own starts from what the actor starts from."""
         plan, config = self.plan, self.plan.config
-        assert isinstance(plan, Plan), "only reinforcement has other models"
+        assert isinstance(plan, TrainPlan), "only reinforcement has other models"
         specs: dict[str, ModelSpec] = {}
         if plan.critic:
             specs["critic"] = model_spec(plan.critic)
@@ -199,7 +204,7 @@ class Processes:
         """Start a new rollout worker, with new engines, where the old one does not answer; then its engines are there."""
         assert self.generator, "only reinforcement samples"
         self._connected = False
-        if not self.generator.alive():
+        if not self.generator.worker.alive():
             self._renew_rollout(room=self.trainers_alive())
         self.wait_engines()
 
@@ -210,7 +215,7 @@ class Processes:
         self.memory.forget()
         if room:
             self.turns.need(ENGINES)
-        self.generator.renew()
+        self.generator.worker.restart()
         self.urls = ()
 
     def wait_engines(self) -> None:
@@ -218,7 +223,7 @@ class Processes:
         assert self.generator, "only reinforcement samples"
         if self.turns.state(ENGINES) is not State.ABSENT:
             return
-        self.urls = self.generator.wait_ready(self.plan.config.rollout.start_timeout_s)
+        self.urls = self.generator.worker.wait_ready(self.plan.config.rollout.start_timeout_s)
         self.turns.started(ENGINES)
         self.startup.ready(f"engines ready ({len(self.urls)})")
 
@@ -226,7 +231,7 @@ class Processes:
         """Start other engines in place of these; the URLs of all."""
         assert self.generator, "only reinforcement samples"
         self.memory.forget(urls)
-        self.urls = self.generator.replace_engines(urls)
+        self.urls = self.generator.worker.replace_engines(urls)
         return self.urls
 
     def connect_all(self) -> None:
@@ -271,6 +276,10 @@ class Processes:
             logger.warning("the warm start was not kept: %s", error)
 
 
+def _no_restore(failed: Mapping[str, str]) -> None:
+    raise EngineError(f"engines failed, and nothing brings weights to new ones: {dict(failed)}")
+
+
 def model_spec(plan: ModelPlan, replays: bool = False) -> ModelSpec:
     """What every trainer rank is built from; `replays`: it takes the experts that the engine chose."""
     c = plan.config
@@ -283,11 +292,11 @@ def model_spec(plan: ModelPlan, replays: bool = False) -> ModelSpec:
         c.megatron | (dict(moe_enable_routing_replay=True) if replays else {}),
         share_prompts=plan.packing.share_prompts,
         logprob_chunk=c.trainer.logprob_chunk,
-        family=located(c.model.family) if c.model.family else None,
+        family=resolve_family_path(c.model.family) if c.model.family else None,
     )
 
 
-def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
+def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
     """What the rollout worker is built from."""
     c = plan.config
     return RolloutSpec(
@@ -296,7 +305,7 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
         train=plan.train,
         test=plan.test,
         reward=plan.reward,
-        estimator=plan.behaviours.estimator,
+        advantage_pipeline=plan.behaviours.advantage_pipeline,
         keep=plan.behaviours.keep,
         needs_greedy="greedy_rewards" in plan.behaviours.needs,
         old_from_rollout=c.algorithm.old_logprobs == "rollout",
@@ -331,7 +340,7 @@ def rollout_spec(plan: Plan, run_dir: str) -> RolloutSpec:
 def started(plan: ModelPlan, command: str) -> Iterator[Processes]:
     """The run's processes, started side by side and always ended; the run's folder is its own for so long.
 
-    Raises NotUp when one of them is lost before all are there.
+    Raises StartupLostError when one of them is lost before all are there.
     """
     config = plan.config
     with ExitStack() as stack:
@@ -339,8 +348,8 @@ def started(plan: ModelPlan, command: str) -> Iterator[Processes]:
         try:
             stack.enter_context(ray_cluster(config.cluster.address, plan.pools.size))
             processes = Processes(plan, stack.enter_context(_placed(plan)), stack)
-        except Lost as error:
-            raise NotUp(str(error)) from error
+        except ProcessesLostError as error:
+            raise StartupLostError(str(error)) from error
         yield processes
 
 
@@ -352,5 +361,5 @@ def _placed(plan: ModelPlan) -> Iterator[dict[str, Places]]:
             places = stack.enter_context(placed(plan.pools, plan.config.cluster.start_timeout_s))
         except (ValueError, PlacementError) as error:
             raise StartError(str(error)) from error
-        logger.info("placement:\n%s", picture.text(layout_of(plan.pools, places)))
+        logger.info("placement:\n%s", device_map_picture.text(layout_of(plan.pools, places)))
         yield places

@@ -1,22 +1,24 @@
 """THE loop: prompts -> rollouts and rewards -> scores -> advantages -> updates -> weight sync, once per step."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.kl_control import KLControl
-from mrl.checkpoint.ledger import Ledger
-from mrl.checkpoint.saver import Saver
-from mrl.core.errors import Lost, Preempted
-from mrl.core.types import Estimates, Handle, Rollouts
+from mrl.algorithms.kl import KLControl
+from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.saver import CheckpointSaver
+from mrl.core.errors import PreemptedError, ProcessesLostError
+from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
-from mrl.placement.phases import Phases
 from mrl.tracking.tracker import Tracker
-from mrl.weight_sync.driver import WeightSync
+from mrl.weight_sync.syncer import WeightSyncer
+
+# FROM: The phases of a step: who uses the hardware now, and for how long.
 
 Metrics = dict[str, float]
 State = dict[str, Any]  # plain values, as JSON has them
@@ -27,7 +29,7 @@ class Generator(Protocol):
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts: ...
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates: ...
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult: ...
 
     def evaluate(self, temperature: float) -> Metrics: ...
 
@@ -39,15 +41,15 @@ class Generator(Protocol):
 class Actor(Protocol):
     """The policy: optimizer steps on a batch."""
 
-    def update(self, rollouts: Rollouts, estimates: Estimates, step: int, kl_coef: float) -> Metrics: ...
+    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int, kl_coef: float) -> Metrics: ...
 
-    def token_weights(self, rollouts: Rollouts, estimates: Estimates) -> Sequence[NDArray[np.float64]]: ...
+    def token_weights(self, rollouts: Rollouts, estimates: AdvantageResult) -> Sequence[NDArray[np.float64]]: ...
 
 
 class Critic(Protocol):
     """The value function: optimizer steps on a batch."""
 
-    def update(self, rollouts: Rollouts, estimates: Estimates, step: int) -> Metrics: ...
+    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int) -> Metrics: ...
 
 
 class Recovery(Protocol):
@@ -55,7 +57,7 @@ class Recovery(Protocol):
 
     initial: State  # of a run that begins
 
-    def __call__(self, error: Lost, boundary: State | None) -> State:
+    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
         """Returns the state that the trainers' weights belong to now: `boundary`, if it is given and they live, or the last
         checkpoint's. Raises the error, or another, where the run cannot go on."""
         ...
@@ -68,7 +70,7 @@ ABANDONED = ("rollout", "score", "advantage", "evaluate")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrainingSchedule:
     """When the loop ends, when it looks at held-out problems, and when the actor begins to learn."""
 
     max_steps: int
@@ -79,7 +81,7 @@ class Schedule:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run has come."""
 
     step: int = 0  # the trainers hold the weights of so many steps
@@ -91,7 +93,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """What a run achieved."""
 
     steps: int
@@ -110,34 +112,34 @@ class Trainer:
     actor: Actor
     critic: Critic | None
     kl: KLControl
-    weight_sync: WeightSync
+    weight_sync: WeightSyncer
     phase: Phases
     tracker: Tracker
-    ledger: Ledger
-    saver: Saver
+    ledger: SampleLedger
+    saver: CheckpointSaver
     recover: Recovery
     leaving: Callable[[], bool]  # whether the run was asked to end after this step
-    schedule: Schedule
+    schedule: TrainingSchedule
     sharing: Callable[[], Metrics] = dict  # numbers of taking turns on shared devices, since the last call
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
-    def fit(self) -> Result:
+    def fit(self) -> TrainingResult:
         """Go on until one of the schedule's ends; evaluate before and after.
 
-        Raises Preempted when the run was asked to leave; it is saved then.
+        Raises PreemptedError when the run was asked to leave; it is saved then.
         """
         self.progress.boundary = self.state_dict()
         while True:
             try:
                 return self._run()
-            except Lost as error:
+            except ProcessesLostError as error:
                 intact = self.phase.interrupted not in CHANGING
                 self.load_state_dict(self.recover(error, self.progress.boundary if intact else None))
-            except Preempted:
+            except PreemptedError:
                 self.saver.now(self.progress.boundary)
                 raise
 
-    def _run(self) -> Result:
+    def _run(self) -> TrainingResult:
         progress, metrics = self.progress, {}
         self.weight_sync.push(version=progress.step)
         while True:
@@ -149,11 +151,11 @@ class Trainer:
             if self._done():
                 break
             if self.leaving():
-                raise Preempted("asked to leave")
+                raise PreemptedError("asked to leave")
             metrics = self._advance()
         self.saver.finish(progress.boundary)
         reward = float(np.mean(progress.window)) if progress.window else float("nan")
-        return Result(progress.step, reward, progress.before, progress.after)
+        return TrainingResult(progress.step, reward, progress.before, progress.after)
 
     def _advance(self) -> Metrics:
         """One step, logged; returns its metrics."""
@@ -249,3 +251,28 @@ class Trainer:
             "throughput/tokens_per_s": metrics["rollout/tokens"] / seconds,
             "throughput/samples_per_s": metrics["rollout/samples"] / seconds,
         }
+
+
+class Phases:
+    """Names and times the phases of a step. Colocated engines and trainers share their device by phase."""
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self.interrupted: str | None = None  # the last phase, if it was cut short
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self.current = self.interrupted = name
+        try:
+            yield
+            self.interrupted = None
+        finally:
+            self.current = None
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """`time/<phase>_s` of the phases since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}_s": value for name, value in seconds.items()}

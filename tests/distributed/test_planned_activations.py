@@ -1,6 +1,6 @@
 """Planned activations against what torch really saves for the backward pass of tiny models, storage by storage.
 
-In float32 on a CPU, where kernels keep what `CPU` of mrl.planner.memory.activations says. Measured with the versions of
+In float32 on a CPU, where kernels keep what `CPU` of mrl.planner.activation_bytes says. Measured with the versions of
 requirements.txt: equal to the byte for 14 of the 16 models, and within 0.2 % for all.
 """
 
@@ -8,8 +8,8 @@ import pytest
 from test_planned_memory import _fake, config_of, shape_of
 from tiny_families import FAMILIES
 
-from mrl.planner.memory import activations
-from mrl.planner.memory.activations import CPU, Pass, Recompute
+from mrl.planner import activation_bytes
+from mrl.planner.activation_bytes import CPU, Pass, Recompute
 from parallel.dims import ParallelDims
 
 TOLERANCE = 0.002
@@ -51,7 +51,7 @@ def saved_by_torch(_rank: int, configs, dims: ParallelDims, overrides: dict) -> 
 def _saved(hf, dims: ParallelDims, overrides: dict) -> int:
     import torch
 
-    from models.build import build_model
+    from models.model_builder import build_model
     from parallel.packing import Segment, pack
 
     chunk = build_model(hf, dims, torch.float32, **overrides)[0].train()
@@ -91,7 +91,7 @@ def a_layer(
     one, two = run_ranks(dims.alone(), saved_by_torch, configs, dims, overrides)[0]
     shape = shape_of(configs[1])
     run = Pass.of(dims, sum(LENGTHS), 4, kernels=CPU)
-    return two - one, activations.chunk(shape, run, shape.moe[:1], Recompute.of(overrides))
+    return two - one, activation_bytes.chunk(shape, run, shape.moe[:1], Recompute.of(overrides))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

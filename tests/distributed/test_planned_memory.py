@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from tiny_families import FAMILIES, SIZES
 
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.weights import StateBytes, largest_state, stages_of, state_of_rank
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.trainer_state_bytes import StateBytes, largest_state, stages_of, state_of_rank
 from parallel.dims import ParallelDims
 
 DENSE = [
@@ -119,10 +119,10 @@ def _built(rank: int, hf, dims: ParallelDims, dtype: str, head: str, trained: bo
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from models.build import build_model
-    from parallel import groups, optimizer_state
-    from parallel.optimizer import build_optimizer, wrap
-    from parallel.optimizer_settings import AdamW
+    from models.model_builder import build_model
+    from parallel import groups
+    from parallel.optimizer import build_optimizer, initialize_optimizer_state, optimizer_tensors, wrap_ddp
+    from parallel.trainer_config import AdamWConfig
 
     _fake(rank, dims.world_size)
     groups.initialize(dims, seed=0)
@@ -130,16 +130,16 @@ def _built(rank: int, hf, dims: ParallelDims, dtype: str, head: str, trained: bo
     if not trained:
         for chunk in chunks:
             chunk.requires_grad_(False)
-    wrapped = wrap(chunks)
+    wrapped = wrap_ddp(chunks)
     own = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
     weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}.values())
     flat = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
     if trained:
-        built = build_optimizer(wrapped, AdamW())
-        optimizer_state.begin(built)
+        built = build_optimizer(wrapped, AdamWConfig())
+        initialize_optimizer_state(built)
         weight_storages = {t.untyped_storage()._cdata for t in own}
-        state = {t.untyped_storage()._cdata: t for t in optimizer_state.tensors_of(built)}
+        state = {t.untyped_storage()._cdata: t for t in optimizer_tensors(built)}
         optimizer = sum(t.untyped_storage().nbytes() for key, t in state.items() if key not in weight_storages)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

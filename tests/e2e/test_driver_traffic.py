@@ -13,11 +13,11 @@ from mrl.commands import hydra_app
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
-from mrl.core.preemption import Leaving
+from mrl.core.preemption import PreemptionHandler
 from mrl.core.types import TokenBlock, TrainBatch
-from mrl.placement.cluster import ray_cluster
+from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout import recording
-from mrl.workers.shares import Packing
+from mrl.workers.dp_partition import Packing
 
 NUM_PROMPTS, GROUP = 5, 3
 LENGTHS = (16, 512)  # tokens of a response
@@ -52,7 +52,7 @@ def trainer(quickstart, tmp_path):
     hydra_app.register_schema()
     with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
         config = from_hydra(compose("config", [*quickstart, *more]))
-    with build.trainer(plan_training(config), Leaving()) as built:
+    with build.trainer(plan_training(config), PreemptionHandler()) as built:
         yield built, blocks
 
 

@@ -14,10 +14,10 @@ from mrl.commands import hydra_app
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
-from mrl.core.preemption import Leaving
-from mrl.placement.cluster import ray_cluster
-from mrl.placement.groups import PlacementError, placed
-from mrl.placement.pools import Need, make_pools
+from mrl.core.preemption import PreemptionHandler
+from mrl.placement.placement_groups import PlacementError, placed
+from mrl.placement.ray_cluster import ray_cluster
+from mrl.placement.resource_pools import Need, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.host import HostedEngine
 from mrl.rollout.server import default_server_args
@@ -44,10 +44,10 @@ def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, 
     plan = plan_training(config)
     assert [(pool.name, pool.size) for pool in plan.pools.pools] == [("train", 2), ("serve", 1)]
     assert plan.shared == frozenset()
-    with build.trainer(plan, Leaving()) as trainer:
+    with build.trainer(plan, PreemptionHandler()) as trainer:
         result = trainer.fit()
         ranks = bundles(*trainer.actor.group.workers)
-        ((serve, slot),) = bundles(trainer.generator.worker)
+        ((serve, slot),) = bundles(trainer.generator.worker.actor)
         assert ray.cluster_resources()["CPU"] == 3, "as many slots as the pools need, however many cores there are"
     assert result.steps == 2 and math.isfinite(result.reward)
     (train,) = {group for group, _ in ranks}

@@ -32,19 +32,19 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
     import torch
     import torch.distributed as dist
 
-    from models.build import build_model
     from models.families import family_of
     from models.hf_config import HFConfig
-    from mrl.planner.memory.activations import GPU, Kernels
-    from mrl.planner.memory.shape import ModelShape
-    from mrl.planner.memory.trainer import TrainerSettings, trainer_memory
+    from models.model_builder import build_model
+    from mrl.planner.activation_bytes import GPU, Kernels
+    from mrl.planner.model_shape import ModelShape
+    from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
     from parallel import device, groups
-    from parallel.capabilities import capabilities
+    from parallel.device import capabilities
     from parallel.dims import ParallelDims
     from parallel.logprobs import linear_logprobs
-    from parallel.optimizer import build_optimizer, wrap
-    from parallel.optimizer_settings import AdamW
+    from parallel.optimizer import build_optimizer, wrap_ddp
     from parallel.packing import Segment, pack
+    from parallel.trainer_config import AdamWConfig
 
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_LIKE))
     hf, dims, tokens = HFConfig.load(str(tmp_path)), ParallelDims(), 8192
@@ -54,8 +54,8 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
     chunk = build_model(hf, dims, torch.bfloat16, **overrides)[0].cuda().train()
     for param in chunk.parameters():
         torch.nn.init.normal_(param, std=0.02)
-    (wrapped,) = wrap([chunk])
-    optimizer = build_optimizer([wrapped], AdamW(lr=1e-6))
+    (wrapped,) = wrap_ddp([chunk])
+    optimizer = build_optimizer([wrapped], AdamWConfig(lr=1e-6))
 
     def update() -> None:
         packed = pack([Segment(1024)] * 8, torch.device("cuda"))

@@ -22,7 +22,7 @@ if module == "ray.scripts.scripts":
     if "--head" in options:
         listener = socket.create_server(("0.0.0.0", int(options["--port"])))
     time.sleep(600)
-elif module == "mrl.placement.joined":
+elif module == "mrl.placement.ray_cluster":
     end = time.monotonic() + float(sys.argv[4])
     while missing := [node for node in sys.argv[5:] if not os.path.exists(note + node)]:
         if time.monotonic() > end:

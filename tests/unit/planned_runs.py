@@ -8,7 +8,7 @@ from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A
 from mrl.commands import hydra_app
 from mrl.config.schema import Config
 from mrl.controller.memory_check import Counted
-from mrl.planner.memory.run import RunMemory
+from mrl.planner.run_memory import RunMemory
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
     hidden_size=4096,

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mrl.planner.decoding import Decoding, EngineSpeeds, Request
+from mrl.planner.engine_queue import Decoding, EngineSpeeds, Request
 
 STEPS = EngineSpeeds(step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2)
 

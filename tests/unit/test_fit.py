@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.algorithms.kl_control import KLControl
-from mrl.controller.trainer import Schedule, Trainer
-from mrl.core.errors import Lost, Preempted
-from mrl.core.types import Estimates, Rollouts
+from mrl.algorithms.kl import KLControl
+from mrl.controller.trainer import Phases, TrainingSchedule, Trainer
+from mrl.core.errors import PreemptedError, ProcessesLostError
+from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
-from mrl.placement.phases import Phases
 
 
 class World:
@@ -49,7 +48,7 @@ class World:
 
     def estimate(self, columns, kl_coef, step):
         self.reach("advantage")
-        return Estimates(None, np.zeros(3, bool), np.zeros(3, bool), {})
+        return AdvantageResult(None, np.zeros(3, bool), np.zeros(3, bool), {})
 
     def evaluate(self, temperature):
         self.reach("evaluate")
@@ -122,7 +121,7 @@ def trainer(world: World, **schedule) -> Trainer:
         saver=world,
         recover=world.recover,
         leaving=lambda: world.asked_to_leave is True,
-        schedule=Schedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
+        schedule=TrainingSchedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
     )
 
 
@@ -139,7 +138,7 @@ PLACES = [(step, *point) for step in (0, 5, 6, 9) for point in POINTS if point[0
 
 @pytest.mark.parametrize("step, point, from_memory", PLACES)
 def test_whatever_is_lost_wherever_the_same_steps_are_trained_once(left_alone, step, point, from_memory):
-    world = World({(point, step): Lost("a process died")})
+    world = World({(point, step): ProcessesLostError("a process died")})
     world.saved[0] = trainer(World({})).state_dict()
     made = trainer(world)
     result = made.fit()
@@ -152,10 +151,10 @@ def test_whatever_is_lost_wherever_the_same_steps_are_trained_once(left_alone, s
 
 def test_losses_one_after_another_are_survived(left_alone):
     failures = {
-        ("update", 2): Lost("1"),
-        ("rollout", 2): Lost("2"),
-        ("push", 7): Lost("3"),
-        ("advantage", 6): Lost("4"),
+        ("update", 2): ProcessesLostError("1"),
+        ("rollout", 2): ProcessesLostError("2"),
+        ("push", 7): ProcessesLostError("3"),
+        ("advantage", 6): ProcessesLostError("4"),
     }
     world = World(failures)
     world.saved[0] = trainer(World({})).state_dict()
@@ -170,8 +169,8 @@ def test_other_errors_end_the_run():
 
 @pytest.mark.parametrize("point", ["rollout", "advantage"])
 def test_a_step_that_is_abandoned_is_saved_as_not_taken(left_alone, point):
-    world = World({(point, 5): Preempted("asked to leave")})
-    with pytest.raises(Preempted):
+    world = World({(point, 5): PreemptedError("asked to leave")})
+    with pytest.raises(PreemptedError):
         trainer(world).fit()
     state = world.saved[5]
     again = World({})
@@ -184,7 +183,7 @@ def test_a_step_that_is_abandoned_is_saved_as_not_taken(left_alone, point):
 def test_a_run_that_was_asked_to_leave_ends_after_its_step_and_is_saved():
     world = World({})
     world.asked_to_leave = 5
-    with pytest.raises(Preempted):
+    with pytest.raises(PreemptedError):
         trainer(world).fit()
     assert world.weights == 5 and world.saved[5]["progress"]["step"] == 5
 

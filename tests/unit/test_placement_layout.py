@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.placement import picture
-from mrl.placement.layout import found, imagined
-from mrl.placement.pools import STRATEGIES, Need, make_pools
+from mrl.placement import device_map_picture
+from mrl.placement.device_map import found, imagined
+from mrl.placement.resource_pools import STRATEGIES, Need, make_pools
 
 PPO = {"actor": Need(8, 2), "critic": Need(4, 2), "engines": Need(6, 2)}
 MIXED = {"policy": ["actor", "engines"], "value": ["critic", "teacher"]}
@@ -86,7 +86,7 @@ def test_a_picture_of_a_cluster_has_devices_in_their_own_columns():
 
 
 def test_the_text_names_every_process_pool_and_total():
-    said = picture.text(imagined(make_pools(MIXED, PPO), 8))
+    said = device_map_picture.text(imagined(make_pools(MIXED, PPO), 8))
     for word in (
         "node 1",
         "actor 7",
@@ -101,12 +101,12 @@ def test_the_text_names_every_process_pool_and_total():
 
 
 def test_many_like_nodes_are_one_row():
-    said = picture.text(imagined(make_pools({}, {"actor": Need(512, 8), "engines": Need(64, 8)}), 8))
+    said = device_map_picture.text(imagined(make_pools({}, {"actor": Need(512, 8), "engines": Need(64, 8)}), 8))
     assert "node 0 … node 63 (64)" in said and "actor 511" not in said and "576 GPUs on 72 nodes" in said
     assert len(said.splitlines()) < 20
 
 
 def test_the_picture_is_drawn(tmp_path):
     path = tmp_path / "gpus.png"
-    picture.draw(path, imagined(make_pools(MIXED, PPO), 8), title="a run")
+    device_map_picture.draw(path, imagined(make_pools(MIXED, PPO), 8), title="a run")
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]

@@ -11,13 +11,13 @@ from tiny_families import FAMILIES, SIZES
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.planner.memory import activations
-from mrl.planner.memory.activations import Pass, Recompute
-from mrl.planner.memory.engine import engine_memory, engine_weights, kv_bytes
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import TrainerSettings, in_flight, trainer_memory
-from mrl.planner.memory.weights import stages_of
-from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.planner import activation_bytes
+from mrl.planner.activation_bytes import Pass, Recompute
+from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
+from mrl.planner.trainer_state_bytes import stages_of
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from parallel.dims import ParallelDims
 
 FULL = Recompute("full", "uniform", 1)
@@ -59,14 +59,14 @@ def test_a_layer_keeps_what_the_paper_says(name, tp):
     """Equation 4: s b h 34 / t, where attention's scores are recomputed; statistics of norms are left out there."""
     shape, run = gpt(name), Pass.of(ParallelDims(tp=tp), 2048, 2)
     statistics = 2 * run.rows * 4
-    found = activations.layer(shape, False, run, frozenset(["core_attn"])) - statistics
+    found = activation_bytes.layer(shape, False, run, frozenset(["core_attn"])) - statistics
     assert found == 34 * 2048 * shape.hidden // tp
 
 
 def test_without_sequence_parallelism_what_is_between_matrices_is_whole():
     """Equation 2: s b h (10 + 24 / t)."""
     shape, run = gpt("175B"), Pass.of(ParallelDims(tp=8, sp=False), 2048, 2)
-    found = activations.layer(shape, False, run, frozenset(["core_attn"])) - 2 * 2048 * 4
+    found = activation_bytes.layer(shape, False, run, frozenset(["core_attn"])) - 2 * 2048 * 4
     assert found == 2048 * shape.hidden * (10 + 24 // 8)
 
 
@@ -80,7 +80,7 @@ def test_a_layer_keeps_what_megatron_says(name):
     more = dict(virtual_pipeline_model_parallel_size=None, padded_vocab_size=51200)
     theirs = [compute_activation_memory(Namespace(**sizes, **layout, **more, num_layers=n), 1) for n in (0, layers)]
     run = Pass.of(ParallelDims(tp=8), 2048, 2)
-    ours = activations.chunk(
+    ours = activation_bytes.chunk(
         gpt(name), run, (False,) * layers, Recompute("selective", modules=frozenset(["core_attn"]))
     )
     assert ours == pytest.approx(theirs[1] - theirs[0], rel=1e-4)
@@ -88,11 +88,11 @@ def test_a_layer_keeps_what_megatron_says(name):
 
 def test_recomputed_layers_keep_their_input():
     shape, run = gpt("22B"), Pass.of(ParallelDims(tp=8), 2048, 2)
-    assert activations.chunk(shape, run, (False,) * 48, FULL) == 48 * 2 * 2048 // 8 * 6144
+    assert activation_bytes.chunk(shape, run, (False,) * 48, FULL) == 48 * 2 * 2048 // 8 * 6144
     every_third = replace(FULL, num_layers=3)
-    assert activations.chunk(shape, run, (False,) * 48, every_third) == 16 * 2 * 2048 // 8 * 6144
-    some = activations.chunk(shape, run, (False,) * 48, Recompute("full", "block", 8))
-    assert some == 8 * 2 * 2048 // 8 * 6144 + 40 * activations.layer(shape, False, run)
+    assert activation_bytes.chunk(shape, run, (False,) * 48, every_third) == 16 * 2 * 2048 // 8 * 6144
+    some = activation_bytes.chunk(shape, run, (False,) * 48, Recompute("full", "block", 8))
+    assert some == 8 * 2 * 2048 // 8 * 6144 + 40 * activation_bytes.layer(shape, False, run)
 
 
 def test_micro_batches_in_flight():

@@ -8,9 +8,9 @@ from planned_runs import FULL, config_of, memory_of
 
 from mrl.commands import hydra_app, plan, plan_memory
 from mrl.controller.memory_check import Counted
-from mrl.data.arithmetic import make_inputs
-from mrl.planner.memory.advice import advice
-from mrl.planner.memory.run import GIB
+from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.planner.memory_advice import advice
+from mrl.planner.run_memory import GIB
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
 FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_app.CONF / group).glob("*.yaml"))
@@ -37,7 +37,7 @@ def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    make_inputs(folder := tmp_path_factory.mktemp("inputs") / "made")
+    make_doubling_task(folder := tmp_path_factory.mktemp("inputs") / "made")
     return folder
 
 

@@ -25,12 +25,13 @@ from mrl.commands.plan_search import FIXABLE, overrides
 from mrl.config.schema import ParallelConfig
 from mrl.controller.memory_check import Counted
 from mrl.controller.plan_train import pools_of
-from mrl.placement.pools import needs_of
-from mrl.planner import engines
-from mrl.planner.engines import Engine, Sampling
-from mrl.planner.search import STALENESS
-from mrl.planner.times import Layout, Trainer
-from mrl.weight_sync.layout import EngineLayout, Topology
+from mrl.placement.resource_pools import needs_of
+from mrl.planner import engine_time
+from mrl.planner.engine_time import Engine, Sampling
+from mrl.planner.layout_search import STALENESS
+from mrl.planner.layout_space import Layout
+from mrl.planner.trainer_time import Trainer
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from parallel.dims import ParallelDims
 
 
@@ -95,13 +96,13 @@ def best_of_all(search, family):
             if count and "sync" in search.modes:
                 sampling = sampling_of(engine, count, 0)
                 if machine.gpus <= machine.per_node:
-                    push = engines.push_within_a_node_s(sizes, machine, gpus, engine.tp)
+                    push = engine_time.push_within_a_node_s(sizes, machine, gpus, engine.tp)
                 else:
-                    push = engines.push_s(sizes, machine, gpus, count, engine.tp, search.bucket_bytes)
+                    push = engine_time.push_s(sizes, machine, gpus, count, engine.tp, search.bucket_bytes)
                 best = min(best, *(sampling.step_s(seconds) + push + switch for seconds, switch in trained))
             count = (machine.gpus - gpus) // engine.tp
             for mode in search.modes if count else ():
-                push = engines.push_s(sizes, machine, gpus, count, engine.tp, search.bucket_bytes)
+                push = engine_time.push_s(sizes, machine, gpus, count, engine.tp, search.bucket_bytes)
                 sampling = sampling_of(engine, count, STALENESS[mode])
                 best = min(best, *(sampling.step_s(seconds) + push for seconds, _ in trained))
     return best

@@ -12,14 +12,19 @@ from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, machine_of, model
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
-from mrl.planner.engines import Engine, Sampling, push_s
-from mrl.planner.machine import Machine
-from mrl.planner.simulate import Groups, Setup, Speeds, simulate
-from mrl.planner.times import PARTS, Layout, Trainer
-from mrl.planner.workload import Lengths, Workload
-from mrl.weight_sync import explain as explained
-from mrl.weight_sync.layout import EngineLayout, Topology
-from mrl.weight_sync.plan import compile_plan, even_stages, owners
+from mrl.planner.engine_time import Engine, Sampling, push_s
+from mrl.planner.layout_space import Layout, Machine
+from mrl.planner.rollout_simulator import Groups, Setup, Speeds, simulate
+from mrl.planner.step_workload import Lengths, Workload
+from mrl.planner.trainer_time import PARTS, Trainer
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.transfer_plan import (
+    LinkSpeeds,
+    compile_transfer_plan,
+    estimate_transfer_cost,
+    even_pipeline_stages,
+    trainer_shards,
+)
 from parallel.dims import ParallelDims
 
 ONE = np.array([1])
@@ -218,10 +223,10 @@ def test_the_closed_form_of_a_push_is_near_to_the_plan_of_the_weight_sync(traine
     arch, sizes = model_of(fields)
     layout = EngineLayout.of(family_of(HFConfig(Path("config.json"), fields)), arch, Topology(engine_tp))
     dims = ParallelDims(tp=2, dp=trainers // 2, ep=2, etp=1)
-    owned = owners(layout.rows, layout.sizes, dims, even_stages(arch.num_layers, dims))
-    found = compile_plan(owned, layout, num_engines, lambda _: ("bfloat16", 2), 2**26)
+    owned = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
+    found = compile_transfer_plan(owned, layout, num_engines, lambda _: ("bfloat16", 2), 2**26)
     machine = machine_of(2)
     gb_per_s = machine.link(trainers + num_engines * engine_tp) / 1e9
-    planned = explained.explain(found, trainers, explained.Speeds(gb_per_s, gb_per_s, 50.0), shared=False)
+    planned = estimate_transfer_cost(found, trainers, LinkSpeeds(gb_per_s, gb_per_s, 50.0), shared=False)
     closed = push_s(sizes, machine, trainers, num_engines, engine_tp, 2**26)
     assert closed == pytest.approx(planned.seconds, rel=0.25)  # how pieces fall into buckets is not known to it

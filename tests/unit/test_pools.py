@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.config.schema import ClusterConfig, RolloutConfig
-from mrl.placement.pools import ROLES, Need, arranged, check_room, make_pools, needs_of, with_nodes
+from mrl.placement.resource_pools import ROLES, Need, arranged, check_room, make_pools, needs_of, with_nodes
 from parallel.dims import ParallelDims
 
 PPO = {"actor": Need(8, 2), "critic": Need(4, 2), "engines": Need(6, 1)}

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mrl.planner.decoding import EngineSpeeds
-from mrl.planner.simulate import Groups, Setup, Speeds, best_possible_s, simulate
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.rollout_simulator import Groups, Setup, Speeds, best_possible_s, simulate
 
 
 def groups_of(*lengths, prompt_tokens=0):

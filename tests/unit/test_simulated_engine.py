@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from benchmarks.simulated_engine import LongTailed, Recorded, Scripted, alike, serving, spans
-from mrl.planner.decoding import EngineSpeeds
+from mrl.planner.engine_queue import EngineSpeeds
 from mrl.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
 
 FAST = EngineSpeeds(step_s=0.001, request_s=0.0, prefill_s=0.0, max_running=8)

@@ -12,8 +12,8 @@ import pytest
 from mrl.config.schema import ClusterConfig, Config
 from mrl.config.validate import _check_cluster as check_cluster
 from mrl.launch import slurm_job
-from mrl.placement.joined import missing
-from mrl.placement.pools import gpus_of_nodes
+from mrl.placement.ray_cluster import missing
+from mrl.placement.resource_pools import gpus_of_nodes
 
 SIZE = dict(scheduler="slurm", nodes=2, gpus_per_node=4)
 

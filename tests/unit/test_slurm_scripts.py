@@ -63,7 +63,7 @@ if module == "ray.scripts.scripts":
         listener = socket.create_server((options["--node-ip-address"], int(options["--port"])))
     subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)  # a daemon that Slurm may lose sight of
     time.sleep(600)
-elif module == "mrl.placement.joined":
+elif module == "mrl.placement.ray_cluster":
     address, timeout_s, *nodes = sys.argv[3:]
     for name, seconds in (("FAKE_JOINED", os.environ["MRL_JOIN_S"]), ("FAKE_LOST", "5")):
         if name in os.environ and seconds == timeout_s:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 
-from mrl.checkpoint.ledger import Ledger
+from mrl.checkpoint.sample_ledger import SampleLedger
 from mrl.core.types import Rollouts
-from mrl.planner.simulate import Setup, Speeds, simulate
-from mrl.planner.trace import Step, fit_engine, read_lengths, read_run
+from mrl.planner.rollout_simulator import Setup, Speeds, simulate
+from mrl.planner.run_trace import Step, fit_engine, read_lengths, read_run
 
 
 @pytest.mark.parametrize("engines", [1, 3])
@@ -66,7 +66,7 @@ def test_the_ledger_writes_what_a_trace_reads(tmp_path):
     )
     recorded(tmp_path, lengths_of(0), Setup(N, 1, 0))
     (tmp_path / "ledger.jsonl").unlink()
-    ledger = Ledger(tmp_path / "ledger.jsonl", 0)
+    ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     ledger.record(1, rollouts, [2])
     ledger.close()
     groups = read_run(tmp_path).groups

@@ -10,8 +10,7 @@ from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 
 from mrl.commands import plan
 from mrl.commands.plan_rollout import Keys, case_of
-from mrl.planner.simulate import Setup, Speeds
-from mrl.planner.what_if import Gpus, what_if
+from mrl.planner.rollout_simulator import Gpus, Setup, Speeds, what_if
 
 
 def run(capsys, *words):
@@ -118,5 +117,5 @@ def test_the_command_ends_with_the_message_and_starts_nothing(capsys):
         plan.main(["rollout", "medina=3"])
     assert ended.value.code == 2 and "did you mean median?" in capsys.readouterr().err
     assert plan.main(["rollout"]) == 2 and plan.main(["rollout", "--help"]) == 0
-    code = "import sys, mrl.planner.simulate; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, mrl.planner.rollout_simulator; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

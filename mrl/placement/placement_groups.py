@@ -12,10 +12,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.core.device_slot import Slot
 from mrl.core.errors import check_wait
-from mrl.placement.layout import Layout, found
-from mrl.placement.pools import Pool, Pools, arranged, check_room
+from mrl.core.types import DeviceSlot
+from mrl.placement.device_map import Layout, found
+from mrl.placement.resource_pools import Pool, Pools, arranged, check_room
 
 LOOK_S = 0.05  # between looks at a group that Ray is placing
 FOR_ALL = 0.99  # of a slot, for all its roles together; the rest is for a look at which GPU it is
@@ -122,16 +122,16 @@ class Places:
         ranks = arranged([places[bundle].node for bundle in order], need.together)[: need.slots]
         return cls(placed, tuple(order[rank] for rank in ranks), need.together, hosted)
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[DeviceSlot]:
         """By rank, wherever they are now. Raises PlacementError where Ray has no room for them, after a deadline."""
         places = self.placed.now()
-        return [Slot(*places[bundle], self._options(bundle)) for bundle in self.bundles]
+        return [DeviceSlot(*places[bundle], self._options(bundle)) for bundle in self.bundles]
 
     def options(self) -> list[Mapping[str, Any]]:
         """Ray actor options by rank."""
         return [slot.options for slot in self.slots()]
 
-    def engine(self, number: int) -> list[Slot]:
+    def engine(self, number: int) -> list[DeviceSlot]:
         """Those of one engine, by its tensor-parallel rank."""
         return self.slots()[number * self.together : (number + 1) * self.together]
 

@@ -13,8 +13,8 @@ from scipy.optimize import nnls
 
 from mrl.checkpoint.run_dir import begun_with
 from mrl.config.schema import RolloutConfig
-from mrl.planner.decoding import Decoding, EngineSpeeds, Request
-from mrl.planner.simulate import Groups, Setup, Speeds
+from mrl.planner.engine_queue import Decoding, EngineSpeeds, Request
+from mrl.planner.rollout_simulator import Groups, Setup, Speeds
 from mrl.rollout.dealing import together
 
 LEAST_STEPS = 4  # that speeds are fitted to

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from mrl.planner.decoding import EngineSpeeds
-from mrl.planner.machine import Machine
+from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.layout_space import Machine
 from mrl.planner.sizes import ModelSizes
-from mrl.planner.times import WEIGHT
-from mrl.planner.workload import Lengths, Workload
+from mrl.planner.step_workload import Lengths, Workload
+from mrl.planner.trainer_time import WEIGHT
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def push_s(
 ) -> float:
     """Seconds to bring weights from trainers to engines on other GPUs: the busier side's.
 
-    Trainers send equal shares, each engine its own copy (mrl/weight_sync/plan.py).
+    Trainers send equal shares, each engine its own copy (mrl/weight_sync/transfer_plan.py).
     """
     weights = WEIGHT * sizes.parameters
     sent, received = weights * engines / trainers, weights / engine_tp

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from mrl.placement.pools import KEY, Need, Pool, Pools, arranged
+from mrl.placement.resource_pools import KEY, Need, Pool, Pools, arranged
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from mrl.planner.memory.shape import ModelShape, Parameter
-from mrl.weight_sync.layout import VOCAB_PADDING, Topology
+from mrl.planner.model_shape import ModelShape, Parameter
+from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
 
 BIAS = 4  # bytes of a correction bias, which is float32
 

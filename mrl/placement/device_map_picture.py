@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mrl.placement.layout import Cell, Layout, Node
+from mrl.placement.device_map import Cell, Layout, Node
 
 COLOURS = {"engines": "#54A24B", "teacher": "#B279A2", "critic": "#F58518", "actor": "#4C78A8"}
 """By role, in the order of their turns in a step."""

@@ -14,7 +14,7 @@ from math import lcm
 from typing import Any
 
 from models.megatron_fields import UNEVEN
-from mrl.planner.memory.shape import Head, ModelShape, Parameter
+from mrl.planner.model_shape import Head, ModelShape, Parameter
 from parallel.dims import ParallelDims
 
 START = 64  # elements; a parameter begins at a multiple of it

@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mrl.config.schema import ASYNC_STALENESS
-from mrl.planner import engines
-from mrl.planner.engines import Engine, Sampling
-from mrl.planner.space import Space
-from mrl.planner.times import PARTS, Array, Layout, Trainer
-from mrl.planner.workload import Workload
+from mrl.planner import engine_time
+from mrl.planner.engine_time import Engine, Sampling
+from mrl.planner.layout_space import Layout, Machine, Space
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.step_workload import Workload
+from mrl.planner.trainer_memory import SLOTS, TrainerSettings, trainer_memory
+from mrl.planner.trainer_time import PARTS, Array, Trainer
+
+# FROM: Why an answer of the search is as quick as it is, and what others lose against it, in words. Pure.
+# FROM: Whether a GPU's memory holds a trainer, as the search asks. Pure.
 
 STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
 
@@ -226,9 +231,9 @@ class Search:
             sampling = self._sampling(engine, count, "sync")
             for trainers in those:
                 if machine.gpus <= machine.per_node:
-                    push = engines.push_within_a_node_s(sizes, machine, trainers.gpus, engine.tp)
+                    push = engine_time.push_within_a_node_s(sizes, machine, trainers.gpus, engine.tp)
                 else:
-                    push = engines.push_s(sizes, machine, trainers.gpus, count, engine.tp, self.bucket_bytes)
+                    push = engine_time.push_s(sizes, machine, trainers.gpus, count, engine.tp, self.bucket_bytes)
                 switch = trainers.switch_s
                 yield Candidate(trainers, engine.tp, count, "colocated", "sync", sampling, push, switch)
 
@@ -237,7 +242,7 @@ class Search:
         for engine in engines_of:
             if not (count := self._count(engine, machine.gpus - gpus)):
                 continue
-            push = engines.push_s(sizes, machine, gpus, count, engine.tp, self.bucket_bytes)
+            push = engine_time.push_s(sizes, machine, gpus, count, engine.tp, self.bucket_bytes)
             for mode in self.modes:
                 sampling = self._sampling(engine, count, mode)
                 for trainers in those:
@@ -265,3 +270,92 @@ class Search:
         found = self._trainer(trainers.layout).times(np.array([trainers.replicas])).at(0)
         rest = dict(rollout=answer.rollout_s, push=answer.push_s, switch=answer.switch_s)
         return {name: found[name] for name in PARTS} | rest
+
+
+MEANING = dict(
+    matmul="arithmetic of attention's projections, MLPs and the output layer",
+    attention="arithmetic of attention",
+    experts="arithmetic of experts, or reading their weights",
+    tensor="tensor-parallel messages",
+    context="gathering keys and values over context-parallel ranks",
+    dispatch="tokens on their way to experts and back",
+    pipeline="the pipeline's bubble, and messages between stages",
+    gradients="summing gradients, gathering weights",
+    optimizer="the optimizer's memory traffic",
+    rollout="sampling",
+    push="bringing weights to engines",
+    switch="giving GPUs to each other",
+)
+"""Parts of a step's seconds, as Search.parts has them."""
+NOTICED_S = 0.005  # share of a step below which a difference is not told
+
+
+def limits(search: Search, answer: Candidate) -> list[str]:
+    """What holds the best answer back, the largest first."""
+    return [_balance(answer), _sampling(search, answer), _training(search, answer)]
+
+
+def _balance(answer: Candidate) -> str:
+    rollout, train = answer.rollout_s, answer.trainers.seconds
+    if answer.mode == "sync":
+        shares = f"sampling {rollout / answer.step_s:.0%}, training {train / answer.step_s:.0%}"
+        rest = (answer.push_s + answer.switch_s) / answer.step_s
+        return f"in turns: {shares}, weights and switches {rest:.0%} of the step"
+    longer, shorter = ("sampling", "training") if rollout >= train else ("training", "sampling")
+    waits = 1 - min(rollout, train) / max(rollout, train)
+    return f"beside each other: {longer} takes longer, {shorter} waits {waits:.0%} of that time"
+
+
+def _sampling(search: Search, answer: Candidate) -> str:
+    running, asked = search.load(answer)
+    if asked > running:
+        return f"sampling: the KV cache of an engine holds {running:,} of {asked:,} responses at one time"
+    longest = search.work.lengths.longest_of(search.work.responses)
+    return (
+        f"sampling: all {asked:,} responses of an engine run at once; the longest, {longest:,.0f} tokens, is waited for"
+    )
+
+
+def _training(search: Search, answer: Candidate) -> str:
+    parts = search.parts(answer)
+    named = sorted(((parts[name], name) for name in PARTS), reverse=True)[:3]
+    total = answer.trainers.seconds
+    return "training: " + ", ".join(f"{seconds / total:.0%} {MEANING[name]}" for seconds, name in named)
+
+
+def losses(search: Search, best: Candidate, other: Candidate) -> str:
+    """What another answer loses and wins against the best, the largest first."""
+    mine, theirs = search.parts(best), search.parts(other)
+    apart = sorted(((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0]))
+    told = [f"{name} {seconds:+.3g} s" for seconds, name in apart if abs(seconds) > NOTICED_S * best.step_s][:4]
+    return ", ".join([*_changes(best, other), *told]) or "as quick"
+
+
+def _changes(best: Candidate, other: Candidate) -> Iterator[str]:
+    if best.placement != other.placement:
+        yield other.placement
+    if best.mode != other.mode:
+        yield other.mode
+
+
+MEGATRON_PREFIX = "megatron."
+
+
+def fits_of(shape: ModelShape, machine: Machine, settings: TrainerSettings) -> Callable[[Layout, int], bool]:
+    """Whether the busiest phase of the busiest rank fits, by mrl.planner.memory, under a layout with so many replicas."""
+    room = machine.memory_bytes - SLOTS * settings.bucket_bytes
+
+    @cache
+    def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:
+        keys = Layout(last_layers=last_layers, recompute=recompute).overrides(1, False)
+        fields = {
+            key.removeprefix(MEGATRON_PREFIX): value for key, value in keys.items() if key.startswith(MEGATRON_PREFIX)
+        }
+        found = TrainerSettings.with_megatron(fields)
+        return replace(settings, recompute=found.recompute, uneven=found.uneven)
+
+    def fits(layout: Layout, replicas: int) -> bool:
+        asked = settings_of(layout.last_layers, layout.recompute)
+        return max(trainer_memory(shape, layout.dims(replicas), asked).by_phase.values()) <= room
+
+    return fits

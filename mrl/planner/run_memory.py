@@ -12,14 +12,15 @@ from math import ceil
 from typing import Any
 
 from mrl.config.schema import Config, HardwareConfig
-from mrl.placement.pools import Pool, Pools, gpus_of_nodes, slots_per_node
-from mrl.planner.memory import host
-from mrl.planner.memory.engine import EngineMemory, engine_memory
-from mrl.planner.memory.host import HostMemory
-from mrl.planner.memory.shape import ModelShape
-from mrl.planner.memory.trainer import SLOTS, RankMemory, TrainerMemory, TrainerSettings, trainer_memory
-from mrl.weight_sync.layout import Topology
+from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
+from mrl.planner.engine_memory import EngineMemory, engine_memory
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.trainer_memory import SLOTS, RankMemory, TrainerMemory, TrainerSettings, trainer_memory
+from mrl.planner.trainer_state_bytes import StateBytes, state_bytes
+from mrl.weight_sync.engine_layout import Topology
 from parallel.dims import ParallelDims
+
+# FROM: What a run needs beside its GPUs: memory of the machines, and room on the disk.
 
 GIB = 1 << 30
 FRACTION = 0.8  # of a GPU, for an engine's weights and KV cache, unless sglang.mem_fraction_static is set
@@ -139,9 +140,7 @@ def run_memory(
     moments = [m for pool in pools.pools for m in _moments(config, pool, found, engine)]
     actor = models["actor"]
     checkpoint = sum(
-        host.checkpoint_bytes(model.shape, model.settings.itemsize)
-        for model in models.values()
-        if model.settings.trained
+        checkpoint_bytes(model.shape, model.settings.itemsize) for model in models.values() if model.settings.trained
     )
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     return RunMemory(
@@ -277,7 +276,7 @@ def _host(
     on_node = {role: min(per_node, pool.needs[role].slots) for role, pool in pools.roles.items()}
     shared = {role for roles in pools.shared for role in roles}
     asleep = sum(
-        on_node[role] * max(host.asleep(rank.state) for rank in memory.stages)
+        on_node[role] * max(asleep(rank.state) for rank in memory.stages)
         for role, memory in found.items()
         if role in shared
     )
@@ -286,10 +285,46 @@ def _host(
     rollout = config.rollout
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
     return HostMemory(
-        processes=host.PROCESS * (sum(on_node.values()) + 2),
+        processes=PROCESS * (sum(on_node.values()) + 2),
         asleep=asleep,
         reference=on_node["actor"] * actor if reference else 0,
         checkpoint=checkpoint * on_node["actor"] // world,
         delta=weights * on_node["actor"] // world if config.weight_sync.delta else 0,
-        rollouts=host.rollout_bytes(responses, sequence_tokens(config, models["actor"].context), 1 + rollout.staleness),
+        rollouts=rollout_bytes(responses, sequence_tokens(config, models["actor"].context), 1 + rollout.staleness),
     )
+
+
+PINNED_BLOCK = 1 << 26  # bytes; sleeping models take pinned memory in such blocks (parallel.offload)
+PROCESS = 3 << 30  # bytes of a process with torch, CUDA and its libraries loaded; measured on no GPU machine
+TOKEN = 24  # bytes of a sampled token in the object store: id, log-probability, mask, and columns that are added
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on the machine of the busiest node."""
+
+    processes: int
+    asleep: int  # models that gave their GPU to others, in pinned memory
+    reference: int  # weights that reinforcement started from
+    checkpoint: int  # copy that a checkpoint is written from
+    delta: int  # what was sent last, where the weight sync sends differences
+    rollouts: int  # tokens of the steps on their way, in Ray's object store
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def asleep(state: StateBytes) -> int:
+    """Bytes of pinned memory that a rank's model takes while it sleeps: gradients are dropped."""
+    return sum(-(-part // PINNED_BLOCK) * PINNED_BLOCK for part in (state.weights, state.optimizer))
+
+
+def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
+    """A checkpoint on the disk: weights, main weights and moments, without padding."""
+    return shape.num_parameters * (itemsize + state_bytes(itemsize))
+
+
+def rollout_bytes(responses: int, tokens: int, steps: int) -> int:
+    """Of `responses` of so many tokens, prompts included, of each of `steps` steps that are on their way."""
+    return responses * tokens * TOKEN * steps

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mrl.planner.memory.shape import ModelShape
+from mrl.planner.model_shape import ModelShape
 from parallel.dims import ParallelDims
 
 INDEX = 8  # bytes of torch's indices

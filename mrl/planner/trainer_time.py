@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.planner.machine import Machine
+from mrl.planner.layout_space import Layout, Machine
 from mrl.planner.sizes import ModelSizes
-from mrl.planner.workload import Workload
-from parallel.dims import ParallelDims
+from mrl.planner.step_workload import Workload
 
 Array = NDArray[np.float64]
 
@@ -33,68 +30,6 @@ STATE_TRAFFIC = (
     34  # bytes read and written for a parameter by AdamW: gradient, main weight and two moments, and the weight
 )
 STATE = 12  # bytes of a parameter's main weight and moments
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one replica is cut; `dims` adds the replicas."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    last_layers: int = 0  # of the last pipeline stage, the others have equally many; 0: all have
-    recompute: bool = False  # every layer's activations are computed again in the backward pass
-
-    @property
-    def lane(self) -> int:
-        """GPUs of one replica."""
-        return self.tp * self.pp * self.cp
-
-    @property
-    def expert_step(self) -> int:
-        """Replicas come in multiples of this: experts are spread over whole copies."""
-        need = self.ep * self.etp
-        return need // gcd(need, self.tp * self.cp)
-
-    def dims(self, dp: int) -> ParallelDims:
-        """With `dp` replicas."""
-        etp = None if self.etp == self.tp else self.etp
-        return ParallelDims(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, etp)
-
-    def overrides(self, dp: int, has_experts: bool) -> dict[str, Any]:
-        """The keys of a config that ask for it."""
-        sizes = dict(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=dp, ep=self.ep)
-        keys: dict[str, Any] = {
-            f"parallel.{name}": size for name, size in sizes.items() if size > 1 or name in ("tp", "dp")
-        }
-        if has_experts and self.etp != self.tp:
-            keys["parallel.etp"] = self.etp
-        if self.last_layers:
-            keys["megatron.num_layers_in_last_pipeline_stage"] = self.last_layers
-        if self.recompute:
-            keys |= {"megatron.recompute_granularity": "full", "megatron.recompute_method": "uniform"}
-            keys["megatron.recompute_num_layers"] = 1
-        return keys
-
-    def stages(self, moe: tuple[bool, ...]) -> list[tuple[int, int]]:
-        """(dense layers, layers with experts) of each pipeline stage."""
-        if self.last_layers:
-            each = (len(moe) - self.last_layers) // (self.pp - 1)
-            parts = [moe[at * each : (at + 1) * each] for at in range(self.pp - 1)] + [moe[-self.last_layers :]]
-        else:
-            each = len(moe) // (self.pp * self.vpp)
-            chunks = [moe[at * each : (at + 1) * each] for at in range(self.pp * self.vpp)]
-            parts = [sum(chunks[at :: self.pp], ()) for at in range(self.pp)]
-        return [(len(part) - sum(part), sum(part)) for part in parts]
-
-    def __str__(self) -> str:
-        sizes = dict(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, ep=self.ep)
-        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-        words += [f"etp{self.etp}"] if self.ep * self.etp > 1 and self.etp != self.tp else []
-        return " ".join(words + ["recompute"] * self.recompute) or "no cut"
 
 
 @dataclass(frozen=True)

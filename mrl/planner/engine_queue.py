@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from mrl.weight_sync.control import PauseMode
+from mrl.weight_sync.engine_control import PauseMode
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from models.megatron_fields import UNEVEN
-from mrl.planner.memory import activations
-from mrl.planner.memory.activations import GPU, Kernels, Pass, Recompute
-from mrl.planner.memory.shape import Head, ModelShape
-from mrl.planner.memory.weights import Chunk, StateBytes, largest_state, stages_of
+from mrl.planner import activation_bytes
+from mrl.planner.activation_bytes import GPU, Kernels, Pass, Recompute
+from mrl.planner.model_shape import Head, ModelShape
+from mrl.planner.trainer_state_bytes import Chunk, StateBytes, largest_state, stages_of
 from parallel.dims import ParallelDims
 
 SLOTS = 2  # buckets that a sender of weights has
@@ -119,7 +119,7 @@ def _rank(
     saved = working = 0
     if settings.trained:
         kept = max(
-            _kept(shape, run, kind, settings.recompute) + activations.ends(shape, run, c.is_first, c.is_last)
+            _kept(shape, run, kind, settings.recompute) + activation_bytes.ends(shape, run, c.is_first, c.is_last)
             for kind, c in zip(kinds, stage, strict=True)
         )
         saved = kept * in_flight(dims, number, settings.micro_batches)
@@ -132,7 +132,7 @@ def _rank(
 
 @lru_cache(maxsize=65536)
 def _kept(shape: ModelShape, run: Pass, kinds: tuple[bool, ...], recompute: Recompute) -> int:
-    return activations.chunk(shape, run, kinds, recompute)
+    return activation_bytes.chunk(shape, run, kinds, recompute)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
@@ -158,10 +158,10 @@ def _backward(shape: ModelShape, run: Pass, kinds: tuple[tuple[bool, ...], ...],
         group = recompute.num_layers if recompute.method == "uniform" else 1
         longest = max((of_chunk for of_chunk in kinds), key=len, default=())
         group = min(group, len(longest))
-        return gradients + group * max((activations.layer(shape, kind, run) for kind in found), default=0)
+        return gradients + group * max((activation_bytes.layer(shape, kind, run) for kind in found), default=0)
     if recompute.granularity == "selective":
         again = (
-            activations.layer(shape, kind, run) - activations.layer(shape, kind, run, recompute.modules)
+            activation_bytes.layer(shape, kind, run) - activation_bytes.layer(shape, kind, run, recompute.modules)
             for kind in found
         )
         return gradients + max(again, default=0)
@@ -182,7 +182,7 @@ def _layer_gradients(shape: ModelShape, run: Pass, moe: bool) -> int:
 @lru_cache(maxsize=65536)
 def _widest(shape: ModelShape, run: Pass, kinds: tuple[bool, ...]) -> int:
     """A pass without gradients has the tensors of one layer, and the hidden states that go in."""
-    one = max((activations.layer(shape, kind, run) for kind in set(kinds)), default=0)
+    one = max((activation_bytes.layer(shape, kind, run) for kind in set(kinds)), default=0)
     return one + run.rows * shape.hidden * run.itemsize
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.config.schema import Config
-from mrl.planner.memory.run import FRACTION, RunMemory
+from mrl.planner.run_memory import FRACTION, RunMemory
 
 DEPTH = 4  # changes together at most
 BREADTH = 6  # of the sets of changes so far, those that come nearest are changed further

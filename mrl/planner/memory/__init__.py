@@ -1,1 +1,0 @@
-"""Memory of a run, by process and phase: pure arithmetic, on any machine."""
