@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
 from mrl.config.schema import Config
-from mrl.controller import plan_train as planning
+from mrl.controller import plan_tools as planning
 from mrl.placement import device_map_picture
 from mrl.placement.device_map import Layout, imagined
 from mrl.placement.resource_pools import slots_per_node

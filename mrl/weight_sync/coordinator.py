@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import torch
 
-from mrl.weight_sync.channel import Channel
-from mrl.weight_sync.control import LOADER, EngineControl, EngineError, PauseMode
+from mrl.weight_sync.control_channel import ControlChannel
+from mrl.weight_sync.engine_control import WEIGHT_LOADER, EngineControl, EngineError, PauseMode
 from mrl.weight_sync.errors import PeerError, SyncError, WeightMismatchError
 from mrl.weight_sync.sender import ENGINE_PATIENCE, dead
 
@@ -30,7 +30,12 @@ class Coordinator:
     """Talks to all engines at once. `failed` says which engines take no further part, and why."""
 
     def __init__(
-        self, urls: Sequence[str], tp: int, timeout_s: float, pause_mode: PauseMode, join: Callable[[], Channel] | None
+        self,
+        urls: Sequence[str],
+        tp: int,
+        timeout_s: float,
+        pause_mode: PauseMode,
+        join: Callable[[], ControlChannel] | None,
     ) -> None:
         """`join` opens the control channel; without one there is nobody to be told of failures."""
         self.engines = [EngineControl(url, timeout_s) for url in urls]
@@ -133,7 +138,7 @@ class Coordinator:
 
     def _tell(self, engine: EngineControl, message: dict[str, Any], patience: float = 1.0) -> None:
         payloads = [_packed(json.dumps(message))] * self.tp
-        engine.update_weights_from_tensor(payloads, LOADER, timeout_s=patience * self.timeout_s)
+        engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=patience * self.timeout_s)
 
     def _tell_all(self, message: dict[str, Any], push: str) -> None:
         """Send a message whose work takes long; a failure is noted when it happens."""

@@ -1,7 +1,7 @@
 """The engine's end of a sync, inside each of SGLang's scheduler processes: SGLang calls `load` as a custom weight loader.
 
-The engine is started with `custom_weight_loader=[LOADER]` (mrl/weight_sync/control.py); a request to
-/update_weights_from_tensor with `load_format=LOADER` then brings a message here on every tensor-parallel rank. Nothing is raised
+The engine is started with `custom_weight_loader=[WEIGHT_LOADER]` (mrl/weight_sync/engine_control.py); a request to
+/update_weights_from_tensor with `load_format=WEIGHT_LOADER` then brings a message here on every tensor-parallel rank. Nothing is raised
 into SGLang, where it would end the server: what happened is said on the control channel, as a receipt. One sync session at a
 time; a new one replaces the last.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,30 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.weight_sync.channel import Channel
-from mrl.weight_sync.payload import Header, checksum, decode, views
-from mrl.weight_sync.plan import Bucket, Place
-from mrl.weight_sync.proof import misplaced
-from mrl.weight_sync.sender import ack, dead
-from mrl.weight_sync.wires import Inlet, ProcessGroup, SharedSlots, join_group
+from models.conversion.hf_reader import HFWeights
+from mrl.weight_sync.control_channel import ControlChannel
+from mrl.weight_sync.sender import BucketHeader, ack, checksum, dead, decode, views
+from mrl.weight_sync.transfer_plan import Bucket, Destination, TensorChunk
+from mrl.weight_sync.transports import ProcessGroupEnd, RecvEnd, SharedSlotsRecvEnd, join_group
+
+# FROM: Whether an engine stores weights where the family's table says, in any backend's form: what it loaded by itself, before any
 
 logger = logging.getLogger(__name__)
 MAX_NAMES = 8  # tensors named in a receipt
 
 
 @dataclass
-class Session:
+class ReceiverSession:
     """What this rank keeps between the calls of one sync session."""
 
-    channel: Channel
+    channel: ControlChannel
     engine_rank: int  # counted over all engines
-    buckets: Sequence[tuple[Bucket, list[Place]]] = ()
-    inlet: Inlet | None = None
+    buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
+    inlet: RecvEnd | None = None
     holds: str | None = None  # the push whose weights are in the model, checked
-    headers: dict[str, Header] = field(default_factory=dict)
+    headers: dict[str, BucketHeader] = field(default_factory=dict)
 
 
-_session: Session | None = None
+_session: ReceiverSession | None = None
 _pushed = False  # whether anything was ever written into the model
 
 
@@ -67,8 +69,8 @@ def _hello(model: torch.nn.Module, message: dict[str, Any]) -> None:
     if last is not None and last.inlet is not None:
         last.inlet.close()
     tp_rank = get_parallel().tp_rank
-    channel = Channel.join(message["address"], message["port"], message["session"], message["timeout_s"])
-    _session = Session(channel, message["engine"] * message["tp"] + tp_rank)
+    channel = ControlChannel.join(message["address"], message["port"], message["session"], message["timeout_s"])
+    _session = ReceiverSession(channel, message["engine"] * message["tp"] + tp_rank)
     parameters = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in _parameters(model).items()}
     device = next(model.parameters()).device
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -97,7 +99,7 @@ def _open(model: torch.nn.Module, message: dict[str, Any]) -> None:
     session = _current()
     how = session.channel.get("wires")
     if how["backend"] is None:
-        session.inlet = SharedSlots({b.sender: how["handles"][b.sender] for b, _ in session.buckets})
+        session.inlet = SharedSlotsRecvEnd({b.sender: how["handles"][b.sender] for b, _ in session.buckets})
     else:
         senders, size = how["num_senders"], how["num_senders"] + how["num_receivers"]
         group = join_group(
@@ -105,7 +107,7 @@ def _open(model: torch.nn.Module, message: dict[str, Any]) -> None:
         )
         device = next(model.parameters()).device
         largest = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
-        session.inlet = ProcessGroup(group, senders, largest, device, slots=1)
+        session.inlet = ProcessGroupEnd(group, senders, largest, device, slots=1)
     session.channel.put(f"open/{session.engine_rank}", None)
 
 
@@ -120,7 +122,7 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     session.holds, base, parameters = None, session.holds, _parameters(model)
     failed = dead(push, session.engine_rank)
     for bucket, places in session.buckets:
-        header: Header = session.channel.get(f"{push}/bucket/{bucket.key}", [failed])
+        header: BucketHeader = session.channel.get(f"{push}/bucket/{bucket.key}", [failed])
         data = session.inlet.take(bucket.sender, bucket.number, header.nbytes)
         if header.encoding == "delta":
             if base != message["base"]:
@@ -139,7 +141,7 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     session.channel.put(f"{push}/receipt/{session.engine_rank}", dict(wrong=wrong))
 
 
-def _wrong_pieces(session: Session, parameters: dict[str, Tensor]) -> list[str]:
+def _wrong_pieces(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:
     """Pieces of which the model holds other bytes than the senders hashed; the first few by name, then their number."""
     wrong = []
     for bucket, places in session.buckets:
@@ -150,7 +152,7 @@ def _wrong_pieces(session: Session, parameters: dict[str, Tensor]) -> list[str]:
     return wrong[:MAX_NAMES] + ([f"and {len(wrong) - MAX_NAMES} more"] if len(wrong) > MAX_NAMES else [])
 
 
-def _add(parameters: dict[str, Tensor], bucket: Bucket, places: list[Place], difference: Tensor) -> None:
+def _add(parameters: dict[str, Tensor], bucket: Bucket, places: list[Destination], difference: Tensor) -> None:
     """XOR a decoded difference onto the model."""
     for place, piece in zip(places, views(difference, bucket), strict=True):
         live = _at(parameters, place)
@@ -163,11 +165,11 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def _at(parameters: dict[str, Tensor], place: Place) -> Tensor:
+def _at(parameters: dict[str, Tensor], place: Destination) -> Tensor:
     return parameters[place.param][place.box.slices]
 
 
-def _current() -> Session:
+def _current() -> ReceiverSession:
     assert _session is not None, "a message before a session was begun"
     return _session
 
@@ -181,3 +183,30 @@ def _report_failure(message: dict[str, Any], error: Exception) -> None:
 
 
 _HANDLERS = {"hello": _hello, "plan": _plan, "open": _open, "load": _load}
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def misplaced(
+    folder: Path, parameters: Mapping[str, Tensor], buckets: Sequence[tuple[Bucket, Sequence[Destination]]]
+) -> list[str]:
+    """Pieces that differ between the engine and the Hugging Face folder it was started on; of each kind of tensor the first
+    piece and the last are looked at, whatever their layer and expert."""
+    ends: dict[str, list[tuple[TensorChunk, Destination]]] = {}
+    for bucket, places in buckets:
+        for piece, place in zip(bucket.pieces, places, strict=True):
+            found = ends.setdefault(_NUMBER.sub("#", f"{piece.name} {place.param}"), [])
+            found[1:] = [(piece, place)]
+    weights = HFWeights(folder)
+    return [
+        f"{piece} in {place.param}"
+        for found in ends.values()
+        for piece, place in found
+        if piece.name in weights and not _same(weights, piece, parameters[place.param][place.box.slices])
+    ]
+
+
+def _same(weights: HFWeights, piece: TensorChunk, live: Tensor) -> bool:
+    file = weights.read(piece.name, piece.box.starts, piece.box.sizes)
+    return torch.equal(file.to(live.dtype).to(live.device).view(live.shape), live)

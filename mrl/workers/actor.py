@@ -7,32 +7,32 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mrl.algorithms import mismatch
+from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss
-from mrl.core.types import Share, TokenBlock, UpdateReport
-from mrl.workers.batch import MicroBatch
-from mrl.workers.model import TrainedModel, largest, summarise
-from mrl.workers.spec import ModelSpec
+from mrl.core.types import RankBatch, TokenBlock, UpdateReport
+from mrl.workers.megatron_model import MegatronModel, largest, summarise
+from mrl.workers.micro_batch import MicroBatch
+from mrl.workers.model_spec import ModelSpec
 from parallel import groups
 from parallel.logprobs import linear_logprobs
-from parallel.modules import whole_sequence
+from parallel.megatron_layers import gather_sequence
 from parallel.schedule import Report
 
 
-class Actor(TrainedModel):
+class MegatronActor(MegatronModel):
     """A language model trained with a policy loss, or with cross-entropy."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
 
     def update(
-        self, block: TokenBlock, shares: Sequence[Share], loss: Loss, lrs: Sequence[float], temperature: float = 1.0
+        self, block: TokenBlock, shares: Sequence[RankBatch], loss: Loss, lrs: Sequence[float], temperature: float = 1.0
     ) -> list[UpdateReport]:
         """An optimizer step on this replica's share of each mini-batch; gradients are summed over replicas.
 
         Log-probabilities are those of logits / temperature. Without a column old_logprobs they are their own old ones, as is
-        right for a rollout's only step. Raises NotFinite when a gradient is not finite.
+        right for a rollout's only step. Raises NonFiniteGradientError when a gradient is not finite.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         reports = []
@@ -45,11 +45,11 @@ class Actor(TrainedModel):
             reports.append(summarise(found, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
 
-    def compute_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
+    def compute_logprobs(self, block: TokenBlock, share: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities [R] of the sampled tokens of each micro-batch; empty except on the last pipeline stage."""
         return self.score(block, share, partial(self.head, temperature=temperature))
 
-    def compute_reference_logprobs(self, block: TokenBlock, share: Share, temperature: float = 1.0) -> list[Tensor]:
+    def compute_reference_logprobs(self, block: TokenBlock, share: RankBatch, temperature: float = 1.0) -> list[Tensor]:
         """The same under the weights that `keep_reference` kept."""
         with self.reference():
             return self.compute_logprobs(block, share, temperature)
@@ -64,7 +64,7 @@ class Actor(TrainedModel):
         entropy_gradient: bool = False,
     ) -> Tensor:
         """[2, R here] log-probabilities of the response tokens, and entropies where they are predicted."""
-        chosen = whole_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
+        chosen = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         logprobs, entropies = linear_logprobs(
             chosen,
@@ -102,7 +102,7 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         "sum:entropy": entropy.detach().sum(),
         "sum:tokens": torch.tensor(len(gap)),
     }
-    distance = mismatch.sums(inputs.old_logprobs, micro.rollout_logprobs)
+    distance = corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs)
     report |= {f"sum:{name}": value for name, value in distance.items()}
     report["sum:weight"] = weights.sum()
     return total, report | {f"sum:{name}": (value * weights).sum() for name, value in extra.items()}

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, Protocol
 
-from parallel.residence import Residence
+from parallel.trainer_config import OffloadLevel
 
 NEEDS = {
     **dict.fromkeys(
         ("reset_optimizer", "update", "trace", "trace_layers", "begin_from", "save", "load", "begin_save"),
-        Residence.EVERYTHING,
+        OffloadLevel.FULLY_LOADED,
     ),
     **dict.fromkeys(
         (
@@ -22,7 +22,7 @@ NEEDS = {
             "save_reference",
             "load_reference",
         ),
-        Residence.WEIGHTS,
+        OffloadLevel.WEIGHTS_LOADED,
     ),
 }
 """By the method's name; all others need nothing of it."""

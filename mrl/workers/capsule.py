@@ -12,7 +12,7 @@ BATCH, WEIGHTS = "batch.npz", "weights"  # a file, a Hugging Face folder
 _COLUMN = "column."
 
 
-class NotFinite(FloatingPointError):
+class NonFiniteGradientError(FloatingPointError):
     """The gradient of a mini-batch is NaN or infinite; no weight has changed."""
 
     def __init__(self, mini_batch: int, norm: float) -> None:
@@ -30,11 +30,11 @@ def keep(folder: Path, block: TokenBlock, dims: ParallelDims) -> None:
     """Write this rank's states of random numbers, and on rank 0 the batch; every rank calls this."""
     import torch.distributed as dist
 
-    from parallel import rng  # Megatron: in the process that computes
+    from parallel import rng_state  # Megatron: in the process that computes
 
     rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / rng.file_name(rank)).write_bytes(rng.snapshot(dims))
+    (folder / rng_state.file_name(rank)).write_bytes(rng_state.snapshot(dims))
     if rank == 0:
         write_block(folder / BATCH, block)
 

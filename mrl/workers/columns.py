@@ -4,14 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mrl.core.types import Part, Share, TokenBlock
+from mrl.core.types import ColumnPart, RankBatch, TokenBlock
 
 if TYPE_CHECKING:
-    from mrl.workers.actor import Actor
-    from mrl.workers.critic import Critic
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.critic import MegatronCritic
 
 
-def compute(model: "Actor | Critic", what: str, block: TokenBlock, share: Share, **how: Any) -> Part | None:
+def compute(
+    model: "MegatronActor | MegatronCritic", what: str, block: TokenBlock, share: RankBatch, **how: Any
+) -> ColumnPart | None:
     """This replica's rows of the column `what` (logprobs, reference_logprobs, values), on the rank that speaks for it.
 
     None on the other ranks; every rank of the layout calls this.
@@ -24,4 +26,4 @@ def compute(model: "Actor | Critic", what: str, block: TokenBlock, share: Share,
         return None
     rows = np.concatenate([np.empty(0, np.int64), *share.micro_batches])
     values = [column.float().cpu().numpy() for column in columns]
-    return Part(rows, np.concatenate([np.empty(0, np.float32), *values]))
+    return ColumnPart(rows, np.concatenate([np.empty(0, np.float32), *values]))

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.losses import ValueLoss
-from mrl.core.types import Share, TokenBlock, UpdateReport
-from mrl.workers.batch import MicroBatch
-from mrl.workers.model import TrainedModel, summarise
-from mrl.workers.spec import ModelSpec
-from parallel.modules import whole_sequence
+from mrl.core.types import RankBatch, TokenBlock, UpdateReport
+from mrl.workers.megatron_model import MegatronModel, summarise
+from mrl.workers.micro_batch import MicroBatch
+from mrl.workers.model_spec import ModelSpec
+from parallel.megatron_layers import gather_sequence
 from parallel.schedule import Report
 
 
-class Critic(TrainedModel):
+class MegatronCritic(MegatronModel):
     """A decoder whose head predicts one number per token: the return from there on."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="value")
 
     def update(
-        self, block: TokenBlock, shares: Sequence[Share], loss: ValueLoss, lrs: Sequence[float]
+        self, block: TokenBlock, shares: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
     ) -> list[UpdateReport]:
         """An optimizer step on this replica's share of each mini-batch, towards the column `returns`."""
         reports = []
@@ -35,7 +35,7 @@ class Critic(TrainedModel):
             reports.append(summarise(found, maxima))
         return reports
 
-    def compute_values(self, block: TokenBlock, share: Share) -> list[Tensor]:
+    def compute_values(self, block: TokenBlock, share: RankBatch) -> list[Tensor]:
         """Values [R] before each sampled token of each micro-batch; empty except on the last pipeline stage."""
         return self.score(block, share, self.head)
 
@@ -43,7 +43,7 @@ class Critic(TrainedModel):
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
     ) -> Tensor:
         """[1, R here] values, from [L, H] hidden states."""
-        whole = whole_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
+        whole = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
         return output_layer(whole.index_select(0, micro.predict))[None]
 
 

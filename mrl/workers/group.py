@@ -7,12 +7,12 @@ from typing import Any
 
 import ray
 
-from mrl.core.types import Handle, Share, TokenBlock, TrainBatch, UpdateReport
-from mrl.hang_report.register import forget, stacks
-from mrl.hang_report.waiting import Waiter
+from mrl.core.types import Handle, RankBatch, TokenBlock, TrainBatch, UpdateReport
+from mrl.hang_report.process_registry import registry_folder, unregister_processes
+from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.awake import NEEDS
-from mrl.workers.certificate import Trace
-from mrl.workers.shares import Packing, StepPlan, plan_step
+from mrl.workers.dp_partition import Packing, StepPartition, partition_step
+from mrl.workers.trace_comparison import StepTrace
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
@@ -50,7 +50,7 @@ class WorkerGroup:
         """
         self.dims, self.timeout_s, self.before = dims, timeout_s, before
         self.role = model or "actor"
-        self._waiter = Waiter(Path(run_dir), "rank", model)
+        self._waiter = RayWaiter(Path(run_dir), "rank", model)
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
         self._forget()
         self._options, self._of_ranks = options, (dims, run_dir, model)
@@ -133,7 +133,7 @@ class WorkerGroup:
 
     def compute(self, what: str, batch: TrainBatch, packing: Packing, **how: Any) -> list[Handle]:
         """A column [R] of all rows (see mrl.workers.columns), as handles of the replicas' parts."""
-        plan = plan_step(batch, self.dims, packing, "token_mean")
+        plan = partition_step(batch, self.dims, packing, "token_mean")
         parts = self._on_shares("compute", batch.block, plan.shares, dict(what=what, **how))
         return [part for part in parts if part is not None]
 
@@ -149,23 +149,23 @@ class WorkerGroup:
     ) -> list[UpdateReport]:
         """One optimizer step per mini-batch, each cut over replicas and micro-batches; `how`: loss and temperature.
 
-        All `steps` are rows of the same block, with the same columns; `longest` see `plan_step`.
+        All `steps` are rows of the same block, with the same columns; `longest` see `partition_step`.
         """
-        plans = [plan_step(step, self.dims, packing, aggregation, longest) for step in steps]
+        plans = [partition_step(step, self.dims, packing, aggregation, longest) for step in steps]
         by_replica = list(zip(*(plan.shares for plan in plans), strict=True))
         options = dict(columns=steps[0].columns, lrs=lrs, **how)
         reports = self._on_shares("update", steps[0].block, by_replica, options)
         return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
 
-    def trace(self, block: TokenBlock, shares: Sequence[Share], **how: Any) -> Trace:
+    def trace(self, block: TokenBlock, shares: Sequence[RankBatch], **how: Any) -> StepTrace:
         """One optimizer step, looked at from all sides; a share for each replica; `how`: loss, lr, temperature, folder."""
-        return Trace.joined(self._on_shares("trace", block, shares, how))
+        return StepTrace.joined(self._on_shares("trace", block, shares, how))
 
-    def trace_layers(self, block: TokenBlock, shares: Sequence[Share], **how: Any) -> Trace:
+    def trace_layers(self, block: TokenBlock, shares: Sequence[RankBatch], **how: Any) -> StepTrace:
         """A step up to its gradients, layer by layer; `how`: loss, temperature, folder."""
-        return Trace.joined(self._on_shares("trace_layers", block, shares, how))
+        return StepTrace.joined(self._on_shares("trace_layers", block, shares, how))
 
-    def look(self, block: TokenBlock, shares: Sequence[Share], *, temperature: float) -> dict[int, Any]:
+    def look(self, block: TokenBlock, shares: Sequence[RankBatch], *, temperature: float) -> dict[int, Any]:
         """Row of the block -> [R of the row] log-probabilities or values under the current weights."""
         parts = self._on_shares("look", block, shares, dict(temperature=temperature))
         return {row: column for part in parts for row, column in part.items()}
@@ -201,7 +201,7 @@ class WorkerGroup:
         name = self._waiter.group or "trainer"
         return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
 
-    def _add_up(self, reports: Sequence[UpdateReport], plan: StepPlan) -> UpdateReport:
+    def _add_up(self, reports: Sequence[UpdateReport], plan: StepPartition) -> UpdateReport:
         """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""
         heads = [report for rank, report in enumerate(reports) if self.dims.coords(rank).tp == 0]
         maxima = _combine([report.maxima for report in reports], max)
@@ -217,7 +217,7 @@ class WorkerGroup:
 
     def _forget(self) -> None:
         """Ranks that were ended on purpose, or are of an earlier start in this folder, are not missed."""
-        forget(stacks(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
+        unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
 
 
 def _combine(parts: list[dict[str, float]], how: Callable) -> dict[str, float]:

@@ -11,12 +11,11 @@ import ray
 
 from mrl.algorithms.losses import Loss
 from mrl.config.schema import WeightSyncConfig
-from mrl.core.types import Column, Handle, Share, SyncReport, TokenBlock, UpdateReport
-from mrl.data.tokenizer import Chat
-from mrl.hang_report.notes import doing
-from mrl.hang_report.register import register, stacks
+from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
+from mrl.data.tokenizer import ChatTemplate
+from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.workers.awake import awake
-from mrl.workers.spec import ModelSpec
+from mrl.workers.model_spec import ModelSpec
 from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
 
@@ -39,7 +38,7 @@ class TrainWorker:
         self._sync: Any = None
         self.model: Any = None
         title, name = f"{model} {dims.title(rank)}".strip(), f"{model or 'trainer'}_{rank}"
-        where = register(stacks(run_dir), name, title, "rank", group=model, rank=rank)
+        where = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
         self._collectives = CollectiveLog(where.with_suffix(".ops"))
         from parallel import device  # torch is heavy: imported here, in the process that computes
 
@@ -56,18 +55,18 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        from mrl.workers.actor import Actor  # imports Megatron, after the device stand-in
-        from mrl.workers.critic import Critic
+        from mrl.workers.actor import MegatronActor  # imports Megatron, after the device stand-in
+        from mrl.workers.critic import MegatronCritic
         from parallel import device, groups
 
         device.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
-        self.model = Critic(spec) if critic else Actor(spec)
+        self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
 
-    def load_sft(self, path: str, tokenizer: str, max_tokens: int, chat: Chat) -> dict[str, Any]:
+    def load_sft(self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate) -> dict[str, Any]:
         """Tokenise a supervised data set into the object store; returns its handle and [rows] lengths."""
-        from mrl.data.sft import SftDataset  # imports the tokenizer library
+        from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
 
         data = SftDataset.load(path, tokenizer, max_tokens, chat)
         block = TokenBlock.from_lists(data.prompts, data.responses, sampled=data.sampled)
@@ -79,20 +78,20 @@ class TrainWorker:
 
         Until `wake()`, calls that need what is gone raise RuntimeError. A save on its way has all it needs.
         """
-        with doing("giving the device's memory back"):
+        with track_activity("giving the device's memory back"):
             return self.model.sleep(keep_weights)
 
     def wake(self) -> None:
         """Have the memory on the device again, as it was."""
-        with doing("taking the device's memory again"):
+        with track_activity("taking the device's memory again"):
             self.model.wake()
 
     @awake
     def reset_optimizer(self, **settings: Any) -> None:
         """Fresh optimizer state around the current weights."""
-        from parallel.optimizer_settings import AdamW
+        from parallel.trainer_config import AdamWConfig
 
-        self.model.reset_optimizer(AdamW(**settings))
+        self.model.reset_optimizer(AdamWConfig(**settings))
 
     @awake
     def keep_reference(self) -> None:
@@ -100,11 +99,11 @@ class TrainWorker:
         self.model.keep_reference()
 
     @awake
-    def compute(self, block: TokenBlock, shares: Sequence[Share], what: str, **how: Any) -> Handle | None:
+    def compute(self, block: TokenBlock, shares: Sequence[RankBatch], what: str, **how: Any) -> Handle | None:
         """This replica's part of the column `what` [R]; a handle on one rank of the replica, None on the others."""
         from mrl.workers.columns import compute
 
-        with doing(f"computing {what}"):
+        with track_activity(f"computing {what}"):
             part = compute(self.model, what, block, self._own(shares), **how)
         return ray.put(part) if part else None
 
@@ -112,7 +111,7 @@ class TrainWorker:
     def update(
         self,
         block: TokenBlock,
-        shares: Sequence[Sequence[Share]],
+        shares: Sequence[Sequence[RankBatch]],
         columns: Mapping[str, Column] | None = None,
         **how: Any,
     ) -> list[UpdateReport]:
@@ -120,24 +119,30 @@ class TrainWorker:
 
         `how`: what the model's own `update` takes besides.
         """
-        with doing("updating the weights"):
+        with track_activity("updating the weights"):
             return self.model.update(block.with_columns(**columns or {}), self._own(shares), **how)
 
     @awake
     def trace(
-        self, block: TokenBlock, shares: Sequence[Share], loss: Loss | None, lr: float, temperature: float, folder: str
+        self,
+        block: TokenBlock,
+        shares: Sequence[RankBatch],
+        loss: Loss | None,
+        lr: float,
+        temperature: float,
+        folder: str,
     ) -> Any:
         """One step of the certificate, tensors in `folder`; without a loss the model is a critic."""
-        from mrl.workers.trace import trace
+        from mrl.workers.parity_trace import trace
 
         return trace(self.model, block, self._own(shares), loss, lr, temperature).stored(folder)
 
     @awake
     def trace_layers(
-        self, block: TokenBlock, shares: Sequence[Share], loss: Loss | None, temperature: float, folder: str
+        self, block: TokenBlock, shares: Sequence[RankBatch], loss: Loss | None, temperature: float, folder: str
     ) -> Any:
         """A step up to its gradients, layer by layer, tensors in `folder`."""
-        from mrl.workers.trace import trace_layers
+        from mrl.workers.parity_trace import trace_layers
 
         return trace_layers(self.model, block, self._own(shares), loss, temperature).stored(folder)
 
@@ -158,19 +163,19 @@ class TrainWorker:
 
         Returns whether these were of this layout; else they stay as they are.
         """
-        from parallel import rng
+        from parallel import rng_state
 
         if weights:
             self.model.load_weights(weights)
-        states = rng.read(folder, self.dims)
+        states = rng_state.read(folder, self.dims)
         if states is not None:
-            rng.restore(states)
+            rng_state.restore(states)
         return states is not None
 
     @awake
-    def look(self, block: TokenBlock, shares: Sequence[Share], temperature: float) -> dict[int, Any]:
+    def look(self, block: TokenBlock, shares: Sequence[RankBatch], temperature: float) -> dict[int, Any]:
         """Row -> log-probabilities or values, on one rank of those that have them."""
-        from mrl.workers.trace import look
+        from mrl.workers.parity_trace import look
 
         return look(self.model, block, self._own(shares), temperature)
 
@@ -203,7 +208,7 @@ class TrainWorker:
 
         `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
         """
-        with doing(f"pushing version {version} of the weights"):
+        with track_activity(f"pushing version {version} of the weights"):
             return self._sync.push(version, released) if self._sync is not None else SyncReport()
 
     @awake

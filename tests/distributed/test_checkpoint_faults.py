@@ -20,7 +20,7 @@ def error_of(kind: type[Exception], action, *args) -> str:
 
 def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]:
     """What this rank hears of each; rank 1's part goes wrong, but for the description of the whole, which is rank 0's."""
-    from parallel.saving import SaveError
+    from parallel.checkpoint_writer import CheckpointSaveError
 
     actor, heard = make_actor(path, dims), {}
 
@@ -28,7 +28,7 @@ def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]
         actor.begin_save(folder / name, asynchronous)
         if rank == 1:
             meanwhile()
-        heard[name] = error_of(SaveError, actor.finish_save, timeout_s)
+        heard[name] = error_of(CheckpointSaveError, actor.finish_save, timeout_s)
 
     for name, file in (
         ("full", "__1_0.distcp"),
@@ -44,7 +44,7 @@ def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]
     fail("killed", True, meanwhile=lambda: os.kill(actor._save._writer._process.pid, signal.SIGKILL))
     fail("late", True, timeout_s=0.5)
     (folder / "file").touch()
-    heard["no folder"] = error_of(SaveError, actor.begin_save, folder / "file" / "checkpoint", True)
+    heard["no folder"] = error_of(CheckpointSaveError, actor.begin_save, folder / "file" / "checkpoint", True)
     (folder / "never").touch()
     actor.begin_save(folder / "good", False)  # after all that
     actor.finish_save(60)

@@ -11,29 +11,29 @@ from models_for_layouts import make
 from test_layouts import make_actor, ragged_block, share_of
 
 from mrl.algorithms.losses import CrossEntropy, ValueLoss
-from mrl.workers.spec import ModelSpec
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 LR = 1e-2
 
 
 def make_model(kind: str, path, dims: ParallelDims):
-    from mrl.workers.critic import Critic
+    from mrl.workers.critic import MegatronCritic
 
     if kind != "critic":
         return make_actor(path, dims)
-    return Critic(ModelSpec(str(path), dims, "float32", AdamW(lr=LR, betas=(0.9, 0.98), eps=1e-6), {}))
+    return MegatronCritic(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=LR, betas=(0.9, 0.98), eps=1e-6), {}))
 
 
 def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
     """This rank's part of the loss of each of the next steps."""
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     block = ragged_block(40)
     block = block.with_columns(returns=block.columns["advantages"])
     share = share_of(block, dims, 40, rank)
-    loss = CrossEntropy() if isinstance(model, Actor) else ValueLoss()
+    loss = CrossEntropy() if isinstance(model, MegatronActor) else ValueLoss()
     reports = [model.update(block, [share], loss, [LR])[0] for _ in range(steps)]
     return [report.sums.get("loss", 0.0) if dims.coords(rank).tp == 0 else 0.0 for report in reports]
 
@@ -55,14 +55,14 @@ def weights_of(model) -> list[bytes]:
 
 def hold_writers(gate) -> None:
     """Have a save's writers wait until `gate` exists."""
-    from parallel import saving
+    from parallel import checkpoint_writer
 
     def write_later(write, *args):
         while not gate.exists():
             time.sleep(0.01)
         return write(*args)
 
-    saving._write = partial(write_later, saving._write)
+    checkpoint_writer._write = partial(write_later, checkpoint_writer._write)
 
 
 def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: int, asynchronous: bool):

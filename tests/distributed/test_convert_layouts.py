@@ -16,17 +16,15 @@ class Silent:
 
 
 def to_megatron(folder, output, **options) -> None:
-    from models.conversion import convert
     from models.hf_config import HFConfig
 
-    convert.to_megatron(HFConfig.load(folder), output, Silent(), **options)
+    convert_checkpoint_checkpoint.to_megatron(HFConfig.load(folder), output, Silent(), **options)
 
 
 def to_hf(checkpoint, folder, output) -> None:
-    from models.conversion import convert
     from models.hf_config import HFConfig
 
-    convert.to_hf(checkpoint, HFConfig.load(folder), output, Silent())
+    convert_checkpoint_checkpoint.to_hf(checkpoint, HFConfig.load(folder), output, Silent())
 
 
 def assert_same_files(found, expected) -> None:
@@ -42,8 +40,8 @@ def empty_model(folder, dims: ParallelDims):
     """This rank's stages, all zeros."""
     import torch
 
-    from models.build import build_model
     from models.hf_config import HFConfig
+    from models.model_builder import build_model
 
     chunks = build_model(HFConfig.load(folder), dims, torch.float32)
     with torch.no_grad():
@@ -100,10 +98,10 @@ def as_megatron_loads(rank: int, folder, checkpoint) -> None:
     import torch
     from megatron.core import dist_checkpointing
 
-    from models.build import build_model
-    from models.conversion.bridge import Bridge
-    from models.conversion.hf_io import HFWeights
+    from models.conversion.hf_reader import HFWeights
+    from models.conversion.weight_bridge import Bridge
     from models.hf_config import HFConfig
+    from models.model_builder import build_model
 
     hf, dims = HFConfig.load(folder), ParallelDims()
     found, expected = (build_model(hf, dims, torch.bfloat16) for _ in range(2))
@@ -146,7 +144,7 @@ def test_a_training_checkpoint_becomes_what_the_run_exports(run_ranks, tmp_path,
 
 
 def logits_finding(rank: int, folder, limit: float):
-    from models.conversion import check
+    from models.conversion import convert_checkpoint as check
     from models.hf_config import HFConfig
 
     check.LOGITS_LIMIT = limit

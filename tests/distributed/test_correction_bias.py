@@ -5,28 +5,28 @@ import pytest
 from models_for_layouts import groups_of_responses, make
 from safetensors.numpy import load_file, save_file
 
-from models.conversion.hf_io import check_checkpoint
+from models.conversion.hf_reader import check_hf_folder
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 
 def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool):
     """(correction biases as they were loaded, and after a step that moves them or a checkpoint that brings the moved ones)."""
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     megatron = dict(moe_router_bias_update_rate=0.125)
-    actor = Actor(ModelSpec(str(path), dims, "bfloat16", AdamW(lr=1e-4), megatron))
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(lr=1e-4), megatron))
     before = biases(actor)
     if restore:
         actor.load(folder)
     else:
         block, groups = groups_of_responses()
         batch = TrainBatch.of(block, groups)
-        share = plan_step(batch, dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
+        share = partition_step(batch, dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
         actor.update(block, [share], PPOClip(), [1e-4])
         actor.save(folder)
     return before, biases(actor)
@@ -52,10 +52,13 @@ def test_correction_biases_are_saved_unrounded_and_move_when_asked(run_ranks, tm
 
 
 def exported(rank: int, path) -> set[str]:
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
-    check_checkpoint(path)
-    return {name for name, _ in Actor(ModelSpec(str(path), ParallelDims(), "float32", AdamW(lr=1e-4), {})).export()}
+    check_hf_folder(path)
+    return {
+        name
+        for name, _ in MegatronActor(ModelSpec(str(path), ParallelDims(), "float32", AdamWConfig(lr=1e-4), {})).export()
+    }
 
 
 @pytest.mark.parametrize("kind", ["glm", "deepseek"])
@@ -69,4 +72,4 @@ def test_layers_for_multi_token_prediction_are_left_where_they_are(run_ranks, tm
     assert run_ranks(ParallelDims(), exported, tmp_path) == [weights.keys()]
     save_file(weights | {"model.layers.3.eh_proj.weight": matrix}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.layers\.3\.eh_proj\.weight .* is not in the table"):
-        check_checkpoint(tmp_path)
+        check_hf_folder(tmp_path)

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.objective import Objective
-from mrl.algorithms.parts import make_objective
+from mrl.algorithms.parts import build_objective
 from mrl.commands import hydra_app
 from mrl.config.validate import from_hydra
 from mrl.core.types import TokenBlock, TrainBatch
-from mrl.workers.certificate import Trace, compare
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
+from mrl.workers.trace_comparison import StepTrace, compare
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 ALGORITHMS = sorted(path.stem for path in (hydra_app.CONF / "algorithm").glob("*.yaml"))
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
@@ -34,7 +34,7 @@ def configured(*overrides: str) -> tuple[Objective, str]:
     hydra_app.register_schema()
     with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
         config = from_hydra(compose("config", ["experiment=quickstart", "run.dir=unused", *overrides]))
-    return make_objective(config), config.algorithm.aggregation
+    return build_objective(config), config.algorithm.aggregation
 
 
 def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Objective) -> TokenBlock:
@@ -51,35 +51,35 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
     # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
-    return ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
+    return ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
 
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
     """[R] in one process."""
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
     from mrl.workers.columns import compute
 
-    (share,) = plan_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").shares
-    part = compute(Actor(spec_of(path, ONE)), "logprobs", block, share)
+    (share,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").shares
+    part = compute(MegatronActor(spec_of(path, ONE)), "logprobs", block, share)
     assert part is not None
     return part.values
 
 
-def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing: Packing) -> dict[str, Trace]:
+def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing: Packing) -> dict[str, StepTrace]:
     """Each step on a fresh model."""
-    from mrl.workers.actor import Actor
-    from mrl.workers.trace import trace
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.parity_trace import trace
 
     found = {}
     for name, (block, groups, objective, aggregation) in steps.items():
-        actor = Actor(spec_of(path, dims, packing.share_prompts))
-        share = plan_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).shares[dims.coords(rank).dp]
+        actor = MegatronActor(spec_of(path, dims, packing.share_prompts))
+        share = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).shares[dims.coords(rank).dp]
         found[name] = trace(actor, block, share, objective, 1e-4, 1.0)
     return found
 
 
 @pytest.fixture(scope="module")
-def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str, Trace]]:
+def steps(run_ranks, tmp_path_factory) -> tuple[Path, dict[str, Step], dict[str, StepTrace]]:
     """(folder of the model, a step of every algorithm, the same in one process and one plain pack)."""
     folder = tmp_path_factory.mktemp("dense")
     make("dense", folder)
@@ -99,7 +99,7 @@ def test_every_objective_is_the_same_under(run_ranks, steps, dims):
     folder, made, alone = steps
     ranks = run_ranks(dims, traces, folder, dims, made, Packing(60), timeout_s=240)
     for name, reference in alone.items():
-        found = compare(reference, Trace.joined([rank[name] for rank in ranks]))
+        found = compare(reference, StepTrace.joined([rank[name] for rank in ranks]))
         assert not [line for line in found if not line.within], name
 
 

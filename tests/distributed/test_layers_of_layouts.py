@@ -10,25 +10,24 @@ from models_for_layouts import groups_of_responses, make
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.diagnostics.replay import LOGPROBS, Found, verdict
-from mrl.workers.certificate import TOLERANCES, Trace, compare_gradients
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.sketch import compare_sketches, whereabouts
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
+from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_gradients, compare_sketches, row_and_position
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 ONE = ParallelDims()
 PLACES = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final norm"]
 
 
-def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32") -> Trace:
-    from mrl.workers.actor import Actor
-    from mrl.workers.trace import trace_layers
+def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32") -> StepTrace:
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.parity_trace import trace_layers
 
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
-    share = plan_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").shares[dims.coords(rank).dp]
-    actor = Actor(ModelSpec(str(path), dims, dtype, AdamW(eps=1e-6), {}))
+    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").shares[dims.coords(rank).dp]
+    actor = MegatronActor(ModelSpec(str(path), dims, dtype, AdamWConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
     return trace_layers(actor, block, share, PPOClip(), temperature=0.7)
@@ -38,19 +37,19 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
 def traced(run_ranks, tmp_path_factory):
     paths, known = {}, {}
 
-    def run(kind: str, dims: ParallelDims = ONE, **options) -> Trace:
+    def run(kind: str, dims: ParallelDims = ONE, **options) -> StepTrace:
         key = (kind, dims, repr(options))
         if kind not in paths:
             paths[kind] = tmp_path_factory.mktemp(kind)
             make(kind, paths[kind])
         if key not in known:
-            known[key] = Trace.joined(run_ranks(dims, partial(layers, **options), paths[kind], dims))
+            known[key] = StepTrace.joined(run_ranks(dims, partial(layers, **options), paths[kind], dims))
         return known[key]
 
     return run
 
 
-def differences(expected: Trace, found: Trace, dtype: str = "float32"):
+def differences(expected: StepTrace, found: StepTrace, dtype: str = "float32"):
     places = compare_sketches(expected.sketches, found.sketches, TOLERANCES[dtype].layers)
     assert [place.name for place in places] == PLACES
     return places
@@ -94,7 +93,7 @@ def test_the_first_layer_that_differs_is_the_one_that_was_harmed(traced):
     block, _ = groups_of_responses()
     found = verdict(block, traced("dense"), traced("dense", ParallelDims(tp=2), harm=scale_an_mlp), "float32")
     assert [p.name for p in found.places if not p.within] == ["layer 2", "layer 3", "final norm", LOGPROBS]
-    assert not found.equal and found.first_broken is None and found.broken_gradients == []
+    assert not found.equal and found.first_nonfinite is None and found.broken_gradients == []
     first = found.first_different
     assert first and first.name == "layer 2"
     row = block.tokens[block.cu_seqlens[first.row] : block.cu_seqlens[first.row + 1]]
@@ -113,24 +112,24 @@ def test_round_off_of_bfloat16_is_no_difference(traced):
 def test_a_nan_is_found_at_its_token(traced):
     block, _ = groups_of_responses()
     found = verdict(block, traced("dense"), traced("dense", harm=plant_nan), "float32")
-    assert found.first_broken == Found(
-        "embedding", *whereabouts(block, int(np.flatnonzero(block.tokens == 7)[0])), 7, True
+    assert found.first_nonfinite == Found(
+        "embedding", *row_and_position(block, int(np.flatnonzero(block.tokens == 7)[0])), 7, True
     )
     assert "model.embed_tokens.weight" in found.broken_gradients and np.isnan(found.grad_norms[0])
 
 
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     """(mini-batch that failed, whether every weight of this rank is as it was before that)."""
-    from mrl.workers.actor import Actor
-    from mrl.workers.capsule import NotFinite
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.capsule import NonFiniteGradientError
 
     block, numbers = groups_of_responses()
-    share = plan_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
-    actor = Actor(ModelSpec(str(path), dims, "bfloat16", AdamW(eps=1e-6), {}))
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank; all must stop
     before = {name: param.detach().clone() for name, param in actor.bridge.params.items()}
-    with pytest.raises(NotFinite, match="mini-batch 0 is not finite") as caught:
+    with pytest.raises(NonFiniteGradientError, match="mini-batch 0 is not finite") as caught:
         actor.update(block.with_columns(advantages=advantages), [share, share], PPOClip(), [1e-2, 1e-2])
     same = all(torch.equal(param, before[name]) for name, param in actor.bridge.params.items())
     return caught.value.mini_batch, same
@@ -144,11 +143,11 @@ def test_weights_stay_as_they_were_when_a_gradient_is_not_finite(run_ranks, tmp_
 
 def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: bool) -> dict[str, np.ndarray]:
     """Whole weights after a step, which is saved; or of an actor that takes them from there and makes a step of size 0."""
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = plan_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
-    actor = Actor(ModelSpec(str(path), dims, "bfloat16", AdamW(eps=1e-6), {}))
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)
     actor.update(block, [share], PPOClip(), [0.0 if take else 1e-2])

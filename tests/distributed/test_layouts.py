@@ -8,11 +8,11 @@ import torch
 from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.core.types import Share, TokenBlock, TrainBatch, assemble
-from mrl.workers.shares import Packing, plan_step, split
-from mrl.workers.spec import ModelSpec
+from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble
+from mrl.workers.dp_partition import Packing, partition_step, split
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 
 def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
@@ -24,16 +24,16 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
     return block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
 
 
-def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> Share:
-    return plan_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").shares[
+def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> RankBatch:
+    return partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").shares[
         dims.coords(rank).dp
     ]
 
 
 def make_actor(path, dims: ParallelDims):
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
-    return Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-2, betas=(0.9, 0.98), eps=1e-6), {}))
+    return MegatronActor(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-2, betas=(0.9, 0.98), eps=1e-6), {}))
 
 
 def logprobs(rank: int, path, dims: ParallelDims, block: TokenBlock):
@@ -139,7 +139,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
 
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
-    everything = plan_step(TrainBatch.of(block, groups), dims, Packing(60), "token_mean")
+    everything = partition_step(TrainBatch.of(block, groups), dims, Packing(60), "token_mean")
     part = compute(actor, "logprobs", block, everything.shares[dims.coords(rank).dp])
     parts: list = [None] * dims.world_size
     torch.distributed.all_gather_object(parts, part)
@@ -147,7 +147,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
     block = replace(block, rollout_logprobs=old + 0.25).with_columns(
         old_logprobs=old, advantages=5 * block.columns["advantages"]
     )
-    plans = [plan_step(part, dims, Packing(60), "token_mean") for part in split(TrainBatch.of(block, groups), 2)]
+    plans = [partition_step(part, dims, Packing(60), "token_mean") for part in split(TrainBatch.of(block, groups), 2)]
     shares = [plan.shares[dims.coords(rank).dp] for plan in plans]
     reports = actor.update(block, shares, PPOClip(0.01, 0.01), [3e-3, 1e-3])
     gaps = [report.maxima["gap"] for report in reports if "gap" in report.maxima]
@@ -181,7 +181,7 @@ def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float
     """Fraction of tokens that are clipped in a second step on the same rows."""
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
-    (share,) = plan_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").shares
+    (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").shares
     if given:
         block = block.with_columns(old_logprobs=torch.cat(actor.compute_logprobs(block, share)).numpy())
     return actor.update(block, [share, share], PPOClip(0.01, 0.01), [3e-3, 1e-3])[1].sums["loss/clip_fraction"]

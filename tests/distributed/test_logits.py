@@ -19,11 +19,11 @@ def load(folder):
     """(Megatron's model of `folder`, the bridge to its tensors)."""
     import torch
 
-    from models.build import build_model
-    from models.conversion.bridge import Bridge
-    from models.conversion.hf_io import HFWeights, check_checkpoint
+    from models.conversion.hf_reader import HFWeights, check_hf_folder
+    from models.conversion.weight_bridge import Bridge
+    from models.model_builder import build_model
 
-    hf, dims = check_checkpoint(folder), ParallelDims()
+    hf, dims = check_hf_folder(folder), ParallelDims()
     chunks = build_model(hf, dims, torch.float32)
     bridge = Bridge(hf, chunks, dims)
     bridge.load(HFWeights(folder))

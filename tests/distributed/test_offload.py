@@ -6,10 +6,9 @@ from models_for_layouts import make
 from test_layouts import ragged_block, share_of
 
 from mrl.algorithms.losses import CrossEntropy
-from mrl.workers.spec import ModelSpec
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
-from parallel.residence import Residence
+from parallel.trainer_config import AdamWConfig, OffloadLevel
 
 LR, STEPS = 1e-2, 3
 LAYOUTS = [
@@ -24,10 +23,10 @@ LAYOUTS = [
 
 
 def make_actor(path, dims: ParallelDims, dtype: str, trained: bool = True):
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
-    optimizer = AdamW(lr=LR, betas=(0.9, 0.98), eps=1e-6) if trained else None
-    return Actor(ModelSpec(str(path), dims, dtype, optimizer, {}))
+    optimizer = AdamWConfig(lr=LR, betas=(0.9, 0.98), eps=1e-6) if trained else None
+    return MegatronActor(ModelSpec(str(path), dims, dtype, optimizer, {}))
 
 
 def train(actor, dims: ParallelDims, rank: int) -> dict[str, str]:
@@ -53,9 +52,9 @@ def weights(actor) -> list[torch.Tensor]:
 
 
 def state(actor) -> list[torch.Tensor]:
-    from parallel.optimizer_state import tensors_of
+    from parallel.optimizer import optimizer_tensors
 
-    return list(tensors_of(actor.optimizer))
+    return list(optimizer_tensors(actor.optimizer))
 
 
 def gradients(actor) -> list[torch.Tensor]:
@@ -97,10 +96,10 @@ def sleep_and_wake(actor) -> None:
     sizes = nbytes(gradients(actor))
     assert actor.sleep(keep_weights=False) == 0 == actor.sleep(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor), *gradients(actor)]))
-    assert actor.offload.residence is Residence.NOTHING
+    assert actor.offload.residence is OffloadLevel.FULLY_OFFLOADED
     actor.wake()
     actor.wake()
-    assert actor.offload.residence is Residence.EVERYTHING
+    assert actor.offload.residence is OffloadLevel.FULLY_LOADED
     assert everything(actor) == before and places([*weights(actor), *state(actor)]) == where
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
 
@@ -120,20 +119,22 @@ def levels(rank: int, path, dims: ParallelDims, dtype: str):
     train(actor, dims, rank)
     before, held = everything(actor), sum(set_of_bytes(weights(actor)))
     moves = {
-        Residence.NOTHING: lambda: actor.sleep(keep_weights=False),
-        Residence.WEIGHTS: lambda: actor.sleep(keep_weights=True),
-        Residence.EVERYTHING: actor.wake,
+        OffloadLevel.FULLY_OFFLOADED: lambda: actor.sleep(keep_weights=False),
+        OffloadLevel.WEIGHTS_LOADED: lambda: actor.sleep(keep_weights=True),
+        OffloadLevel.FULLY_LOADED: actor.wake,
     }
     for first in moves:
         for second in moves:
             moves[first]()
             left = moves[second]()
             assert actor.offload.residence is second
-            assert bool(min(nbytes(weights(actor)))) == (second >= Residence.WEIGHTS)
+            assert bool(min(nbytes(weights(actor)))) == (second >= OffloadLevel.WEIGHTS_LOADED)
             own = [t for t in state(actor) if t.untyped_storage()._cdata not in storages(weights(actor))]
-            assert own and all(bool(n) == (second is Residence.EVERYTHING) for n in nbytes([*own, *gradients(actor)]))
-            if second is not Residence.EVERYTHING:
-                assert left == (held if second is Residence.WEIGHTS else 0)
+            assert own and all(
+                bool(n) == (second is OffloadLevel.FULLY_LOADED) for n in nbytes([*own, *gradients(actor)])
+            )
+            if second is not OffloadLevel.FULLY_LOADED:
+                assert left == (held if second is OffloadLevel.WEIGHTS_LOADED else 0)
     actor.wake()
     assert everything(actor) == before
 
@@ -163,7 +164,7 @@ def host_memory(rank: int, path, dims: ParallelDims):
         actor.sleep(keep_weights=False)
         blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
         actor.wake()
-    actor.reset_optimizer(AdamW(lr=LR))  # other storages, of the same size
+    actor.reset_optimizer(AdamWConfig(lr=LR))  # other storages, of the same size
     train(actor, dims, rank)
     before = everything(actor)
     actor.sleep(keep_weights=False)
@@ -215,7 +216,7 @@ def failing_moves(rank: int, path):
     offload._pieces = refuse_some
     with pytest.raises(MemoryError):
         actor.wake()
-    assert actor.offload.residence is not Residence.EVERYTHING
+    assert actor.offload.residence is not OffloadLevel.FULLY_LOADED
     offload._pieces = pieces
     actor.sleep(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor)]))
@@ -292,16 +293,16 @@ def test_a_checkpoint_on_its_way_does_not_keep_memory_nor_lose_any(run_ranks, tm
     run_ranks(dims, save_then_sleep, tmp_path / "model", tmp_path / "checkpoint", dims)
 
 
-def refusals(rank: int, path) -> dict[Residence, list[tuple[str, str]]]:
+def refusals(rank: int, path) -> dict[OffloadLevel, list[tuple[str, str]]]:
     """(method, what it says) of each call that needs what is not on the device, by what is."""
     from mrl.workers.awake import NEEDS
     from mrl.workers.worker import TrainWorker
 
     worker = object.__new__(TrainWorker)  # as after setup(), without Ray
     worker.model = make_actor(path, ParallelDims(), "float32")
-    said: dict[Residence, list[tuple[str, str]]] = {}
-    for level in (Residence.NOTHING, Residence.WEIGHTS):
-        worker.sleep(keep_weights=level is Residence.WEIGHTS)
+    said: dict[OffloadLevel, list[tuple[str, str]]] = {}
+    for level in (OffloadLevel.FULLY_OFFLOADED, OffloadLevel.WEIGHTS_LOADED):
+        worker.sleep(keep_weights=level is OffloadLevel.WEIGHTS_LOADED)
         for name in [name for name, needed in NEEDS.items() if needed > level]:
             with pytest.raises(RuntimeError) as caught:
                 getattr(worker, name)()
@@ -316,7 +317,7 @@ def test_a_sleeping_model_refuses_what_it_cannot_do(run_ranks, tiny_qwen3):
     from mrl.workers.awake import NEEDS
 
     (said,) = run_ranks(ParallelDims(), refusals, tiny_qwen3())
-    assert len(said[Residence.NOTHING]) == len(NEEDS) > len(said[Residence.WEIGHTS]) > 0
+    assert len(said[OffloadLevel.FULLY_OFFLOADED]) == len(NEEDS) > len(said[OffloadLevel.WEIGHTS_LOADED]) > 0
     for level, lines in said.items():
         for name, line in lines:
             assert line.startswith(f"{name}() needs ") and f"where {level.name.lower()} is" in line

@@ -9,10 +9,10 @@ from models_for_layouts import groups_of_responses, make
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 COUNT = 20  # rows of `groups_of_responses`
 Case = tuple[list[int], int]  # (order of rows, max_tokens)
@@ -22,8 +22,8 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
     """One step of a fresh model for each case; outputs under the rows' first numbers."""
     from dataclasses import replace
 
-    from mrl.workers.actor import Actor
-    from mrl.workers.trace import trace
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.parity_trace import trace
 
     found = []
     for order, max_tokens in cases:
@@ -31,8 +31,8 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         order = np.array(order)
         block, groups = block.select(order), groups[order]
         batch = TrainBatch.of(block, groups)
-        step = plan_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
-        actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}))
+        step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
+        actor = MegatronActor(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}))
         step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
             {int(order[row]): column for row, column in columns.items()}
@@ -52,7 +52,7 @@ def expected(run_ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp):
-    from mrl.workers.certificate import Trace, compare
+    from mrl.workers.trace_comparison import StepTrace, compare
 
     path, reference = expected
     drawn: list[Case] = []
@@ -66,7 +66,7 @@ def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp
     draw()
     by_rank = run_ranks(ParallelDims(dp=dp), traces, path, ParallelDims(dp=dp), drawn[-2:])
     for case, of_ranks in zip(drawn[-2:], zip(*by_rank, strict=True), strict=True):
-        found = Trace.joined(of_ranks)
+        found = StepTrace.joined(of_ranks)
         assert len(found.outputs) == COUNT and len(found.gradients) == len(reference.gradients) > 0
         wrong = [d for d in compare(reference, found) if not d.within]
         assert not wrong, (case, wrong[:5])

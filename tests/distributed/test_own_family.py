@@ -10,20 +10,20 @@ from models.families import llama
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 
 def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     """Gradient norm of one optimizer step; the weights before it go to `exported`."""
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     block, groups = groups_of_responses()
     batch = TrainBatch.of(block, groups)
-    step = plan_step(batch, dims, Packing(60, True, CostModel(1.0, 0.01)), "token_mean")
-    actor = Actor(ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4), {}, family=family))
+    step = partition_step(batch, dims, Packing(60, True, CostModel(1.0, 0.01)), "token_mean")
+    actor = MegatronActor(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4), {}, family=family))
     actor.export_hf(exported, {})
     (report,) = actor.update(block, [step.shares[dims.coords(rank).dp]], PPOClip(), [1e-4])
     return report.maxima["optim/grad_norm"]

@@ -9,10 +9,10 @@ from models_for_layouts import groups_of_responses, make
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.shares import Packing, in_one_process, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
+from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 LR = 1e-4
 EPS = 1e-6  # Adam's first step divides each gradient by itself: below this, round-off would become whole steps
@@ -45,27 +45,27 @@ CRITIC = layouts("tp2", "tp2 sp0", "pp2", "cp2", "dp2", "tp2 pp2", "tp2 pp2 cp2"
 
 
 def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
-    from mrl.workers.actor import Actor
-    from mrl.workers.critic import Critic
-    from mrl.workers.trace import trace as trace_step
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.critic import MegatronCritic
+    from mrl.workers.parity_trace import trace as trace_step
 
     block, groups = groups_of_responses()
     if options.get("routed"):
         block = replace(block, routed_experts=random_experts(block))
     batch = TrainBatch.of(block, groups)
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
-    step = plan_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
-    share = in_one_process(step) if "packs_of" in options else step.shares[dims.coords(rank).dp]
+    step = partition_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
+    share = merge_rank_batches(step) if "packs_of" in options else step.shares[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
         dims,
         options.get("dtype", "float32"),
-        AdamW(lr=LR, eps=EPS),
+        AdamWConfig(lr=LR, eps=EPS),
         options.get("megatron", {}),
         share_prompts=packing.share_prompts,
         logprob_chunk=options.get("chunk", 7),
     )
-    model = Critic(spec) if critic else Actor(spec)
+    model = MegatronCritic(spec) if critic else MegatronActor(spec)
     return trace_step(model, block, share, None if critic else LOSS, LR, temperature=0.7)
 
 
@@ -80,7 +80,7 @@ def random_experts(block) -> np.ndarray:
 @pytest.fixture(scope="session")
 def traced(run_ranks, tmp_path_factory):
     """`traced(kind, dims, critic, **options)`: one step of a tiny model under a layout; the same question once only."""
-    from mrl.workers.certificate import Trace
+    from mrl.workers.trace_comparison import StepTrace
 
     paths, known = {}, {}
 
@@ -90,7 +90,7 @@ def traced(run_ranks, tmp_path_factory):
             paths[kind] = tmp_path_factory.mktemp(kind)
             make(kind, paths[kind])
         if key not in known:
-            known[key] = Trace.joined(run_ranks(dims, trace, paths[kind], dims, critic, options))
+            known[key] = StepTrace.joined(run_ranks(dims, trace, paths[kind], dims, critic, options))
         return known[key]
 
     return run
@@ -102,7 +102,7 @@ def reference(traced, kind: str, critic: bool = False, **options):
 
 
 def check(expected, found, dtype: str = "float32") -> None:
-    from mrl.workers.certificate import TOLERANCES, compare
+    from mrl.workers.trace_comparison import TOLERANCES, compare
 
     assert len(found.outputs) == len(expected.outputs) > 0
     assert len(found.gradients) == len(expected.gradients) > 0

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.certificate import TOLERANCES, Trace, compare
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
+from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 ONE = ParallelDims()
 LAYOUTS = [
@@ -43,16 +43,18 @@ def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArr
     return block.with_columns(advantages=advantages), np.repeat(np.arange(num_groups), size)
 
 
-def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> Trace:
+def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTrace:
     """One step of a fresh actor on the conversations."""
-    from mrl.workers.actor import Actor
-    from mrl.workers.trace import trace as trace_step
+    from mrl.workers.actor import MegatronActor
+    from mrl.workers.parity_trace import trace as trace_step
 
     block, groups = conversations()
-    share = plan_step(TrainBatch.of(block, groups), dims, packing, "token_mean").shares[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, groups), dims, packing, "token_mean").shares[dims.coords(rank).dp]
     # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
-    spec = ModelSpec(str(path), dims, "float32", AdamW(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts)
-    return trace_step(Actor(spec), block, share, loss, 1e-4, 1.0)
+    spec = ModelSpec(
+        str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
+    )
+    return trace_step(MegatronActor(spec), block, share, loss, 1e-4, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(run_ranks, folder) -> Trace:
+def alone(run_ranks, folder) -> StepTrace:
     """In one process, one plain pack."""
     (found,) = run_ranks(ONE, trace, folder, ONE, PLAIN, PPO)
     return found
@@ -71,7 +73,7 @@ def alone(run_ranks, folder) -> Trace:
 
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
 def test_a_step_on_conversations_is_the_same_under(run_ranks, folder, alone, dims):
-    found = Trace.joined(run_ranks(dims, trace, folder, dims, PACKED, PPO))
+    found = StepTrace.joined(run_ranks(dims, trace, folder, dims, PACKED, PPO))
     block, _ = conversations()
     assert {row: len(output) for row, output in found.outputs.items()} == dict(
         enumerate(block.sampled_lengths.tolist())

@@ -32,13 +32,13 @@ class FaultyWorker(TrainWorker):
             return
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-        from mrl.weight_sync.sender import Sender
-        from mrl.workers.batch import MicroBatch
+        from mrl.weight_sync.sender import BucketSender
+        from mrl.workers.micro_batch import MicroBatch
 
         owner, name = {
             "data": (MicroBatch, "build"),
             "send": (P2PCommunicator, "send_forward"),
-            "sync": (Sender, "push"),
+            "sync": (BucketSender, "push"),
         }[where]
         own, fault = owner.__dict__[name], globals()[what]
 

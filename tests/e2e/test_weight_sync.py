@@ -16,14 +16,13 @@ from live_engines import WholeModel, connected, largest_gap, perturb
 from models.families.qwen3 import QWEN3
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.weight_sync import sender
-from mrl.weight_sync.control import EngineControl, EngineError
-from mrl.weight_sync.disk import Expected
-from mrl.weight_sync.driver import WeightSync
+from mrl.weight_sync.disk_sync import ExpectedChecksums
+from mrl.weight_sync.engine_control import EngineControl, EngineError
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
 from mrl.weight_sync.errors import SyncError, WeightMismatchError
-from mrl.weight_sync.layout import EngineLayout, Topology
-from mrl.weight_sync.payload import fill
-from mrl.weight_sync.sender import Sender
-from mrl.weight_sync.wires import ProcessGroup, SharedMemory
+from mrl.weight_sync.sender import BucketSender, fill
+from mrl.weight_sync.syncer import WeightSyncer
+from mrl.weight_sync.transports import ProcessGroupEnd, SharedMemorySendEnd
 
 TOLERANCE = 1e-4
 VERSIONS = iter(range(1, 1000))
@@ -40,7 +39,7 @@ def connect(engine, one_rank):
 def held_as_sglang_hashes_it(engine, client, topology) -> None:
     """The engine's own checksums of whole parameters, not ours of pieces, against the Transformers model."""
     weights = WholeModel(engine.folder, dict(engine.model.state_dict()))
-    expected = Expected(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
+    expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
     for _ in expected.through(weights.tensors.items()):
         pass
     expected.compare(client.checksums(), client.url)
@@ -56,7 +55,7 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
     """After every push the engine samples from the new weights, under their version."""
     size = sum(p.nbytes for p in engine.model.parameters())
     with connect(transport=transport, delta=delta) as sync:
-        assert isinstance(sync.session.outlet, SharedMemory if transport == "shared_memory" else ProcessGroup)
+        assert isinstance(sync.session.outlet, SharedMemorySendEnd if transport == "shared_memory" else ProcessGroupEnd)
         for number in range(3):
             perturb(engine.model)
             assert gap(engine) > TOLERANCE, "the engine cannot know these weights yet"
@@ -116,7 +115,7 @@ def test_a_corrupted_byte_is_caught_by_name_and_nothing_is_sampled(engine, conne
 
 def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, connect, monkeypatch):
     with connect(delta=True) as sync:
-        driver = WeightSync(lambda version: [sync.push(version)], lambda urls: {}, lambda urls: [], tries=3)
+        driver = WeightSyncer(lambda version: [sync.push(version)], lambda urls: {}, lambda urls: [], tries=3)
         driver.push(next(VERSIONS))
         perturb(engine.model)
         monkeypatch.setattr(sync.sender, "_before", {n: t ^ 1 for n, t in sync.sender._before.items()})
@@ -143,17 +142,17 @@ import os, sys
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 from live_engines import connected
-from mrl.weight_sync.sender import Sender
+from mrl.weight_sync.sender import BucketSender
 
 url, folder, version = sys.argv[1:]
-send = Sender._send
+send = BucketSender._send
 
 def die_at_the_third(self, push, bucket, *rest):
     if bucket.number == 2:
         os._exit(7)
     send(self, push, bucket, *rest)
 
-Sender._send = die_at_the_third
+BucketSender._send = die_at_the_third
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = Qwen3ForCausalLM.from_pretrained(folder)
 with connected([url], folder, dict(model.state_dict())) as sync:
@@ -272,7 +271,7 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
         connect.successor = new_engine()
         return [engine.server.url, connect.successor.url]
 
-    send = Sender._send
+    send = BucketSender._send
 
     def kill_then_send(self, push, bucket, *rest):
         if bucket.number == 2 and victim.alive():
@@ -280,10 +279,10 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
                 process.kill()
         send(self, push, bucket, *rest)
 
-    monkeypatch.setattr(Sender, "_send", kill_then_send)
+    monkeypatch.setattr(BucketSender, "_send", kill_then_send)
     connect([engine.server.url, victim.url])
     perturb(engine.model)
-    driver = WeightSync(lambda version: [connect.sync.push(version)], connect, replace, tries=3)
+    driver = WeightSyncer(lambda version: [connect.sync.push(version)], connect, replace, tries=3)
     version = next(VERSIONS)
     numbers = driver.push(version)
     open_syncs.pop().__exit__(None, None, None)

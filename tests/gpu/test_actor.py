@@ -10,24 +10,24 @@ import sys
 import numpy as np, torch
 from transformers import Qwen3ForCausalLM
 from mrl.algorithms.losses import CrossEntropy
-from mrl.algorithms.reduce import token_weights
-from mrl.core.types import Share, TokenBlock
-from mrl.workers.actor import Actor
-from mrl.workers.spec import ModelSpec
+from mrl.algorithms.objective import token_weights
+from mrl.core.types import RankBatch, TokenBlock
+from mrl.workers.actor import MegatronActor
+from mrl.workers.model_spec import ModelSpec
 from parallel import device, groups
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 path = sys.argv[1]
 device.init_process_group(0, 1, "127.0.0.1", 29511, 60)
 groups.initialize(ParallelDims(), 0)
-actor = Actor(ModelSpec(path, ParallelDims(), "float32", AdamW(lr=1e-3), {}))
+actor = MegatronActor(ModelSpec(path, ParallelDims(), "float32", AdamWConfig(lr=1e-3), {}))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
 responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
 block = TokenBlock.from_lists(prompts, responses)
 rows = np.arange(6)
-share = Share((rows,), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
+share = RankBatch((rows,), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
 found = torch.cat(actor.compute_logprobs(block, share)).cpu()
 model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 expected = []

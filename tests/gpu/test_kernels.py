@@ -71,16 +71,16 @@ import numpy as np
 sys.path.insert(0, sys.argv[2])
 from parallel import device, groups
 device.install()
-from mrl.workers.actor import Actor
-from mrl.workers.critic import Critic
+from mrl.workers.actor import MegatronActor
+from mrl.workers.critic import MegatronCritic
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.workers.certificate import TOLERANCES, compare
-from mrl.workers.shares import Packing, plan_step
-from mrl.workers.spec import ModelSpec
-from mrl.workers.trace import trace
+from mrl.workers.trace_comparison import TOLERANCES, compare
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_spec import ModelSpec
+from mrl.workers.parity_trace import trace
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 from models_for_layouts import groups_of_responses, make
 
 dims, dtype = ParallelDims(), sys.argv[3]
@@ -91,13 +91,13 @@ rows = np.arange(len(ids))
 batch = TrainBatch.of(block, ids)
 for kind in ("dense", "moe"):
     make(kind, f"{sys.argv[1]}/{kind}")
-    for model in (Actor, Critic):
+    for model in (MegatronActor, MegatronCritic):
         found = []
         for share, tokens in ((False, 10_000), (True, 60)):
             packing = Packing(tokens, share)
-            spec = ModelSpec(f"{sys.argv[1]}/{kind}", dims, dtype, AdamW(lr=1e-4, eps=1e-6), {}, share_prompts=share)
-            step = plan_step(batch, dims, packing, "token_mean").shares[0]
-            found.append(trace(model(spec), block, step, None if model is Critic else PPOClip(), 1e-4, 0.7))
+            spec = ModelSpec(f"{sys.argv[1]}/{kind}", dims, dtype, AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share)
+            step = partition_step(batch, dims, packing, "token_mean").shares[0]
+            found.append(trace(model(spec), block, step, None if model is MegatronCritic else PPOClip(), 1e-4, 0.7))
         tolerances = replace(TOLERANCES[dtype], outputs=max(1e-3, TOLERANCES[dtype].outputs))
         wrong = [d for d in compare(*found, tolerances) if not d.within]
         assert not wrong, (kind, model, wrong[:5])

@@ -14,29 +14,29 @@ TRAINER = """
 import sys
 import numpy as np, torch
 from mrl.algorithms.losses import CrossEntropy
-from mrl.algorithms.reduce import token_weights
-from mrl.core.types import Share, TokenBlock
-from mrl.workers.actor import Actor
-from mrl.workers.spec import ModelSpec
+from mrl.algorithms.objective import token_weights
+from mrl.core.types import RankBatch, TokenBlock
+from mrl.workers.actor import MegatronActor
+from mrl.workers.model_spec import ModelSpec
 from parallel import device, groups
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
-from parallel.optimizer_state import tensors_of
+from parallel.trainer_config import AdamWConfig
+from parallel.optimizer import optimizer_tensors
 
 device.init_process_group(0, 1, "127.0.0.1", 29513, 60)
 groups.initialize(ParallelDims(), 0)
-actor = Actor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", AdamW(lr=1e-3), {}))
+actor = MegatronActor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", AdamWConfig(lr=1e-3), {}))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
 responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
 block = TokenBlock.from_lists(prompts, responses)
-share = Share((np.arange(6),), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
+share = RankBatch((np.arange(6),), np.zeros(6, np.float32), token_weights(block.response_lengths, "token_mean"))
 
 def train():
     actor.update(block, [share], CrossEntropy(), [1e-3])
 
 def everything():
-    return [t.detach().clone().cpu() for t in (*actor._weights(), *tensors_of(actor.optimizer))]
+    return [t.detach().clone().cpu() for t in (*actor._weights(), *optimizer_tensors(actor.optimizer))]
 
 def free():
     torch.cuda.synchronize()
@@ -47,7 +47,7 @@ train()
 total = torch.ones(1, device="cuda")
 torch.distributed.all_reduce(total)  # NCCL has its buffers
 weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
-state = sum(t.numel() * t.element_size() for t in tensors_of(actor.optimizer))
+state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
 assert weights > 50e6 and state > 5 * weights
 before, awake = everything(), free()
 kept = actor.sleep(keep_weights=True)
@@ -74,13 +74,13 @@ import torch
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.server import EngineServer, default_server_args
 from mrl.rollout.server_args import memory_saver_args
-from mrl.weight_sync.memory import EngineMemory
+from mrl.weight_sync.engine_control import EnginePoolMemory
 
 folder, log = sys.argv[1:]
 args = default_server_args("bfloat16", 512) | memory_saver_args() | {"model_path": folder, "mem_fraction_static": 0.3}
 with EngineServer(args, log) as server:
     server.wait_ready(300)
-    client, memory = EngineClient(server.url, 60), EngineMemory(lambda: [server.url], 60)
+    client, memory = EngineClient(server.url, 60), EnginePoolMemory(lambda: [server.url], 60)
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     client.generate([[5, 6, 7]], sampling)
     awake, total = torch.cuda.mem_get_info()

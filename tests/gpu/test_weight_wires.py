@@ -12,18 +12,18 @@ SENDER = """
 import pickle, sys, time
 from pathlib import Path
 import torch
-from models.conversion.box import Box
-from mrl.weight_sync.payload import checksum, fill, _weighted_sum
-from mrl.weight_sync.plan import Bucket, Piece
-from mrl.weight_sync.wires import CudaIpc
+from models.conversion.mapping import Box
+from mrl.weight_sync.sender import checksum, fill, _weighted_sum
+from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
+from mrl.weight_sync.transports import CudaIpcSendEnd
 
 folder = Path(sys.argv[1])
 shapes = [(300, 70), (5,), (64, 64)]
-pieces = [Piece(f"t{i}", Box.whole(s), "p", "bfloat16", 2) for i, s in enumerate(shapes)]
+pieces = [TensorChunk(f"t{i}", Box.whole(s), "p", "bfloat16", 2) for i, s in enumerate(shapes)]
 torch.manual_seed(0)
 tensors = {p.name: torch.randn(p.box.sizes, device="cuda") for p in pieces}
 buckets = [Bucket(0, n, (0,), tuple(pieces)) for n in range(4)]
-outlet = CudaIpc(buckets[0].nbytes)
+outlet = CudaIpcSendEnd(buckets[0].nbytes)
 (folder / "handle").write_bytes(pickle.dumps((outlet.handle(), buckets)))
 for bucket in buckets:
     slot = outlet.slots[bucket.number % 2]
@@ -42,14 +42,14 @@ RECEIVER = """
 import pickle, sys, time
 from pathlib import Path
 import torch
-from mrl.weight_sync.payload import checksum, views
-from mrl.weight_sync.wires import SharedSlots
+from mrl.weight_sync.sender import checksum, views
+from mrl.weight_sync.transports import SharedSlotsRecvEnd
 
 folder = Path(sys.argv[1])
 while not (folder / "handle").exists():
     time.sleep(0.05)
 handle, buckets = pickle.loads((folder / "handle").read_bytes())
-inlet = SharedSlots({0: handle})
+inlet = SharedSlotsRecvEnd({0: handle})
 for bucket in buckets:
     while not (folder / f"sent.{bucket.number}").exists():
         time.sleep(0.01)

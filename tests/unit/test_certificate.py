@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mrl.commands import certify as command
-from mrl.workers.certificate import AFTER, OUTPUTS, TOLERANCES, TensorFile, Trace, compare
+from mrl.workers.trace_comparison import AFTER, OUTPUTS, TOLERANCES, TensorFile, StepTrace, compare
 
-REFERENCE = Trace(
+REFERENCE = StepTrace(
     loss=0.5,
     grad_norm=2.0,
     outputs={0: np.array([-1.0, -2.0]), 3: np.array([-0.5])},
@@ -19,7 +19,7 @@ REFERENCE = Trace(
 )
 
 
-def first_wrong(other: Trace) -> str:
+def first_wrong(other: StepTrace) -> str:
     wrong = [d.name for d in compare(REFERENCE, other) if not d.within]
     return wrong[0] if wrong else ""
 
@@ -60,7 +60,7 @@ def test_differences_within_tolerance_are_no_differences():
 def test_tensors_in_files_are_the_same_tensors(tmp_path):
     stored = REFERENCE.stored(tmp_path)
     assert isinstance(stored.gradients, TensorFile) and set(stored.weights) == {"a.0.w", "a.1.w"}
-    assert first_wrong(stored) == "" and Trace().stored(tmp_path) == Trace()
+    assert first_wrong(stored) == "" and StepTrace().stored(tmp_path) == StepTrace()
 
 
 def test_the_table_has_a_row_for_each_kind_of_tensor(capsys):

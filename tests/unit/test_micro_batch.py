@@ -11,8 +11,8 @@ from parallel import device
 
 device.install()  # before anything of Megatron is imported
 
-from mrl.core.types import Share, TokenBlock  # noqa: E402
-from mrl.workers.batch import MicroBatch  # noqa: E402
+from mrl.core.types import RankBatch, TokenBlock  # noqa: E402
+from mrl.workers.micro_batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
@@ -62,7 +62,7 @@ def test_each_sampled_token_is_predicted_once_from_the_one_before(made, shared, 
     rows = np.array(random.sample(range(count), random.randint(1, count)))
     numbers = np.arange(count, dtype=np.float32).repeat(block.sampled_lengths)
     block = block.with_columns(advantages=numbers)
-    share = Share((rows,), np.arange(count) / 7, groups if shared else None)
+    share = RankBatch((rows,), np.arange(count) / 7, groups if shared else None)
     row_of = {token: row for row in range(count) for token in block.response(row).tolist()}
     expected = before(block.select(rows))
     order = [token for row in rows for token in sampled_tokens(block, row)]
@@ -98,7 +98,7 @@ def test_each_sampled_token_is_predicted_once_from_the_one_before(made, shared, 
 @given(blocks(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
 def test_an_empty_micro_batch_is_one_token_that_counts_for_nothing(made, cp_size, tp_multiple):
     block, groups = made
-    share = Share((np.empty(0, np.int64),), np.ones(len(groups)), groups)
+    share = RankBatch((np.empty(0, np.int64),), np.ones(len(groups)), groups)
     for rank in range(cp_size):
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
         micro = MicroBatch.build(block, share.micro_batches[0], share, packer)

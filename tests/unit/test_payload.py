@@ -5,16 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.conversion.box import Box
-from mrl.weight_sync.payload import _weighted_sum, checksum, decode, encode, fill, views
-from mrl.weight_sync.plan import Bucket, Piece
+from models.conversion.mapping import Box
+from mrl.weight_sync.sender import _weighted_sum, checksum, decode, encode, fill, views
+from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 
 
 def bucket_of(shapes, dtypes) -> Bucket:
     pieces = [
-        Piece(f"t{i}", Box.whole(shape), f"p{i}", dtype, DTYPES[dtype])
+        TensorChunk(f"t{i}", Box.whole(shape), f"p{i}", dtype, DTYPES[dtype])
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
     return Bucket(0, 0, (0,), tuple(pieces))

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
+from mrl.algorithms.corrections import MISMATCH_SUMS
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.mismatch import SUMS
 from mrl.algorithms.objective import Objective
-from mrl.core.types import Estimates, Rollouts, UpdateReport
+from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
-from mrl.workers.policy import ActorPolicy, Updates, _of_actor
-from mrl.workers.shares import Packing, plan_step
+from mrl.workers.dp_partition import Packing, partition_step
+from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _of_actor
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 
 class Group:
@@ -19,7 +19,7 @@ class Group:
 
     def update(self, steps, packing, *, aggregation, longest, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
-        return [self._report(step, plan_step(step, ParallelDims(), packing, aggregation)) for step in steps]
+        return [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
 
     @staticmethod
     def _report(step, plan) -> UpdateReport:
@@ -27,7 +27,7 @@ class Group:
         sums = dict(loss=1.0, tokens=tokens, gap=0.5 * tokens, entropy=2.0 * tokens) if tokens else {}
         if tokens:  # trainer and engine agree: every ratio is 1
             ones = ("mismatch/count", "mismatch/ratio", "mismatch/ratio_squared")
-            sums |= dict.fromkeys(SUMS, 0.0) | dict.fromkeys(ones, tokens)
+            sums |= dict.fromkeys(MISMATCH_SUMS, 0.0) | dict.fromkeys(ones, tokens)
         maxima = {"optim/grad_norm": tokens, "seconds": 1.0, **({"gap": tokens} if tokens else {})}
         return UpdateReport(sums, maxima | plan.numbers)
 
@@ -47,12 +47,12 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
         weight_versions=np.zeros(count, int),
         rewards=np.zeros(count),
     )
-    estimates = Estimates(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
+    estimates = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
     group = Group()
-    updates = Updates(
-        AdamW(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
+    updates = UpdateRunner(
+        AdamWConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
     )
-    policy = ActorPolicy(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
+    policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
     return policy.update(rollouts, estimates, step=2, kl_coef=0.0), group
 
 
@@ -107,7 +107,8 @@ def test_what_losses_report_is_averaged_over_the_tokens_that_report():
     """Half of the weight was skipped; the number is of the other half."""
     reports = [
         UpdateReport(
-            dict(zip(SUMS, (4.0, 0.0, 4.0, 4.0, 0.0), strict=True)) | own, {"seconds": 1.0, "batch/computed_tokens": 4}
+            dict(zip(MISMATCH_SUMS, (4.0, 0.0, 4.0, 4.0, 0.0), strict=True)) | own,
+            {"seconds": 1.0, "batch/computed_tokens": 4},
         )
         for own in (
             {"tokens": 4.0, "weight": 0.5, "loss/clip_fraction": 0.25, "loss": 1.0},

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mrl.algorithms.reduce import AGGREGATIONS
-from mrl.core.types import Share, TrainBatch
+from mrl.algorithms.objective import AGGREGATIONS
+from mrl.core.types import RankBatch, TrainBatch
 from mrl.data.batching import CostModel
-from mrl.workers.shares import Packing, plan_step, split
+from mrl.workers.dp_partition import Packing, partition_step, split
 from parallel.dims import ParallelDims
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
@@ -28,8 +28,8 @@ class Case:
     dims: ParallelDims
     packing: Packing
 
-    def shares(self, aggregation: str, batch: TrainBatch | None = None) -> list[Share]:
-        return plan_step(batch or self.batch, self.dims, self.packing, aggregation, LONGEST).shares
+    def shares(self, aggregation: str, batch: TrainBatch | None = None) -> list[RankBatch]:
+        return partition_step(batch or self.batch, self.dims, self.packing, aggregation, LONGEST).shares
 
 
 @st.composite
@@ -76,7 +76,7 @@ def formula(case: Case, counted: NDArray[np.int64], aggregation: str) -> float:
     return float(np.mean([case.values[row].mean() for row in counted]))
 
 
-def added_up(case: Case, shares: list[Share]) -> float:
+def added_up(case: Case, shares: list[RankBatch]) -> float:
     return float(
         sum(
             (share.weights[row] * case.values[row]).sum()
@@ -87,7 +87,7 @@ def added_up(case: Case, shares: list[Share]) -> float:
     )
 
 
-def trained_rows(shares: list[Share]) -> list[int]:
+def trained_rows(shares: list[RankBatch]) -> list[int]:
     return sorted(row for share in shares for rows in share.micro_batches for row in rows.tolist())
 
 
@@ -155,7 +155,7 @@ def test_micro_batches_keep_step_where_the_layout_needs_it(case, aggregation):
 @many
 @given(cases(), aggregations)
 def test_packs_stay_within_the_budget_and_the_numbers_are_theirs(case, aggregation):
-    step = plan_step(case.batch, case.dims, case.packing, aggregation, LONGEST)
+    step = partition_step(case.batch, case.dims, case.packing, aggregation, LONGEST)
     prompts, responses = case.batch.prompt_lengths, case.batch.response_lengths
     computed = 0
     for share in step.shares:

@@ -4,13 +4,13 @@ import numpy as np
 import torch
 
 from mrl.core.types import TokenBlock
-from mrl.workers.sketch import PROJECTIONS, Sketch, compare_sketches, joined, whereabouts
-from mrl.workers.taps import sketch
+from mrl.workers.parity_trace import sketch
+from mrl.workers.trace_comparison import PROJECTIONS, ActivationSketch, compare_sketches, merge_sketches, row_and_position
 
 
-def of(hidden: torch.Tensor, place: int = 3, tokens=None) -> Sketch:
+def of(hidden: torch.Tensor, place: int = 3, tokens=None) -> ActivationSketch:
     where = np.arange(len(hidden)) if tokens is None else np.asarray(tokens)
-    return Sketch(place, where, sketch(hidden).numpy())
+    return ActivationSketch(place, where, sketch(hidden).numpy())
 
 
 def states(tokens: int = 2000, size: int = 64) -> torch.Tensor:
@@ -59,14 +59,14 @@ def test_the_first_token_that_is_not_finite_is_found_on_either_side():
     hidden, other = states(9), states(9)
     other[[7, 4], 0] = float("nan")
     (found,) = compare_sketches([of(hidden)], [of(other)], 1e-5)
-    assert (found.broken, found.reference_broken, found.finite) == (4, -1, False)
+    assert (found.broken, found.reference_nonfinite, found.finite) == (4, -1, False)
     (found,) = compare_sketches([of(other)], [of(hidden)], 1e-5)
-    assert (found.broken, found.reference_broken, found.finite) == (-1, 4, False)
+    assert (found.broken, found.reference_nonfinite, found.finite) == (-1, 4, False)
 
 
 def test_parts_of_all_ranks_are_joined_in_the_order_of_the_model():
     hidden = states(4)
-    found = joined([of(hidden[2:], 2, [2, 3]), of(hidden, 10**6), of(hidden[:2], 2, [0, 1]), of(hidden, 0)])
+    found = merge_sketches([of(hidden[2:], 2, [2, 3]), of(hidden, 10**6), of(hidden[:2], 2, [0, 1]), of(hidden, 0)])
     assert [s.name for s in found] == ["embedding", "layer 1", "final norm"]
     (difference,) = compare_sketches([of(hidden, 2)], found[1:2], 1e-5)
     assert difference.compared == 4 and difference.within
@@ -74,4 +74,4 @@ def test_parts_of_all_ranks_are_joined_in_the_order_of_the_model():
 
 def test_a_token_is_found_in_its_row():
     block = TokenBlock.from_lists([[1, 2], [3]], [[4], [5, 6]])
-    assert [whereabouts(block, token) for token in (0, 2, 3, 5)] == [(0, 0), (0, 2), (1, 0), (1, 2)]
+    assert [row_and_position(block, token) for token in (0, 2, 3, 5)] == [(0, 0), (0, 2), (1, 0), (1, 2)]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.weight_sync.channel import Channel
+from mrl.weight_sync.control_channel import ControlChannel
 from mrl.weight_sync.errors import PeerError
-from parallel.store import host_store
+from parallel.collectives import open_tcp_store
 
 
 def reaches(address: str, port: int) -> bool:
@@ -19,7 +19,7 @@ def reaches(address: str, port: int) -> bool:
 
 
 def test_a_store_listens_on_its_own_address_only():
-    store = host_store("127.0.0.1", 0, timedelta(seconds=5))
+    store = open_tcp_store("127.0.0.1", 0, timedelta(seconds=5))
     assert reaches("127.0.0.1", store.port) and not reaches("127.0.0.2", store.port)
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -27,7 +27,7 @@ def test_a_store_listens_on_its_own_address_only():
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        host_store("127.0.0.1", taken.getsockname()[1], timedelta(seconds=5))
+        open_tcp_store("127.0.0.1", taken.getsockname()[1], timedelta(seconds=5))
 
 
 class Harm:
@@ -40,8 +40,8 @@ class Harm:
 
 @pytest.fixture
 def channels():
-    hosted, port = Channel.host("127.0.0.1", "session", 5.0)
-    return hosted, Channel.join("127.0.0.1", port, "session", 5.0)
+    hosted, port = ControlChannel.host("127.0.0.1", "session", 5.0)
+    return hosted, ControlChannel.join("127.0.0.1", port, "session", 5.0)
 
 
 def test_what_one_end_puts_the_other_gets(channels):

@@ -8,12 +8,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from models.architecture import Architecture
 from models.families.mixtral import MIXTRAL
-from models.families.qwen3 import QWEN3
-from models.families.qwen3_moe import QWEN3_MOE
-from models.spec import Architecture
-from mrl.weight_sync.layout import VOCAB_PADDING, EngineLayout, Topology
-from mrl.weight_sync.plan import compile_plan, even_stages, owners
+from models.families.qwen3 import QWEN3, QWEN3_MOE
+from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
+from mrl.weight_sync.transfer_plan import compile_transfer_plan, even_pipeline_stages, trainer_shards
 from parallel.dims import ParallelDims
 from parallel.rope import Rope
 
@@ -182,8 +181,8 @@ def test_every_engine_rank_gets_every_byte_once_from_an_owner(
     dims, arch = trainer_dims(axes, family), architecture(family, tied)
     tensors, rows = tensors_of(family, arch), family.entries(arch)
     layout = EngineLayout.of(family, arch, Topology(*topology))
-    owned = owners(rows, SIZES, dims, even_stages(LAYERS, dims))
-    plan = compile_plan(owned, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
+    owned = trainer_shards(rows, SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    plan = compile_transfer_plan(owned, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
     assert all(0 < b.nbytes <= bucket_bytes + 16 * len(b.pieces) for b in plan.buckets)
     for bucket in plan.buckets:
         for piece in bucket.pieces:
@@ -209,8 +208,10 @@ def test_replicas_share_the_sending(family, dp):
     """Every rank sends, and none more than its share and one piece."""
     axes = dict(tp=2, pp=2, dp=dp, **(dict(ep=2, etp=1) if family is QWEN3_MOE else {}))
     dims, arch = ParallelDims(**axes), architecture(family)
-    owned = owners(family.entries(arch), SIZES, dims, even_stages(LAYERS, dims))
-    plan = compile_plan(owned, EngineLayout.of(family, arch, Topology(2)), 1, lambda _: ("float32", 4), 1 << 20)
+    owned = trainer_shards(family.entries(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    plan = compile_transfer_plan(
+        owned, EngineLayout.of(family, arch, Topology(2)), 1, lambda _: ("float32", 4), 1 << 20
+    )
     load = defaultdict(int)
     for bucket in plan.buckets:
         load[bucket.sender] += bucket.nbytes
@@ -225,8 +226,10 @@ def test_replicas_share_the_sending(family, dp):
 def test_the_order_of_buckets_cannot_lock_up():
     """Two slots a sender, receivers that take buckets one by one in plan order: everything arrives."""
     dims, arch = ParallelDims(tp=2, pp=2, dp=2, ep=2), architecture(QWEN3_MOE)
-    owned = owners(QWEN3_MOE.entries(arch), SIZES, dims, even_stages(LAYERS, dims))
-    plan = compile_plan(owned, EngineLayout.of(QWEN3_MOE, arch, Topology(2, 2)), 2, lambda _: ("float32", 4), 200)
+    owned = trainer_shards(QWEN3_MOE.entries(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    plan = compile_transfer_plan(
+        owned, EngineLayout.of(QWEN3_MOE, arch, Topology(2, 2)), 2, lambda _: ("float32", 4), 200
+    )
     queues = {rank: [bucket for bucket, _ in plan.of_receiver(rank)] for rank in range(4)}
     taken: dict[tuple[int, int], set[int]] = defaultdict(set)
     moved = True

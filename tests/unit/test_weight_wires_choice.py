@@ -5,9 +5,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from mrl.weight_sync import wires
-from mrl.weight_sync.opening import choose_transport
-from mrl.weight_sync.wires import SharedMemory
+from mrl.weight_sync import transports
+from mrl.weight_sync.session import choose_transport
+from mrl.weight_sync.transports import SharedMemorySendEnd
 
 HERE, THERE = ("a", None), ("b", None)
 GPU = [("a", "g0"), ("a", "g1"), ("b", "g2")]
@@ -45,8 +45,8 @@ def test_wishes_that_cannot_be_met_are_refused(wanted, senders, receivers, why):
 @pytest.fixture
 def shared_memory(monkeypatch):
     """A folder in memory that no other process writes to."""
-    with TemporaryDirectory(dir=wires.SHARED_MEMORY) as folder:
-        monkeypatch.setattr(wires, "SHARED_MEMORY", Path(folder))
+    with TemporaryDirectory(dir=transports.SHARED_MEMORY) as folder:
+        monkeypatch.setattr(transports, "SHARED_MEMORY", Path(folder))
         yield Path(folder)
 
 
@@ -54,12 +54,12 @@ def test_slots_that_do_not_fit_are_refused_and_leave_no_file(shared_memory):
     with pytest.raises(
         ValueError, match=r"2 slots of \d+ bytes do not fit into /dev/shm.*smaller weight_sync.bucket_bytes"
     ):
-        SharedMemory(1 << 50)
+        SharedMemorySendEnd(1 << 50)
     assert not list(shared_memory.iterdir())
 
 
 def test_slots_are_memory_that_exists_and_lose_their_name():
-    outlet = SharedMemory(1 << 16)
+    outlet = SharedMemorySendEnd(1 << 16)
     assert outlet.path.stat().st_blocks * 512 >= 2 << 16, "not a sparse file"
     outlet.slots[1][-1] = 7
     outlet.settle()

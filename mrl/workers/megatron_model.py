@@ -9,34 +9,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.build import Head, build_model
-from models.conversion.bridge import Bridge
-from models.conversion.hf_export import write_export
-from models.conversion.hf_io import HFWeights
+from models.conversion.hf_reader import HFWeights
+from models.conversion.hf_writer import write_export
+from models.conversion.weight_bridge import Bridge
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.model_builder import Head, build_model
 from mrl.config.schema import WeightSyncConfig
-from mrl.core.types import Share, SyncReport, TokenBlock, UpdateReport
-from mrl.weight_sync.disk import DiskSync
-from mrl.weight_sync.layout import EngineLayout, Topology
-from mrl.weight_sync.live import LiveSync
-from mrl.workers.batch import MicroBatch
-from mrl.workers.capsule import NotFinite
-from mrl.workers.spec import ModelSpec
+from mrl.core.types import RankBatch, SyncReport, TokenBlock, UpdateReport
+from mrl.weight_sync.disk_sync import DiskSync
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.weight_sync.session import LiveSync
+from mrl.workers.capsule import NonFiniteGradientError
+from mrl.workers.micro_batch import MicroBatch
+from mrl.workers.model_spec import ModelSpec
 from parallel import checkpoint, groups, schedule
-from parallel.capabilities import capabilities
-from parallel.collectives import sum_over
-from parallel.device import device
+from parallel.checkpoint_writer import Save
+from parallel.collectives import all_reduce_sum
+from parallel.device import capabilities, device
 from parallel.offload import Offload
-from parallel.optimizer import build_optimizer, set_lr, wrap
-from parallel.optimizer_settings import AdamW
+from parallel.optimizer import build_optimizer, set_learning_rate, wrap
 from parallel.packing import pack
-from parallel.residence import Residence
-from parallel.saving import Save
-from parallel.schedule import LossOf, Report
+from parallel.schedule import LossFunction, Report
+from parallel.trainer_config import AdamWConfig, OffloadLevel
 
 
-class TrainedModel:
+class MegatronModel:
     """One rank's part; every rank of the layout holds one. torch.distributed and parallel.groups are initialised."""
 
     def __init__(self, spec: ModelSpec, head: Head) -> None:
@@ -66,7 +64,7 @@ class TrainedModel:
             cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
         )
 
-    def reset_optimizer(self, settings: AdamW) -> None:
+    def reset_optimizer(self, settings: AdamWConfig) -> None:
         """Start over with fresh optimizer state around the current weights (between supervised and RL stages)."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
@@ -75,11 +73,11 @@ class TrainedModel:
 
         Returns the bytes that this process still has there.
         """
-        return self.offload.move(Residence.WEIGHTS if keep_weights else Residence.NOTHING)
+        return self.offload.move(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
 
     def wake(self) -> None:
         """Have all memory on the device again; what was there is, bit by bit, but for gradients. All ranks call this."""
-        self.offload.move(Residence.EVERYTHING)
+        self.offload.move(OffloadLevel.FULLY_LOADED)
 
     def keep_reference(self) -> None:
         """Remember the current weights, on the host, as those of the reference policy."""
@@ -105,9 +103,9 @@ class TrainedModel:
             tensor.copy_(other)
             other.copy_(current)
 
-    def micro_batches(self, block: TokenBlock, share: Share) -> list[MicroBatch]:
+    def micro_batches(self, block: TokenBlock, share: RankBatch) -> list[MicroBatch]:
         """This rank's part of each of the share's micro-batches."""
-        reduce = partial(sum_over, group=groups.cp_group())
+        reduce = partial(all_reduce_sum, group=groups.cp_group())
         return [MicroBatch.build(block, rows, share, self._pack, reduce) for rows in share.micro_batches]
 
     def forward(self, micros: Sequence[MicroBatch], head: schedule.Head) -> list[Tensor]:
@@ -123,7 +121,12 @@ class TrainedModel:
         return [report["output"] for report in reports]
 
     def accumulate(
-        self, micros: Sequence[MicroBatch], head: schedule.Head, loss_of: LossOf, share: Share, whole: bool = False
+        self,
+        micros: Sequence[MicroBatch],
+        head: schedule.Head,
+        loss_of: LossFunction,
+        share: RankBatch,
+        whole: bool = False,
     ) -> list[Report]:
         """Gradients of the summed losses, from zero; `whole`: on every replica all of them, for a look at them."""
         for chunk in self.chunks:
@@ -137,19 +140,19 @@ class TrainedModel:
     def step(self, lr: float, number: int = 0) -> float:
         """One optimizer step on the accumulated gradients; returns their norm, before clipping.
 
-        Raises NotFinite, which tells the mini-batch's `number`, on every rank: the weights are then as they were.
+        Raises NonFiniteGradientError, which tells the mini-batch's `number`, on every rank: the weights are then as they were.
         """
-        set_lr(self.optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
         # Without a loss scale Megatron 0.19 looks at nothing before it steps: a NaN would be in every weight.
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            raise NotFinite(number, norm)
+            raise NonFiniteGradientError(number, norm)
         stepped, norm, _ = self.optimizer.step()
         assert stepped, "only a loss scale, which is not used, makes Megatron leave out a step"
         return float(norm)
 
-    def score(self, block: TokenBlock, share: Share, head: schedule.Head) -> list[Tensor]:
+    def score(self, block: TokenBlock, share: RankBatch, head: schedule.Head) -> list[Tensor]:
         """The first row [R] of what `head` makes of each micro-batch, from the context-parallel ranks' parts [R here].
 
         Empty except on the last pipeline stage.
@@ -220,7 +223,7 @@ class TrainedModel:
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
         """Start `save` into `folder`, in place; training may go on. At most one save is on its way.
 
-        Raises SaveError on all ranks.
+        Raises CheckpointSaveError on all ranks.
         """
         assert self._save is None, "finish_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
@@ -232,7 +235,7 @@ class TrainedModel:
     def finish_save(self, timeout_s: float) -> None:
         """Wait for every rank's part of the save on its way: its folder is then complete, and on the disk.
 
-        Raises SaveError on all ranks, naming folder and cause; the folder is then no checkpoint.
+        Raises CheckpointSaveError on all ranks, naming folder and cause; the folder is then no checkpoint.
         """
         assert self._save is not None, "begin_save() comes first"
         save, self._save = self._save, None
@@ -266,7 +269,7 @@ class FolderSync:
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: MegatronModel,
         urls: list[str],
         folder: Path,
         layout_of: Callable[[Topology], EngineLayout],

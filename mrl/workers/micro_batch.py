@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mrl.algorithms.inputs import Responses
-from mrl.core.types import Share, TokenBlock
+from mrl.core.types import RankBatch, TokenBlock
 from parallel.packing import PackedSequences, Segment
 
 Ints = NDArray[np.int64]
@@ -40,7 +40,7 @@ class MicroBatch:
         cls,
         block: TokenBlock,
         rows: Ints,
-        share: Share,
+        share: RankBatch,
         pack: Callable[[list[Segment]], PackedSequences],
         reduce: Callable[[Tensor], Tensor] = Responses.reduce,
     ) -> "MicroBatch":

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class WeightSync:
+class WeightSyncer:
     """Brings the trainer's weights to all engines; no engine serves anything but the version that was pushed last."""
 
     push_weights: Callable[[int], Sequence[SyncReport]]  # on all trainer ranks; their reports, rank 0's first

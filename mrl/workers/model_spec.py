@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class ModelSpec:
     model_path: str  # Hugging Face folder
     dims: ParallelDims
     dtype: str  # float32 or bfloat16
-    optimizer: AdamW | None  # None: it is never trained
+    optimizer: AdamWConfig | None  # None: it is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # packs may compute a group's prompt once
     logprob_chunk: int = 1024  # rows of logits that exist at one time

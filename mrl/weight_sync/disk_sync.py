@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from mrl.core.types import SyncReport
-from mrl.weight_sync.control import EngineControl
 from mrl.weight_sync.coordinator import Coordinator
+from mrl.weight_sync.engine_control import EngineControl
+from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
 from mrl.weight_sync.errors import SyncError, WeightMismatchError
-from mrl.weight_sync.layout import EngineLayout, Held, Topology
 
 KEPT = 2  # folders: the one that engines have, and the one before
 
@@ -83,11 +83,11 @@ class DiskSync:
             failed=engines.failures,
         )
 
-    def _expected(self) -> Expected | None:
+    def _expected(self) -> ExpectedChecksums | None:
         """What engines should report after the next load; None for those whose checksums cannot be told from here."""
         if self._info["device"] != "cpu":
             return None
-        return Expected(self._layout, getattr(torch, self._info["dtype"]))
+        return ExpectedChecksums(self._layout, getattr(torch, self._info["dtype"]))
 
     def _remove_old(self) -> None:
         versions = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
@@ -105,15 +105,15 @@ def _counted(tensors: NamedTensors, size: Counter[str]) -> Iterator[tuple[str, T
         yield name, tensor
 
 
-class Expected:
+class ExpectedChecksums:
     """SGLang's own checksums of all parameters of an engine, from the whole tensors that go by."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._shapes = [layout.shapes(rank) for rank in range(layout.topology.tp)]
-        self._held: list[dict[str, list[Held]]] = []
+        self._held: list[dict[str, list[EngineShard]]] = []
         for rank in range(layout.topology.tp):
-            by_name: dict[str, list[Held]] = {}
+            by_name: dict[str, list[EngineShard]] = {}
             for part in layout.rank(rank):
                 by_name.setdefault(part.name, []).append(part)
             self._held.append(by_name)
@@ -129,7 +129,7 @@ class Expected:
                     self._add(rank, part, tensor)
             yield name, tensor
 
-    def _add(self, rank: int, part: Held, tensor: Tensor) -> None:
+    def _add(self, rank: int, part: EngineShard, tensor: Tensor) -> None:
         shape, filling = self._shapes[rank][part.param], self._filling[rank]
         whole = filling.setdefault(part.param, torch.zeros(shape, dtype=self._dtype))
         place = part.place(part.box)

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from models.conversion.box import Box
-from models.conversion.mapping import Mapping
+from models.conversion.mapping import Box, Mapping
 from mrl.config.schema import WeightSyncConfig
-from mrl.weight_sync.channel import Channel
-from mrl.weight_sync.control import EngineControl, PauseMode
+from mrl.core.types import SyncReport
+from mrl.weight_sync.control_channel import ControlChannel
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.errors import SyncError
-from mrl.weight_sync.layout import OUTPUT, EngineLayout, Topology
-from mrl.weight_sync.plan import Bucket, compile_plan, owners
-from mrl.weight_sync.sender import ENGINE_PATIENCE
-from mrl.weight_sync.team import Team
-from mrl.weight_sync.wires import CudaIpc, Outlet, ProcessGroup, SharedMemory, join_group
+from mrl.weight_sync.engine_control import EngineControl, PauseMode
+from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology
+from mrl.weight_sync.errors import SyncError, WeightMismatchError
+from mrl.weight_sync.sender import ENGINE_PATIENCE, BucketSender
+from mrl.weight_sync.transfer_plan import Bucket, compile_transfer_plan, trainer_shards
+from mrl.weight_sync.transports import CudaIpcSendEnd, ProcessGroupEnd, SendEnd, SharedMemorySendEnd, join_group
 from parallel.dims import ParallelDims
+
+# FROM: The trainer ranks of a weight sync, as one: what one of them learns, all know; what fails on one fails on all.
+# FROM: Live weight sync: every trainer rank sends what the plan says, straight to the engine ranks that need it.
 
 log = logging.getLogger(__name__)
 PATIENCE = 4 * ENGINE_PATIENCE  # times `timeout_s`: of trainer ranks that wait for one that waits for engines
@@ -56,13 +61,13 @@ LayoutOf = Callable[[Topology], EngineLayout]
 
 
 @dataclass(frozen=True)
-class Session:
+class SenderSession:
     """One trainer rank's end of an open session."""
 
-    team: Team
-    channel: Channel
+    team: TrainerRanks
+    channel: ControlChannel
     coordinator: Coordinator | None  # on rank 0
-    outlet: Outlet
+    outlet: SendEnd
     buckets: list[Bucket]  # that this rank sends
     closing: ExitStack
 
@@ -71,10 +76,12 @@ class Session:
         self.closing.close()
 
 
-def open_session(urls: Sequence[str], weights: Weights, layout_of: LayoutOf, settings: WeightSyncConfig) -> Session:
+def open_session(
+    urls: Sequence[str], weights: Weights, layout_of: LayoutOf, settings: WeightSyncConfig
+) -> SenderSession:
     """Every trainer rank calls this. Raises SyncError or ValueError, the same on all ranks, and leaves nothing behind."""
     with ExitStack() as stack:
-        team = Team(PATIENCE * settings.timeout_s)
+        team = TrainerRanks(PATIENCE * settings.timeout_s)
         stack.callback(team.close)
         opening = _Opening(team, urls, weights, settings, stack)
         coordinator = opening.coordinator
@@ -82,7 +89,7 @@ def open_session(urls: Sequence[str], weights: Weights, layout_of: LayoutOf, set
         ready = team.first(lambda: opening.compile(layout_of, channel, where))
         buckets: list[Bucket] = channel.get(f"send/{team.rank}")
         outlet = opening.open_wires(ready, channel, buckets)
-        return Session(team, channel, coordinator, outlet, buckets, stack.pop_all())
+        return SenderSession(team, channel, coordinator, outlet, buckets, stack.pop_all())
     raise AssertionError("the stack does not swallow exceptions")
 
 
@@ -90,7 +97,7 @@ class _Opening:
     """The steps, in their order. What is opened is put on the stack."""
 
     def __init__(
-        self, team: Team, urls: Sequence[str], weights: Weights, settings: WeightSyncConfig, stack: ExitStack
+        self, team: TrainerRanks, urls: Sequence[str], weights: Weights, settings: WeightSyncConfig, stack: ExitStack
     ) -> None:
         self.team, self.urls, self.weights, self.settings, self.stack = team, urls, weights, settings, stack
         self.coordinator: Coordinator | None = None
@@ -113,20 +120,20 @@ class _Opening:
         ((_, _, topology),) = kinds
         session, address, timeout_s = uuid.uuid4().hex[:8], _own_address(self.urls[0]), self.settings.timeout_s
         mode = cast("PauseMode", self.settings.pause_mode)  # checked when the run was planned
-        hosted, port = Channel.host(address, session, timeout_s)
+        hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # the store lives as long as the session
         reach = dict(address=address, port=port, session=session)
-        join = partial(Channel.join, **reach, timeout_s=timeout_s)
+        join = partial(ControlChannel.join, **reach, timeout_s=timeout_s)
         self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, mode, join)
         self.stack.callback(self.coordinator.close)
         hello = self.coordinator.hello(dict(reach, timeout_s=ENGINE_PATIENCE * timeout_s))
         return dict(reach=reach, topology=topology, hello=hello)
 
-    def join(self) -> tuple[Channel, list[Any]]:
+    def join(self) -> tuple[ControlChannel, list[Any]]:
         """Reach the control channel; (host, GPU) of every trainer rank."""
 
-        def reach() -> Channel:
-            return Channel.join(**self.begun["reach"], timeout_s=self.settings.timeout_s)
+        def reach() -> ControlChannel:
+            return ControlChannel.join(**self.begun["reach"], timeout_s=self.settings.timeout_s)
 
         where = self.team.everyone(_place)
         address, hosts = self.begun["reach"]["address"], {host for host, _ in where}
@@ -135,11 +142,11 @@ class _Opening:
                 f"trainers are on {len(hosts)} machines, but engines listen on {address}, where only those of one reach them; "
                 "use weight_sync.transport=disk."
             )
-        channels: list[Channel] = []
+        channels: list[ControlChannel] = []
         self.team.everyone(lambda: channels.append(reach()))
         return channels[0], where
 
-    def compile(self, layout_of: LayoutOf, channel: Channel, where: list[Any]) -> dict[str, Any]:
+    def compile(self, layout_of: LayoutOf, channel: ControlChannel, where: list[Any]) -> dict[str, Any]:
         """Rank 0: compile the plan, hand everyone its part, have the engines prove it, choose the wires."""
         assert self.coordinator is not None, "only rank 0 talks with the engines"
         hello, tp = self.begun["hello"], self.begun["topology"].tp
@@ -148,8 +155,8 @@ class _Opening:
         for rank, said in hello.items():
             check_parameters(layout, rank % tp, said["parameters"], f"engine rank {rank}")
         w, sizes = self.weights, {name: (dtype, _itemsize(dtype)) for name, (_, dtype) in parameters.items()}
-        owned = owners(w.rows, w.sizes, w.dims, w.stage)
-        plan = compile_plan(owned, layout, len(hello) // tp, sizes.__getitem__, self.settings.bucket_bytes)
+        owned = trainer_shards(w.rows, w.sizes, w.dims, w.stage)
+        plan = compile_transfer_plan(owned, layout, len(hello) // tp, sizes.__getitem__, self.settings.bucket_bytes)
         for rank in range(self.team.size):
             channel.put(f"send/{rank}", plan.of_sender(rank))
         for tp_rank in range(tp):  # the same for all engines
@@ -161,13 +168,15 @@ class _Opening:
         log.info("weight sync by %s: %s", transport, plan)
         return dict(transport=transport, cuda=hello[0]["where"][1] is not None, receivers=len(hello))
 
-    def open_wires(self, ready: dict[str, Any], channel: Channel, buckets: Sequence[Bucket]) -> Outlet:
+    def open_wires(self, ready: dict[str, Any], channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
         """Every rank: open this end, while the engines open theirs."""
         slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
-        outlets: list[Outlet] = []
+        outlets: list[SendEnd] = []
 
         def shared() -> Any:
-            outlets.append((SharedMemory if ready["transport"] == "shared_memory" else CudaIpc)(slot_bytes))
+            outlets.append(
+                (SharedMemorySendEnd if ready["transport"] == "shared_memory" else CudaIpcSendEnd)(slot_bytes)
+            )
             self.stack.callback(outlets[0].close)
             return outlets[0].handle()
 
@@ -191,7 +200,7 @@ class _Opening:
         outlets[0].settle()
         return outlets[0]
 
-    def _tell_wires(self, channel: Channel, how: dict[str, Any]) -> None:
+    def _tell_wires(self, channel: ControlChannel, how: dict[str, Any]) -> None:
         assert self.coordinator is not None, "only rank 0 talks with the engines"
         channel.put("wires", how | dict(timeout_s=self.settings.timeout_s))
         self.coordinator.open()
@@ -200,11 +209,11 @@ class _Opening:
         assert self.coordinator is not None, "only rank 0 talks with the engines"
         self.coordinator.opened()
 
-    def _join_group(self, ready: dict[str, Any], channel: Channel, slot_bytes: int) -> ProcessGroup:
+    def _join_group(self, ready: dict[str, Any], channel: ControlChannel, slot_bytes: int) -> ProcessGroupEnd:
         how = channel.get("wires")
         size, device = how["num_senders"] + how["num_receivers"], torch.device("cuda" if ready["cuda"] else "cpu")
         group = join_group(channel.store, how["name"], how["backend"], self.team.rank, size, how["timeout_s"])
-        return ProcessGroup(group, self.team.size, slot_bytes, device)
+        return ProcessGroupEnd(group, self.team.size, slot_bytes, device)
 
 
 def check_parameters(
@@ -267,3 +276,117 @@ def _own_address(engine_url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; the kernel picks the interface
         return probe.getsockname()[0]
+
+
+class TrainerRanks:
+    """All ranks of the default group, over a gloo group of their own, whose patience is longer than every wait of a sync."""
+
+    def __init__(self, timeout_s: float) -> None:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        self._group = group
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def first[T](self, call: Callable[[], T]) -> T:
+        """What rank 0 makes of `call`, on every rank; its error too."""
+        outcome: list[Any] = [_outcome(call) if self.rank == 0 else None]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        return _unpacked(outcome[0])
+
+    def everyone[T](self, call: Callable[[], T]) -> list[T]:
+        """What each rank makes of its own `call`, by rank, on every rank; the first rank's error that has one."""
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, _outcome(call), group=self._group)
+        return [_unpacked(outcome) for outcome in outcomes]
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return call(), None
+    except (SyncError, WeightMismatchError, ValueError) as error:
+        return None, error
+    except Exception as error:  # told to all ranks, which raise it: one that is left alone would wait for the others
+        log.exception("weight sync")
+        return None, SyncError(f"{type(error).__name__}: {error}")
+
+
+def _unpacked(outcome: tuple[Any, Exception | None]) -> Any:
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+class LiveSync:
+    """One trainer rank's end. Every rank makes one, and calls `push` with the same version; rank 0 talks with the engines."""
+
+    def __init__(self, urls: Sequence[str], weights: Weights, layout_of: LayoutOf, settings: WeightSyncConfig) -> None:
+        """Reach the engines, compile the plan, open the wires; raises SyncError or ValueError, the same on all ranks."""
+        self._weights, self._delta = weights, settings.delta
+        self.session = open_session(urls, weights, layout_of, settings)
+        self.sender = BucketSender(self.session.channel, self.session.outlet, self.session.buckets, settings.delta)
+        self._num_tensors = len({piece.name for bucket in self.session.buckets for piece in bucket.pieces})
+        self._base: str | None = None  # the last push that every engine holds, checked
+        self._version = -1
+
+    def push(self, version: int, released: bool = False) -> SyncReport:
+        """Bring the current weights to every engine, which then serves them as `version`.
+
+        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        What this rank sent; and which engines failed on the way (they are out of service; a new LiveSync over those that are
+        left and their successors brings them in). Raises WeightMismatchError on all ranks.
+        """
+        assert version >= self._version, f"versions only grow: {version} after {self._version}"
+        team, base, start = self.session.team, None, time.perf_counter()
+        if self._delta and not released:
+            base = self._base
+        push = team.first(lambda: self._begin(version, base))
+        begun = time.perf_counter()
+        read = self._weights.reader()
+        sent = self.sender.push(push, lambda piece: read(piece.name, piece.box), full=base is None)
+        sending = time.perf_counter()
+        failed, again = team.first(lambda: self._finish(push, version, base is not None, not released))
+        done = time.perf_counter()
+        self._version, self._base = version, None if failed or again else push
+        return SyncReport(
+            bytes=sent.payload_bytes,
+            raw_bytes=sent.raw_bytes,
+            tensors=self._num_tensors,
+            buckets=sent.messages,
+            seconds=done - start,
+            engine_seconds=begun - start + sent.waited_s + done - sending,
+            failed=failed,
+            again=again,
+        )
+
+    def _begin(self, version: int, base: str | None) -> str:
+        """Rank 0: name the push and have the engines wait for it."""
+        push = f"push/{version}/{uuid.uuid4().hex[:8]}"
+        self._coordinator.begin(push, base)
+        return push
+
+    def _finish(self, push: str, version: int, delta: bool, go_on: bool) -> tuple[dict[str, str], bool]:
+        """Rank 0: have the engines serve; which failed, and whether a difference did not arrive as it was meant."""
+        coordinator, again = self._coordinator, False
+        try:
+            coordinator.finish(push)
+            coordinator.serve(push, version, go_on)
+        except WeightMismatchError as error:
+            if not delta:
+                raise
+            log.warning("version %d is sent again in full: %s", version, error)
+            again = True
+        return coordinator.failures, again
+
+    def close(self) -> None:
+        """Let the engines go; those that are gone already do not matter."""
+        self.session.close()
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        assert self.session.coordinator is not None, "only rank 0 talks with the engines"
+        return self.session.coordinator

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from models.conversion.box import Box
-from models.conversion.mapping import Mapping, VocabMapping
-from models.spec import Architecture, Family
+from models.architecture import Architecture, Family
+from models.conversion.mapping import Box, Mapping, VocabMapping
 
 VOCAB_PADDING = 64
 """SGLang pads the rows of embedding and output layer to a multiple of this, with zeros."""
@@ -41,7 +40,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class EngineShard:
     """A box of a Hugging Face tensor, and where it lies in a parameter of an engine's rank."""
 
     name: str  # Hugging Face
@@ -130,7 +129,7 @@ class EngineLayout:
                 return stem + found, parts
         return name, (name,)
 
-    def rank(self, rank: int) -> tuple[Held, ...]:
+    def rank(self, rank: int) -> tuple[EngineShard, ...]:
         """Everything that rank `rank` holds, in the table's order."""
         if rank not in self._known:
             self._known[rank] = tuple(self._all_held(rank))
@@ -141,7 +140,7 @@ class EngineLayout:
         return self._shapes_by_rank[rank]
 
     @cached_property
-    def _known(self) -> dict[int, tuple[Held, ...]]:
+    def _known(self) -> dict[int, tuple[EngineShard, ...]]:
         """What ranks hold, as it was asked for: seconds of work for many experts, and asked for again."""
         return {}
 
@@ -149,13 +148,13 @@ class EngineLayout:
     def _shapes_by_rank(self) -> list[dict[str, tuple[int, ...]]]:
         return [self._param_shapes(self.rank(rank)) for rank in range(self.topology.tp)]
 
-    def _all_held(self, rank: int) -> list[Held]:
+    def _all_held(self, rank: int) -> list[EngineShard]:
         held = [part for row in self.rows for name in row.hf if (part := self._held(name, rank))]
         if self.output_copy:
             held += [replace(part, param=OUTPUT) for part in held if part.name == EMBEDDING]
         return held
 
-    def _param_shapes(self, held_parts: Sequence[Held]) -> dict[str, tuple[int, ...]]:
+    def _param_shapes(self, held_parts: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for held in held_parts:
             place = held.place(held.box)
@@ -166,7 +165,7 @@ class EngineLayout:
                 found[held.param] = (self._vocab_rows(held.name, self._cut_over(row)), *ends[1:])
         return found
 
-    def _held(self, name: str, rank: int) -> Held | None:
+    def _held(self, name: str, rank: int) -> EngineShard | None:
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._local_experts != self._expert_group(rank):
             return None
@@ -180,7 +179,7 @@ class EngineLayout:
         at = (before, *(0,) * (len(box.sizes) - 1))
         if row.expert is not None:
             at = (row.expert % self._local_experts, *at)
-        return Held(name, box, param, at)
+        return EngineShard(name, box, param, at)
 
     @property
     def _local_experts(self) -> int:

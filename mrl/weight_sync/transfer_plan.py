@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from models.conversion.box import Box
+from models.conversion.mapping import Box
 from models.conversion.mapping import Mapping as Row
-from mrl.weight_sync.layout import EngineLayout, Held
+from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
+
+# FROM: What a transfer plan means before anything runs: bytes, messages and seconds of every rank; how far from the least. Pure.
 
 ALIGNMENT = 16  # bytes; pieces begin at multiples of it, so that any dtype can be read in place
 GRAIN = 1 << 20  # bytes; pieces are not cut smaller than this to even out the senders
@@ -23,7 +25,7 @@ PIECES_OF_A_SHARE = 16  # of an even share of all that is sent, no piece is larg
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorChunk:
     """A box of a Hugging Face tensor on its way."""
 
     name: str  # Hugging Face
@@ -47,7 +49,7 @@ class Bucket:
     sender: int  # trainer rank
     number: int  # among the sender's; a sender sends, and everyone receives, in the order of (number, sender)
     audience: tuple[int, ...]  # engine ranks, counted over all engines; each needs every piece
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorChunk, ...]
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -73,7 +75,7 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where a received piece goes in one engine rank."""
 
     param: str
@@ -85,7 +87,7 @@ class TransferPlan:
     """All buckets of a sync, and where their pieces go."""
 
     buckets: tuple[Bucket, ...]
-    held: tuple[tuple[Held, ...], ...]  # by tensor-parallel rank of an engine
+    held: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank of an engine
     num_engines: int
     least_bytes: int  # that the engines' ranks hold together
 
@@ -97,9 +99,9 @@ class TransferPlan:
         """Buckets of one trainer rank, in the order of sending."""
         return [bucket for bucket in self.buckets if bucket.sender == rank]
 
-    def of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Place]]]:
+    def of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Destination]]]:
         """Buckets that an engine rank takes, in the order of taking, and where each piece goes."""
-        where: dict[str, list[Held]] = defaultdict(list)
+        where: dict[str, list[EngineShard]] = defaultdict(list)
         for held in self.held[engine_rank % self.engine_tp]:
             where[held.name].append(held)
         mine = sorted((b for b in self.buckets if engine_rank in b.audience), key=lambda b: (b.number, b.sender))
@@ -118,22 +120,22 @@ class TransferPlan:
         )
 
 
-def _place(piece: Piece, candidates: Iterable[Held]) -> Place:
+def _place(piece: TensorChunk, candidates: Iterable[EngineShard]) -> Destination:
     held = next(h for h in candidates if h.param == piece.param and h.box.intersect(piece.box) == piece.box)
-    return Place(held.param, held.place(piece.box))
+    return Destination(held.param, held.place(piece.box))
 
 
 @dataclass(frozen=True)
-class Owner:
+class TrainerShard:
     """A box of a Hugging Face tensor and the trainer ranks that all have it."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
-def owners(
+def trainer_shards(
     rows: Iterable[Row], sizes: dict[str, int], dims: ParallelDims, stage_of: Callable[[str], int]
-) -> dict[str, list[Owner]]:
+) -> dict[str, list[TrainerShard]]:
     """Who has what, by Hugging Face name. `stage_of`: pipeline stage by Megatron's parameter name (experts numbered)."""
     at = {rank: dims.coords(rank) for rank in range(dims.world_size)}
     experts_at = {rank: dims.expert_coords(rank) for rank in range(dims.world_size)}
@@ -143,19 +145,21 @@ def owners(
         stage, tp = at[rank].pp, at[rank].tp
         for key in ((stage, None, tp), (stage, None, -1), (stage, ep, etp), (stage, ep, -1)):
             members[key] = (*members.get(key, ()), rank)
-    found: dict[str, list[Owner]] = {}
+    found: dict[str, list[TrainerShard]] = {}
     for row in rows:
         stage, group = stage_of(row.megatron), None
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
         for name, boxes in row.cut(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
             shards = range(len(boxes)) if len(boxes) > 1 else [-1]
-            parts = [Owner(box, members[stage, group, s]) for box, s in zip(boxes, shards, strict=True) if box.numel]
+            parts = [
+                TrainerShard(box, members[stage, group, s]) for box, s in zip(boxes, shards, strict=True) if box.numel
+            ]
             found[name] = parts
     return found
 
 
-def even_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
+def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
     """Pipeline stage by Megatron's parameter name where all virtual stages have equally many layers."""
     per_chunk = num_layers // (dims.pp * dims.vpp)
 
@@ -167,8 +171,8 @@ def even_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
     return stage_of
 
 
-def compile_plan(
-    owned: Mapping[str, Sequence[Owner]],
+def compile_transfer_plan(
+    owned: Mapping[str, Sequence[TrainerShard]],
     layout: EngineLayout,
     num_engines: int,
     dtype_of: Callable[[str], tuple[str, int]],
@@ -186,7 +190,7 @@ def compile_plan(
     most_bytes = min(bucket_bytes, max(GRAIN, least // (senders * PIECES_OF_A_SHARE)))
     routes = list(_routes(owned, held, dtype_of, most_bytes))
     load: dict[int, int] = defaultdict(int)
-    of_sender: dict[int, list[tuple[int, Piece, tuple[int, ...]]]] = defaultdict(list)
+    of_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
     for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # large ones first: evener
         piece, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
@@ -198,11 +202,11 @@ def compile_plan(
 
 
 def _routes(
-    owned: Mapping[str, Sequence[Owner]],
-    held: Sequence[Sequence[Held]],
+    owned: Mapping[str, Sequence[TrainerShard]],
+    held: Sequence[Sequence[EngineShard]],
     dtype_of: Callable[[str], tuple[str, int]],
     most_bytes: int,
-) -> Iterator[tuple[Piece, tuple[int, ...], tuple[int, ...]]]:
+) -> Iterator[tuple[TensorChunk, tuple[int, ...], tuple[int, ...]]]:
     """(piece, tensor-parallel ranks of an engine that need it, trainer ranks that have it), in the table's order.
 
     A piece has at most `most_bytes`.
@@ -216,12 +220,14 @@ def _routes(
         for owner in owned[name]:
             common = box if box == owner.box else owner.box.intersect(box)
             for part in common.pieces(max(1, most_bytes // itemsize)) if common.numel else ():
-                yield Piece(name, part, param, dtype, itemsize), tuple(ranks), owner.ranks
+                yield TensorChunk(name, part, param, dtype, itemsize), tuple(ranks), owner.ranks
 
 
-def _buckets(sender: int, pieces: Iterable[tuple[int, Piece, tuple[int, ...]]], bucket_bytes: int) -> Iterator[Bucket]:
+def _buckets(
+    sender: int, pieces: Iterable[tuple[int, TensorChunk, tuple[int, ...]]], bucket_bytes: int
+) -> Iterator[Bucket]:
     """A sender's pieces, in their order, in buckets of one audience each; the audiences' buckets are numbered as they fill."""
-    filling: dict[tuple[int, ...], list[Piece]] = {}
+    filling: dict[tuple[int, ...], list[TensorChunk]] = {}
     size: dict[tuple[int, ...], int] = defaultdict(int)
     number = 0
     for _, piece, audience in pieces:
@@ -233,3 +239,73 @@ def _buckets(sender: int, pieces: Iterable[tuple[int, Piece, tuple[int, ...]]], 
     for audience, rest in filling.items():
         yield Bucket(sender, number, audience, tuple(rest))
         number += 1
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """What the explanation assumes of the hardware, each rank for itself."""
+
+    send_gb_per_s: float
+    receive_gb_per_s: float
+    message_us: float  # what a message costs besides its bytes
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """One rank's part of a sync."""
+
+    rank: str
+    bytes: int
+    messages: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TransferCost:
+    """A plan in numbers."""
+
+    senders: list[RankTraffic]
+    receivers: list[RankTraffic]
+    sent_bytes: int
+    least_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes that arrive over those that the engines hold."""
+        return self.sent_bytes / self.least_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole sync, if senders and receivers work at once: the slowest rank's."""
+        return max(traffic.seconds for traffic in [*self.senders, *self.receivers])
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the sender that has most over the mean."""
+        sent = [traffic.bytes for traffic in self.senders]
+        return max(sent) * len(sent) / sum(sent)
+
+
+def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpeeds, shared: bool) -> TransferCost:
+    """`shared`: receivers read what a sender wrote once (shared memory, CUDA IPC); else each is sent its own copy."""
+
+    def traffic(rank: str, sizes: list[int], gb_per_s: float) -> RankTraffic:
+        seconds = sum(sizes) / (gb_per_s * 1e9) + len(sizes) * speeds.message_us * 1e-6
+        return RankTraffic(rank, sum(sizes), len(sizes), seconds)
+
+    copies = {id(bucket): 1 if shared else len(bucket.audience) for bucket in plan.buckets}
+    senders: list[list[int]] = [[] for _ in range(num_senders)]
+    receivers: list[list[int]] = [[] for _ in range(plan.num_engines * plan.engine_tp)]
+    for bucket in plan.buckets:
+        senders[bucket.sender] += [bucket.nbytes] * copies[id(bucket)]
+        for rank in bucket.audience:
+            receivers[rank].append(bucket.nbytes)
+    return TransferCost(
+        [traffic(f"trainer {n}", sizes, speeds.send_gb_per_s) for n, sizes in enumerate(senders)],
+        [
+            traffic(f"engine {n // plan.engine_tp} rank {n % plan.engine_tp}", sizes, speeds.receive_gb_per_s)
+            for n, sizes in enumerate(receivers)
+        ],
+        plan.sent_bytes,
+        plan.least_bytes,
+    )

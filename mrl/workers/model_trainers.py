@@ -8,19 +8,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms import mismatch
+from mrl.algorithms import corrections
 from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
-from mrl.core.types import Estimates, Handle, Rollouts, TrainBatch, UpdateReport
+from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
+from mrl.workers.dp_partition import Packing, split, step_weights
 from mrl.workers.group import WorkerGroup
-from mrl.workers.shares import Packing, split, step_weights
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import AdamWConfig
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class UpdateRequest:
     """The optimizer steps on one rollout, as the driver orders them."""
 
     steps: list[TrainBatch]  # mini-batch after mini-batch
@@ -33,16 +33,16 @@ class Update:
 class Recorder(Protocol):
     """Watches updates, and keeps some of them whole."""
 
-    def watch(self, group: WorkerGroup, update: Update, step: int) -> AbstractContextManager[list[UpdateReport]]:
+    def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
         """The context of one update; its reports are added to the list in it."""
         ...
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateRunner:
     """How a rollout becomes optimizer steps."""
 
-    optimizer: AdamW
+    optimizer: AdamWConfig
     packing: Packing
     aggregation: str
     longest: int  # tokens that a response may have
@@ -56,19 +56,19 @@ class Updates:
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + number) for number in range(len(steps))]
         average = dict(aggregation=self.aggregation, longest=self.longest)
-        update = Update(steps=steps, lrs=lrs, aggregation=self.aggregation, longest=self.longest, how=how)
+        update = UpdateRequest(steps=steps, lrs=lrs, aggregation=self.aggregation, longest=self.longest, how=how)
         with self.recorder.watch(group, update, step) if self.recorder else nullcontext([]) as reports:
             reports += group.update(steps, self.packing, **average, lrs=lrs, **how)
         return reports, lrs[-1]
 
 
 @dataclass(frozen=True)
-class ActorPolicy:
+class ActorTrainer:
     """A WorkerGroup that holds an actor, trained with one objective."""
 
     group: WorkerGroup
     objective: Objective
-    updates: Updates
+    updates: UpdateRunner
     temperature: float  # of sampling
     skip_zero_advantage: bool
 
@@ -83,7 +83,7 @@ class ActorPolicy:
     def _compute(self, what: str, rollouts: Rollouts) -> list[Handle]:
         return self.group.compute(what, batch_of(rollouts), self.updates.packing, temperature=self.temperature)
 
-    def update(self, rollouts: Rollouts, estimates: Estimates, step: int, kl_coef: float) -> Metrics:
+    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int, kl_coef: float) -> Metrics:
         """Optimizer steps on the whole batch; rows that cannot change the gradient are left out."""
         objective = self.objective.with_kl_coef(kl_coef)
         batch = batch_of(rollouts, estimates, self._trained(estimates))
@@ -91,7 +91,7 @@ class ActorPolicy:
         skippable = float(estimates.without_advantage.mean())
         return {**_of_actor(reports), "batch/zero_advantage_fraction": skippable, "optim/lr": lr}
 
-    def token_weights(self, rollouts: Rollouts, estimates: Estimates) -> list[NDArray[np.float64]]:
+    def token_weights(self, rollouts: Rollouts, estimates: AdvantageResult) -> list[NDArray[np.float64]]:
         """For each optimizer step of `update`: [B] what one token of a response counts for in the loss; 0 if it is left out."""
         batch = batch_of(rollouts, estimates, self._trained(estimates))
         return [
@@ -99,7 +99,7 @@ class ActorPolicy:
             for step in split(batch, self.updates.mini_batches) * self.updates.epochs
         ]
 
-    def _trained(self, estimates: Estimates) -> NDArray[np.bool_]:
+    def _trained(self, estimates: AdvantageResult) -> NDArray[np.bool_]:
         """[B] which rows are computed at all."""
         trained = ~estimates.rejected
         if self.skip_zero_advantage and self.objective.zero_without_advantage:
@@ -110,25 +110,25 @@ class ActorPolicy:
 
 
 @dataclass(frozen=True)
-class CriticPolicy:
+class CriticTrainer:
     """A WorkerGroup that holds a critic, which learns to predict returns."""
 
     group: WorkerGroup
     loss: ValueLoss
-    updates: Updates
+    updates: UpdateRunner
 
     def values(self, rollouts: Rollouts) -> list[Handle]:
         """Values [R] before each sampled token."""
         return self.group.compute("values", batch_of(rollouts), self.updates.packing)
 
-    def update(self, rollouts: Rollouts, estimates: Estimates, step: int) -> Metrics:
+    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int) -> Metrics:
         """Optimizer steps towards the returns of all rows that are not rejected."""
         reports, lr = self.updates.run(self.group, batch_of(rollouts, estimates), step, loss=self.loss)
         return _of_critic(reports) | {"critic/lr": lr}
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherScorer:
     """A WorkerGroup that holds a model whose log-probabilities are learnt from."""
 
     group: WorkerGroup
@@ -141,7 +141,7 @@ class Teacher:
 
 
 def batch_of(
-    rollouts: Rollouts, estimates: Estimates | None = None, trained: NDArray[np.bool_] | None = None
+    rollouts: Rollouts, estimates: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
     """All rows; or those of `trained` [B], with the denominators of all that `estimates` do not reject."""
     counted = np.ones(len(rollouts.groups), bool) if estimates is None else ~estimates.rejected
@@ -163,7 +163,7 @@ def _of_actor(reports: list[UpdateReport]) -> Metrics:
     A mini-batch all of whose rows were left out reports no tokens.
     """
     tokens, gap, entropy = (_popped(reports, name) for name in ("tokens", "gap", "entropy"))
-    distance = mismatch.metrics({name: _popped(reports, name) for name in mismatch.SUMS})
+    distance = corrections.mismatch_metrics({name: _popped(reports, name) for name in corrections.MISMATCH_SUMS})
     seconds, computed = (sum(r.maxima.pop(name) for r in reports) for name in ("seconds", "batch/computed_tokens"))
     largest_gap = max(r.maxima.pop("gap", float("-inf")) for r in reports)
     losses = [r.sums.pop("loss", 0.0) for r in reports]

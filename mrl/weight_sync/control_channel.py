@@ -13,13 +13,13 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from mrl.config.secrets import engine_key
 from mrl.weight_sync.errors import PeerError
-from parallel.store import host_store
+from parallel.collectives import open_tcp_store
 
 SLICE_S = 0.5  # a wait looks this often whether those it waits for have failed
 _PROOF_BYTES = 32  # SHA-256
 
 
-class Channel:
+class ControlChannel:
     """Values by key, one namespace per session. What never comes is a PeerError after `timeout_s` seconds."""
 
     def __init__(self, store: Store, session: str, timeout_s: float) -> None:
@@ -27,13 +27,13 @@ class Channel:
         self.timeout_s = timeout_s
 
     @classmethod
-    def host(cls, address: str, session: str, timeout_s: float) -> tuple[Channel, int]:
+    def host(cls, address: str, session: str, timeout_s: float) -> tuple[ControlChannel, int]:
         """Open the store in this process; returns the channel and the store's port, which the store picks."""
-        store = host_store(address, 0, timedelta(seconds=timeout_s))
+        store = open_tcp_store(address, 0, timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s), store.port
 
     @classmethod
-    def join(cls, address: str, port: int, session: str, timeout_s: float) -> Channel:
+    def join(cls, address: str, port: int, session: str, timeout_s: float) -> ControlChannel:
         """Reach the store that another process hosts."""
         store = TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.reduce import token_weights
-from mrl.core.types import Share, TrainBatch
+from mrl.algorithms.objective import token_weights
+from mrl.core.types import RankBatch, TrainBatch
 from mrl.data.batching import CostModel, Unit, make_units, plan
 from parallel.dims import ParallelDims
 
@@ -21,10 +21,10 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepPartition:
     """One optimizer step: each replica's share, and what the plan saves and costs."""
 
-    shares: list[Share]  # by data-parallel rank
+    shares: list[RankBatch]  # by data-parallel rank
     numbers: dict[str, float]  # metrics
 
 
@@ -46,9 +46,9 @@ def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
     return steps or [batch]
 
 
-def plan_step(
+def partition_step(
     batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str, longest: int | None = None
-) -> StepPlan:
+) -> StepPartition:
     """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's.
 
     `longest`: tokens that a response may have, where the aggregation asks for it.
@@ -74,8 +74,8 @@ def plan_step(
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
     tokens = max(1, sum(unit.tokens for unit in units))
-    shares = [Share(micros, weights, groups if shared else None, tokens) for micros in replicas]
-    return StepPlan(shares, _numbers(batch, units, replicas))
+    shares = [RankBatch(micros, weights, groups if shared else None, tokens) for micros in replicas]
+    return StepPartition(shares, _numbers(batch, units, replicas))
 
 
 def step_weights(batch: TrainBatch, aggregation: str, longest: int | None = None) -> NDArray[np.float64]:
@@ -92,7 +92,7 @@ def _counted_weights(batch: TrainBatch, aggregation: str, longest: int | None) -
     return weights
 
 
-def in_one_process(plan: StepPlan) -> Share:
+def merge_rank_batches(plan: StepPartition) -> RankBatch:
     """The same packs, all of them for one process."""
     micros = tuple(rows for share in plan.shares for rows in share.micro_batches)
     return replace(plan.shares[0], micro_batches=micros)

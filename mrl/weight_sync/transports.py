@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLOTS = 2
+NUM_SLOTS = 2
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class Outlet(Protocol):
+class SendEnd(Protocol):
     """A sender's end."""
 
     @property
@@ -43,7 +43,7 @@ class Outlet(Protocol):
         """Let go of everything."""
 
 
-class Inlet(Protocol):
+class RecvEnd(Protocol):
     """A receiver's end."""
 
     def take(self, sender: int, number: int, nbytes: int) -> Tensor:
@@ -53,7 +53,7 @@ class Inlet(Protocol):
         """Let go of everything."""
 
 
-class SharedMemory:
+class SharedMemorySendEnd:
     """Slots in a file that lives in memory; it loses its name once all have mapped it, so a crash later leaves nothing behind."""
 
     def __init__(self, slot_bytes: int) -> None:
@@ -62,13 +62,13 @@ class SharedMemory:
         try:
             with self.path.open("xb") as file:
                 os.posix_fallocate(
-                    file.fileno(), 0, max(1, SLOTS * slot_bytes)
+                    file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes)
                 )  # a sparse file would end in a bus error
             self.slots = _mapped(self.path, slot_bytes)
         except OSError as error:
             self.path.unlink(missing_ok=True)
             raise ValueError(
-                f"weight_sync: {SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} beside those of other ranks "
+                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} beside those of other ranks "
                 f"({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
             ) from error
 
@@ -87,14 +87,14 @@ class SharedMemory:
 
 
 def _mapped(path: Path, slot_bytes: int) -> Sequence[Tensor]:
-    return torch.from_file(str(path), shared=True, size=SLOTS * slot_bytes, dtype=torch.uint8).split(slot_bytes)
+    return torch.from_file(str(path), shared=True, size=NUM_SLOTS * slot_bytes, dtype=torch.uint8).split(slot_bytes)
 
 
-class CudaIpc:
+class CudaIpcSendEnd:
     """Slots in this GPU's memory, opened by processes on the same machine."""
 
     def __init__(self, slot_bytes: int) -> None:
-        self._whole = torch.empty(SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
+        self._whole = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
         self.slots = self._whole.split(slot_bytes)
         self.slot_bytes = slot_bytes
 
@@ -123,15 +123,15 @@ class CudaIpc:
 _DEVICE = 6  # place of the device's number among the arguments of torch's rebuild_cuda_tensor
 
 
-class SharedSlots:
+class SharedSlotsRecvEnd:
     """A receiver's view of its senders' shared slots."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """`handles`: of SharedMemory or CudaIpc, by sender."""
+        """`handles`: of SharedMemorySendEnd or CudaIpcSendEnd, by sender."""
         self._slots = {sender: _opened(handle) for sender, handle in handles.items()}
 
     def take(self, sender: int, number: int, nbytes: int) -> Tensor:
-        return self._slots[sender][number % SLOTS][:nbytes]
+        return self._slots[sender][number % NUM_SLOTS][:nbytes]
 
     def close(self) -> None:
         self._slots = {}
@@ -153,11 +153,11 @@ def _opened(handle: Any) -> Sequence[Tensor]:
     return rebuild(*arguments).split(slot_bytes)
 
 
-class ProcessGroup:
+class ProcessGroupEnd:
     """Sends between one group of all senders and all engine ranks; each end makes one, with its own rank."""
 
     def __init__(
-        self, group: dist.ProcessGroup, num_senders: int, slot_bytes: int, device: torch.device, slots: int = SLOTS
+        self, group: dist.ProcessGroup, num_senders: int, slot_bytes: int, device: torch.device, slots: int = NUM_SLOTS
     ) -> None:
         """A receiver needs one slot."""
         self.group, self.num_senders = group, num_senders
@@ -171,12 +171,12 @@ class ProcessGroup:
         """Nothing is shared."""
 
     def send(self, number: int, nbytes: int, audience: Sequence[int]) -> None:
-        data = self.slots[number % SLOTS][:nbytes]
-        self._sending[number % SLOTS] = []  # those sent from this slot before are acknowledged
+        data = self.slots[number % NUM_SLOTS][:nbytes]
+        self._sending[number % NUM_SLOTS] = []  # those sent from this slot before are acknowledged
         for rank in audience:
             with suppress(RuntimeError):  # an engine that has died; its control connection says so
                 work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
-                self._sending[number % SLOTS] += [work] if work else []
+                self._sending[number % NUM_SLOTS] += [work] if work else []
 
     def take(self, sender: int, number: int, nbytes: int) -> Tensor:
         data = self.slots[0][:nbytes]
