@@ -1,1 +1,1 @@
-"""Says which process waits where when a run stands still, and which one died."""
+"""Hang reports: which process of a run is stuck or dead, and what the others wait for."""

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-from mrl.hang_report.notes import doing
-from mrl.rewards.base import Response, Reward, Score
-from mrl.rewards.combine import Weighted
-from mrl.rewards.isolated import LATE, Outcome, WorkerPool, call
+from mrl.hang_report.process_registry import track_activity
+from mrl.rewards.reward_calls import CallResult, call_reward
+from mrl.rewards.reward_types import Response, Reward, Score, Weighted
+from mrl.rewards.worker_pool import LATE, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ SHOWN_FAILURES = 3  # of one call, in the log
 
 
 class Scorer:
-    """Scores lists of responses with a reward (see mrl.rewards.base.Reward for how it is called).
+    """Scores lists of responses with a reward (see mrl.rewards.reward_types.Reward for how it is called).
 
         with Scorer(reward) as scorer:
             scores = scorer(responses)
@@ -74,7 +74,7 @@ class Scorer:
                 }
                 return reward.combine({name: job.result() for name, job in jobs.items()})
 
-        def run(parts: list[list[Response]]) -> list[Outcome]:
+        def run(parts: list[list[Response]]) -> list[CallResult]:
             place = next((i for i, leaf in enumerate(self._isolated) if leaf is reward), None)
             if place is None or self._pool is None:
                 return [_noted(reward, part) if time.monotonic() < deadline else LATE for part in parts]
@@ -109,18 +109,18 @@ def check_reward(reward: Reward) -> None:
     Scorer(reward)
 
 
-def _noted(reward: Reward, responses: list[Response]) -> Outcome:
-    """Call a reward in this process, which nobody ends when it hangs: an autopsy shall find its name."""
+def _noted(reward: Reward, responses: list[Response]) -> CallResult:
+    """Call a reward in this process, where no time limit ends it: a hang report shall name it."""
     name = getattr(reward, "__qualname__", type(reward).__qualname__)  # a function's, or an object's class
-    with doing(f"reward {name} on {len(responses)} responses, the first {responses[0].text!r:.60}"):
-        return call(reward, responses)
+    with track_activity(f"reward {name} on {len(responses)} responses, the first {responses[0].text!r:.60}"):
+        return call_reward(reward, responses)
 
 
 Key = Callable[[int], Hashable]  # response number -> which call it belongs to
 
 
 def _narrow(
-    run: Callable[[list[list[Response]]], list[Outcome]], responses: list[Response], cuts: list[Key], deadline: float
+    run: Callable[[list[list[Response]]], list[CallResult]], responses: list[Response], cuts: list[Key], deadline: float
 ) -> list[Score]:
     """Scores from calls with ever smaller parts: whatever fails in one cut is tried again in the next, finer one."""
     scores: dict[int, Score] = {}

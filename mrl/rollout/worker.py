@@ -12,25 +12,20 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import Scored
-from mrl.core.types import Column, Estimates, Handle, Rollouts, assemble
+from mrl.algorithms.inputs import ScoredBatch
+from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble
 from mrl.data.prompts import PromptDataset
-from mrl.hang_report.notes import doing
-from mrl.hang_report.register import register, stacks
-from mrl.rewards.base import Response, Score
+from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
+from mrl.rewards.reward_types import Response, Score
 from mrl.rewards.scorer import Scorer
-from mrl.rollout import recording
-from mrl.rollout.answers import Answers
-from mrl.rollout.batch import Batch, failures
-from mrl.rollout.engines import Engines
-from mrl.rollout.journal import Entry, Journal, digests
-from mrl.rollout.lengths import Selection
-from mrl.rollout.sampler import Sampler
-from mrl.rollout.seeds import HELD_OUT
+from mrl.rollout import rollout_log
+from mrl.rollout.buffer import PromptRequest, RolloutPipeline, StalenessBuffer, StepGroups, UnscoredGroup
+from mrl.rollout.engine_pool import Engines
+from mrl.rollout.request_builder import HELD_OUT, RequestBuilder
+from mrl.rollout.rollout_log import CompletionCache, Entry, RolloutLog, digests
 from mrl.rollout.spec import RolloutSpec
-from mrl.rollout.stream import Draft, Stream
+from mrl.rollout.step_metrics import LengthBias, SampledStep, failures
 from mrl.rollout.trajectory import Group, Sample, Trajectory, control_columns, spans, to_block, to_scored, trajectories
-from mrl.rollout.window import Chosen, Ticket, Window
 
 
 class RolloutWorker:
@@ -44,24 +39,24 @@ class RolloutWorker:
             filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
-        register(stacks(spec.run_dir), "rollout", "the rollout worker", "rollout")
+        register_process(registry_folder(spec.run_dir), "rollout", "the rollout worker", "rollout")
         self.engines = Engines(spec)
         self.train, self.test = spec.train, spec.test
         self.train.decode([])  # reads the tokenizer while the engines start
         self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
         self._scorer.start()  # while the engines start
         self._one_scores = threading.Lock()  # the stream, or an evaluation
-        self._batch, self._taken = Batch(), Entry([], [], [], [], [])  # of the step that was gathered last
+        self._batch, self._taken = SampledStep(), Entry([], [], [], [], [])  # of the step that was gathered last
         self._draws = 0  # times that prompts were drawn for the step
         self._read: Entry | None = None  # what the journal has of the step, while more of its prompts are to be drawn
-        self._journal = Journal(Path(spec.run_dir) / "journal", spec.journal_key)
-        self._kept = Answers(self._journal.folder)
+        self._journal = RolloutLog(Path(spec.run_dir) / "journal", spec.journal_key)
+        self._kept = CompletionCache(self._journal.folder)
         if len(self._kept):
             logging.info("%d answers of an earlier process are taken up", len(self._kept))
-        self._sampler, self._selection = Sampler(spec, self.engines, self._kept), Selection()
+        self._sampler, self._selection = RequestBuilder(spec, self.engines, self._kept), LengthBias()
         size = spec.prompts_per_step
-        self._stream = Stream(
-            Window(size, spec.staleness, spec.window_extra, spec.in_order, (spec.max_rounds - 1) * size),
+        self._stream = RolloutPipeline(
+            StalenessBuffer(size, spec.staleness, spec.extra_groups, spec.in_order, (spec.max_rounds - 1) * size),
             self.engines,
             self._sampler.answer,
             self._scored,
@@ -69,13 +64,15 @@ class RolloutWorker:
             self._sampler.together,
         )
         self._all_refused = False  # of the last collected batch, by the filter
-        self._last: tuple[Scored, Column] | None = None  # the last collected batch, and the engines' log-probabilities
+        self._last: tuple[ScoredBatch, Column] | None = (
+            None  # the last collected batch, and the engines' log-probabilities
+        )
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
         """End these engines and start others in their place; returns the URLs of all when they are ready."""
         return self.engines.replace(urls, timeout_s)
 
-    def failed_engines(self) -> dict[str, str]:
+    def take_failed_engines(self) -> dict[str, str]:
         """Engines that failed while they sampled and are to be replaced, and why; each is told once."""
         return self.engines.take_failed()
 
@@ -83,7 +80,7 @@ class RolloutWorker:
         """Wait for the engines; returns their URLs."""
         return self.engines.wait_ready(timeout_s)
 
-    def gather(self, first: int, rows: NDArray[np.int64], step: int) -> int:
+    def sample(self, first: int, rows: NDArray[np.int64], step: int) -> int:
         """Take prompts in, the first of which is number `first` of the run, and wait for the groups that the step trains.
 
         Returns how many more prompts to draw in place of refused ones; 0 when the groups are there, for `collect`. Called
@@ -91,7 +88,7 @@ class RolloutWorker:
         """
         if self.spec.replay:
             groups = self._replayed(step)
-            self._batch = Batch([g for g in groups if self._keeps(g)], [g for g in groups if not self._keeps(g)])
+            self._batch = SampledStep([g for g in groups if self._keeps(g)], [g for g in groups if not self._keeps(g)])
             return 0
         stream = self._stream
         stream.admit(first, rows.tolist(), step)
@@ -107,7 +104,7 @@ class RolloutWorker:
             entry = self._entry(step, chosen)
         elif (missing := max(entry.all_numbers, default=-1) + 1 - stream.window.drawn) > 0:
             return missing
-        self._batch = Batch(entry.groups, entry.refused, self._draws, *stream.take_seconds())
+        self._batch = SampledStep(entry.groups, entry.refused, self._draws, *stream.take_seconds())
         self._draws, self._taken, self._read = 0, entry, None
         return 0
 
@@ -123,7 +120,7 @@ class RolloutWorker:
         self._read = entry
         return entry
 
-    def _entry(self, step: int, chosen: Chosen[Group]) -> Entry:
+    def _entry(self, step: int, chosen: StepGroups[Group]) -> Entry:
         """The step's groups, in the journal now, and what was answered for them forgotten.
 
         Unless nothing could be scored: a run that ends for that shall score the same answers anew when it goes on.
@@ -134,22 +131,22 @@ class RolloutWorker:
             self._kept.forget(step - self._stream.window.staleness + 1)
         return entry
 
-    def restart(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
+    def resume(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
         """Give up what is in the making, and begin anew before `step` with these tickets (number, row, born) of `drawn` so far.
 
         What engines had answered of them is taken up again; nothing is asked before `gather`.
         """
-        self._stream.restart(drawn, [Ticket(*ticket) for ticket in waiting], step)
+        self._stream.restart(drawn, [PromptRequest(*ticket) for ticket in waiting], step)
         self._kept.read()
         self._draws, self._read = 0, None
 
-    def hold(self, held: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Whether engines are paused on purpose, so that nobody takes them for stuck."""
-        self.engines.hold(held)
+        self.engines.hold(paused)
 
-    def forget(self, before: int) -> None:
-        """Keep no journal of the steps before this one."""
-        self._journal.forget(before)
+    def discard_log(self, before_step: int) -> None:
+        """GroupFilter no journal of the steps before this one."""
+        self._journal.forget(before_step)
 
     def collect(self, step: int) -> Rollouts:
         """What the step was given, laid out; the driver gets lengths, rewards and a handle."""
@@ -157,7 +154,7 @@ class RolloutWorker:
         groups, self._all_refused = batch.groups(self.spec.prompts_per_step), not batch.kept
         block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
-            recording.write(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
+            rollout_log.write_recording(Path(self.spec.run_dir) / "rollouts", step, block, **columns)
         self._last = (to_scored(groups), block.rollout_logprobs)
         numbers = taken.numbers or taken.refused_numbers
         return Rollouts(
@@ -181,18 +178,18 @@ class RolloutWorker:
             },
         )
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates:
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Advantages, and all columns that the losses need, of what was collected last."""
         assert self._last, "estimate() needs a collect() before it"
         scored, rollout_logprobs = self._last
         computed = {name: assemble(ray.get(parts), scored.lengths) for name, parts in columns.items()}
         old = {"old_logprobs": rollout_logprobs} if self.spec.old_from_rollout else {}
-        found = self.spec.estimator(scored, computed | old, kl_coef, [self.spec.seed, step])
+        found = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
         made = {**computed, **found.columns}
         rejected = found.rejected | self._all_refused
-        return Estimates(ray.put(made), found.without_advantage, rejected, found.numbers)
+        return AdvantageResult(ray.put(made), found.without_advantage, rejected, found.numbers)
 
-    def _scored(self, drafts: list[Draft]) -> list[Group]:
+    def _scored(self, drafts: list[UnscoredGroup]) -> list[Group]:
         """The groups that drafts become."""
         rows = np.array([draft.ticket.row for draft in drafts for _ in draft.paths])
         paths = [path for draft in drafts for path in draft.paths]
@@ -215,7 +212,7 @@ class RolloutWorker:
     def _replayed(self, step: int) -> list[Group]:
         """The groups of a recorded step, scored again."""
         assert self.spec.replay, "callers look first"
-        block, columns = recording.read(self.spec.replay, step)
+        block, columns = rollout_log.read_recording(self.spec.replay, step)
         paths = trajectories(block, columns["truncated"], columns["weight_versions"])
         scores = self._score(self.train, columns["rows"], paths)
         members: dict[int, list[Sample]] = {}
@@ -231,7 +228,7 @@ class RolloutWorker:
         """Scores of responses to these rows of `data`; those of one of `groups`, or else to one row, belong together."""
         if not paths:
             return []
-        with doing(f"scoring {len(paths)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
+        with track_activity(f"scoring {len(paths)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
             answered = responses(data, rows, paths, groups)
             with self._one_scores:
                 return self._scorer(answered)

@@ -31,7 +31,7 @@ class StartError(ValueError):
 class WorkerGroup:
     """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds.
 
-    Any call raises Stalled when its deadline passes, RankLost when a rank died (see mrl.hang_report), and what a rank raised.
+    Any call raises StalledError when its deadline passes, RankLostError when a rank died (see mrl.hang_report), and what a rank raised.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WorkerGroup:
         return True
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has its model; raises the first rank's error, or Stalled.
+        """Wait until every rank has its model; raises the first rank's error, or StalledError.
 
         Raises StartError where a rank refuses what it was told to build.
         """

@@ -42,7 +42,7 @@ class TrainWorker:
         self._collectives = CollectiveLog(where.with_suffix(".ops"))
         from parallel import device  # torch is heavy: imported here, in the process that computes
 
-        device.install()
+        device.patch_megatron_for_cpu()
         device.set_threads()
 
     def address(self) -> tuple[str, int]:
@@ -57,9 +57,9 @@ class TrainWorker:
         """Join the process group and build this rank's part of the model."""
         from mrl.workers.actor import MegatronActor  # imports Megatron, after the device stand-in
         from mrl.workers.critic import MegatronCritic
-        from parallel import device, groups
+        from parallel import collectives, device, groups
 
-        device.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
+        collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
         self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
@@ -89,9 +89,9 @@ class TrainWorker:
     @awake
     def reset_optimizer(self, **settings: Any) -> None:
         """Fresh optimizer state around the current weights."""
-        from parallel.trainer_config import AdamWConfig
+        from parallel.trainer_config import OptimConfig
 
-        self.model.reset_optimizer(AdamWConfig(**settings))
+        self.model.reset_optimizer(OptimConfig(**settings))
 
     @awake
     def keep_reference(self) -> None:

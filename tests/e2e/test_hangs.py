@@ -19,10 +19,10 @@ from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
 from mrl.controller.processes import model_spec
-from mrl.core.preemption import Leaving
-from mrl.hang_report import collect
-from mrl.hang_report.errors import RankLost, Stalled
-from mrl.hang_report.register import records, stacks
+from mrl.core.preemption import PreemptionHandler
+from mrl.hang_report import ray_wait
+from mrl.hang_report.process_registry import read_process_records, registry_folder
+from mrl.hang_report.ray_wait import RankLostError, StalledError
 from mrl.workers import group as workers
 from parallel.dims import ParallelDims
 
@@ -54,7 +54,7 @@ class Hung:
         self.generator.generate(self.trainer.prompts, 0)
 
     def pid(self, name: str) -> int:
-        return next(record.pid for record in records(stacks(self.run_dir)) if record.name == name)
+        return next(record.pid for record in read_process_records(registry_folder(self.run_dir)) if record.name == name)
 
     def scheduler(self) -> int:
         below = psutil.Process(self.pid("engine_0")).children()
@@ -68,12 +68,12 @@ class Hung:
         finally:
             self.held.unlink()
 
-    def stalls(self, of, call, name: str, *words: str) -> Stalled:
+    def stalls(self, of, call, name: str, *words: str) -> StalledError:
         """The call ends with this process's name, and these words, soon after its deadline."""
         before, of.timeout_s = of.timeout_s, DEADLINE_S
         start = time.monotonic()
         try:
-            with pytest.raises(Stalled) as caught:
+            with pytest.raises(StalledError) as caught:
                 call()
         finally:
             of.timeout_s = before
@@ -113,7 +113,7 @@ def run(inputs, tmp_path_factory):
         patch.setenv("MRL_TEST_FAULTS", str(faults))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setattr(workers, "TrainWorker", faulty_ranks.FaultyWorker)
-        with build.trainer(plan, Leaving()) as trainer:
+        with build.trainer(plan, PreemptionHandler()) as trainer:
             replicas = workers.WorkerGroup(
                 dims, str(folder), 120.0, lambda: [dict(num_cpus=0)] * dims.world_size, "replica"
             )
@@ -134,32 +134,32 @@ def test_healthy_calls_are_not_diagnosed(run):
     slow.join()
     with pytest.raises(KeyError, match="nowhere"):
         run.stages.call("arm", 1, "nowhere", "hold")
-    assert not list(run.run_dir.glob("autopsy_*.txt"))
+    assert not list(run.run_dir.glob("hang_report_*.txt"))
 
 
 def test_a_scheduler_of_an_engine_that_is_stopped(run):
     with stopped(run.scheduler()):
         run.stalls(
-            run.generator, run.generate, "engine 0 scheduler", "kill -CONT", "the rollout worker waits for an answer"
+            run.generator.worker, run.generate, "engine 0 scheduler", "kill -CONT", "the rollout worker waits for an answer"
         )
 
 
 def test_a_server_of_an_engine_that_is_stopped(run):
     with stopped(run.pid("engine_0")):
         run.stalls(
-            run.generator, run.generate, "engine 0 server", "is stopped", "the rollout worker waits for an answer"
+            run.generator.worker, run.generate, "engine 0 server", "is stopped", "the rollout worker waits for an answer"
         )
 
 
 def test_a_reward_in_a_deadlock(run):
     with run.holding():
         words = ("is in scoring", "faulty_ranks.py", "reward Deadlock on 8 responses", "scoring 8 responses to rows")
-        run.stalls(run.generator, run.generate, "the rollout worker", *words)
+        run.stalls(run.generator.worker, run.generate, "the rollout worker", *words)
 
 
 def test_a_rollout_worker_that_is_stopped(run):
     with stopped(run.pid("rollout")):
-        run.stalls(run.generator, run.generate, "the rollout worker", "is stopped")
+        run.stalls(run.generator.worker, run.generate, "the rollout worker", "is stopped")
 
 
 def test_a_rank_that_sleeps_before_it_sends_to_the_next_stage(run):
@@ -196,8 +196,8 @@ def test_a_rank_that_sleeps_in_data_loading(run):
 
 def test_a_rank_that_is_stopped_on_another_host(run, monkeypatch):
     """Its host is looked at by a task of Ray."""
-    monkeypatch.setattr(collect, "here", lambda: "the driver's")
-    monkeypatch.setattr(collect, "REMOTE_S", WITHIN_S)
+    monkeypatch.setattr(ray_wait, "gethostname", lambda: "the driver's")
+    monkeypatch.setattr(ray_wait, "REMOTE_TIMEOUT_S", WITHIN_S)
     with stopped(run.pid("replica_0")):
         call = partial(run.update, run.replicas)
         run.stalls(run.replicas, call, "replica rank 0 (dp 0)", "is stopped", "rank 1 (dp 1) waits for other ranks")
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_before_a_collective(run):
     """Its neighbour's complaint comes first; the dead one is named, and how it died."""
     run.stages.call("arm", 1, "data", "crash")
     start = time.monotonic()
-    with pytest.raises(RankLost) as caught:
+    with pytest.raises(RankLostError) as caught:
         run.update(run.stages)
     assert time.monotonic() - start < WITHIN_S
     assert named(caught.value, "rank 1 (pp 1)", "died while updating the weights: Aborted").ranks == (1,)
@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_in_a_collective(run):
         kill = threading.Timer(DEADLINE_S, os.kill, [run.pid("replica_0"), signal.SIGKILL])
         kill.start()
         start = time.monotonic()
-        with pytest.raises(RankLost) as caught:
+        with pytest.raises(RankLostError) as caught:
             run.update(run.replicas)
         assert time.monotonic() - start < WITHIN_S
     text = named(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()

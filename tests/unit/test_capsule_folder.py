@@ -10,9 +10,9 @@ import pytest
 from mrl.commands import replay as command
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import Capsule, Content, Weights, complete, write_steps
-from mrl.hang_report.errors import RankLost
+from mrl.hang_report.ray_wait import RankLostError
 from mrl.workers.capsule import BATCH, write_block
-from mrl.workers.shares import split
+from mrl.workers.dp_partition import split
 from parallel.dims import ParallelDims
 
 CONTENT = Content(
@@ -144,9 +144,9 @@ def test_a_process_that_is_lost_is_no_difference_between_layouts(capsys, monkeyp
     """Status 1 says that layouts do not agree; and a diagnosis needs no traceback."""
 
     def lose(*_):
-        raise RankLost("trace() on 2 trainer ranks: a process died. rank 1 (tp 1) died", tmp_path)
+        raise RankLostError("trace() on 2 trainer ranks: a process died. rank 1 (tp 1) died", tmp_path)
 
-    for owner, name in ((command, "_config"), (command, "make_objective"), (command.planning, "plan_replay")):
+    for owner, name in ((command, "_config"), (command, "build_objective"), (command.planning, "plan_replay")):
         monkeypatch.setattr(owner, name, lambda *_: None)  # of a whole run's config
     monkeypatch.setattr(command.build, "replay", lose)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from mrl.doctor.facts import InfinibandPort, Interface, Network
-from mrl.hang_report.interfaces import connect_to_itself
+from mrl.hang_report.network_interfaces import connect_to_itself
 
 DOCTOR_S = 1.0  # for one to answer
 RAY_PORTS = (6379,)  # of `ray start --head`: without it no node joins

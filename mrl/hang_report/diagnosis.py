@@ -1,0 +1,210 @@
+"""Diagnosis of a hang: from snapshots of all processes to the processes to blame, and to the text of the report."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mrl.hang_report.process_snapshot import ProcessSnapshot
+from parallel.collective_log import LastCollective
+
+MAX_SHOWN_ACTIVITIES = 3
+ABORTED = "Aborted"  # crash message of a rank that NCCL's watchdog ended because it waited too long for another rank
+NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory), or ended by os._exit"
+
+
+@dataclass(frozen=True)
+class HangDiagnosis:
+    """The processes that make the others wait, and what every called process is doing."""
+
+    blamed: tuple[ProcessSnapshot, ...]  # empty if no process stands out
+    sentence: str
+
+
+def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
+    """Find the processes to blame; `is_pending`: whether a process was called and has not answered.
+
+    The first of these groups that is not empty is blamed:
+    1. pending processes that died, except those that gave up waiting for a process that is alive (then that process is);
+    2. other processes that died;
+    3. stopped processes;
+    4. pending processes that do not wait;
+    5. pending processes that wait for something else than other ranks;
+    6. pending ranks that have entered fewer collectives than other members of a group;
+    7. pending processes that are idle although their call has not ended.
+    """
+    pending = [snapshot for snapshot in snapshots if is_pending(snapshot)]
+    blamed = _find_blamed(snapshots, pending)
+    others = [snapshot for snapshot in pending if snapshot not in blamed]
+    parts = [describe_process(snapshot, describe_collective_lag(snapshot, snapshots)) for snapshot in blamed]
+    parts += [f"{_join_titles(group)} {_to_plural(text, group)}" for text, group in _group_alike(others)]
+    return HangDiagnosis(tuple(blamed), "; ".join(parts) or "no process of the run was found")
+
+
+def _find_blamed(snapshots: Sequence[ProcessSnapshot], pending: Sequence[ProcessSnapshot]) -> list[ProcessSnapshot]:
+    aborted = [snapshot for snapshot in pending if snapshot.crash == ABORTED]
+    rules: list[tuple[Sequence[ProcessSnapshot], Callable[[ProcessSnapshot], bool]]] = [
+        (pending, lambda one: one.dead and one.crash != ABORTED),
+        (pending, lambda one: not one.dead and _is_working(one) and bool(describe_collective_lag(one, aborted))),
+        (pending, lambda one: one.dead),
+        (snapshots, lambda one: one.dead),
+        (snapshots, lambda one: one.stopped),
+        (pending, _is_working),
+        (pending, lambda one: one.summary.waits_for not in ("", "other ranks", "a call")),
+        (pending, lambda one: bool(describe_collective_lag(one, snapshots))),
+        (pending, lambda one: one.summary.waits_for == "a call"),
+    ]
+    for candidates, is_blamed in rules:
+        if blamed := [snapshot for snapshot in candidates if is_blamed(snapshot)]:
+            return blamed
+    return []
+
+
+def _is_working(snapshot: ProcessSnapshot) -> bool:
+    return bool(snapshot.stacks) and not snapshot.summary.waits_for
+
+
+def describe_process(snapshot: ProcessSnapshot, lag: str = "") -> str:
+    """Describe one process in a sentence; `lag`: from `describe_collective_lag`."""
+    activities = f" while {_join_activities(snapshot)}" if snapshot.activities and not snapshot.dead else ""
+    return f"{snapshot.title} {_describe_state(snapshot)}{activities}{lag}"
+
+
+def _describe_state(snapshot: ProcessSnapshot) -> str:
+    if snapshot.dead:
+        activities = f" while {_join_activities(snapshot)}" if snapshot.activities else ""
+        return f"died{activities}: {snapshot.crash or NO_CRASH_MESSAGE}"
+    if snapshot.stopped:
+        pid = snapshot.record.pid
+        return f"is {snapshot.state} (pid {pid}; `kill -CONT {pid}` resumes it)"
+    return f"{snapshot.summary}" if snapshot.stacks else f"is {snapshot.state}, its stack could not be read"
+
+
+def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
+    """Say in which process groups a rank has entered fewer collectives than other members; "" if in none."""
+    lags = []
+    for own in snapshot.collectives:
+        others = [
+            log
+            for other in snapshots
+            if other.record.group == snapshot.record.group
+            for log in _logs_of_group(own, other)
+        ]
+        most = max((log.entered for log in others), default=0)
+        if most > own.entered:
+            last = next(_describe_operation(log) for log in others if log.entered == most)
+            lags.append(
+                f"has entered {own.entered} collectives of {describe_group(own)}, other members {most} (the last: {last})"
+            )
+    return f"; it {'; it '.join(lags)}" if lags else ""
+
+
+def _logs_of_group(own: LastCollective, other: ProcessSnapshot) -> list[LastCollective]:
+    return [log for log in other.collectives if (log.group, log.ranks) == (own.group, own.ranks)]
+
+
+def describe_group(last: LastCollective) -> str:
+    """Name a process group: "group data parallel (ranks 0, 1)"."""
+    ranks = ", ".join(map(str, last.ranks[:8])) + (", ..." if len(last.ranks) > 8 else "")
+    purpose = last.purpose.lower().replace("_", " ").replace(" group", "").replace("model parallel", "parallel")
+    return f"group {purpose if purpose not in ('', 'undefined') else last.group} (ranks {ranks})"
+
+
+def _describe_operation(last: LastCollective) -> str:
+    return f"{last.operation}, {format_bytes(last.nbytes)}"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Format a number of bytes with a decimal unit: 1.2 MB."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} GB"
+
+
+def _join_activities(snapshot: ProcessSnapshot) -> str:
+    return ", ".join(activity.text for activity in snapshot.activities[-MAX_SHOWN_ACTIVITIES:])
+
+
+def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[ProcessSnapshot]]]:
+    """Group processes of one model and role that do the same; returns (description, members) for each group."""
+
+    def key(one: ProcessSnapshot) -> tuple[str, ...]:
+        work = (one.summary.purpose, one.summary.waits_for) if one.stacks else (one.state,)
+        return (*work, one.record.role, one.record.group)
+
+    groups = (list(part) for _, part in groupby(sorted(snapshots, key=key), key))
+    return [(_describe_alike(group), group) for group in groups]
+
+
+def _describe_alike(snapshots: Sequence[ProcessSnapshot]) -> str:
+    """Describe processes that do the same; omits file and line if they differ."""
+    texts = [_describe_state(snapshot) for snapshot in snapshots]
+    return texts[0] if len(set(texts)) == 1 else texts[0].partition(" (")[0]
+
+
+def _join_titles(snapshots: Sequence[ProcessSnapshot]) -> str:
+    if len(snapshots) == 1 or snapshots[0].record.role != "rank":
+        return ", ".join(snapshot.title for snapshot in snapshots)
+    group = f"{snapshots[0].record.group} " if snapshots[0].record.group else ""
+    return f"{group}ranks {format_ranks(sorted(snapshot.record.rank for snapshot in snapshots))}"
+
+
+def format_ranks(numbers: Sequence[int]) -> str:
+    """Format sorted numbers as ranges: 0-2, 4, 6-7."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+
+
+def _to_plural(text: str, snapshots: Sequence[ProcessSnapshot]) -> str:
+    if len(snapshots) == 1:
+        return text
+    verb, _, rest = text.partition(" ")
+    return f"{ {'is': 'are', 'waits': 'wait', 'has': 'have'}.get(verb, verb) } {rest}"
+
+
+def report_text(
+    what: str,
+    diagnosis: HangDiagnosis,
+    snapshots: Sequence[ProcessSnapshot],
+    host_lines: Sequence[str] = (),
+    more: Sequence[str] = (),
+) -> str:
+    """Compose the text of a hang report; `what`: the reason for it, `more`: lines for its end."""
+    lines = [what, "", f"Diagnosis: {diagnosis.sentence}.", ""]
+    lines += [*host_lines, ""] if host_lines else []
+    lines += ["Processes", *(f"  {describe_process(snapshot)}" for snapshot in snapshots), ""]
+    lines += ["Last collectives of each rank", *_collective_lines(snapshots), ""]
+    for snapshot in snapshots:
+        lines += _stack_lines(snapshot)
+    return "\n".join([*lines, *more]) + "\n"
+
+
+def _collective_lines(snapshots: Sequence[ProcessSnapshot]) -> list[str]:
+    lines, now = [], time.time()
+    for snapshot in snapshots:
+        for last in snapshot.collectives:
+            messages = f", {last.messages} messages" if last.messages else ""
+            lag = "   <- behind" if describe_group(last) in describe_collective_lag(snapshot, snapshots) else ""
+            lines.append(
+                f"  {snapshot.title}: {describe_group(last)}: {last.entered} collectives{messages}; "
+                f"the last: {_describe_operation(last)}, {max(0.0, now - last.at):.1f} s ago{lag}"
+            )
+    return lines
+
+
+def _stack_lines(snapshot: ProcessSnapshot) -> list[str]:
+    kernel = f", in {snapshot.wchan}" if snapshot.wchan else ""
+    lines = [f"{snapshot.title}: pid {snapshot.record.pid} on {snapshot.record.host}, {snapshot.state}{kernel}"]
+    lines += [f"  for {time.time() - activity.since:.1f} s: {activity.text}" for activity in snapshot.activities]
+    for number, stack in enumerate(snapshot.stacks):
+        lines.append("  main thread, most recent call first" if number == 0 else f"  thread {number}")
+        lines += [f"    {frame.file}:{frame.line} {frame.function}" for frame in stack]
+    return [*lines, ""]

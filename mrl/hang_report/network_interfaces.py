@@ -1,0 +1,153 @@
+"""Network interfaces of this host: a probe of each, and the interface that NCCL or gloo would choose.
+
+A common trap: NCCL opens its connections on an interface whose own address does not lead back to this host. Then all ranks wait
+forever without an error message.
+"""
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+
+CONNECT_TIMEOUT_S = 1.0
+NCCL_LAST_CHOICES = ("docker", "lo", "virbr")  # name prefixes that NCCL uses only if there is no other interface
+VIRTUAL_PREFIXES = (*NCCL_LAST_CHOICES, "veth", "br-", "cni", "flannel", "cali", "tun", "tap")  # containers and tunnels
+
+
+@dataclass(frozen=True)
+class NetworkInterface:
+    """A network interface with an IPv4 address."""
+
+    name: str
+    address: str
+    up: bool = True
+    speed_mbps: int = 0  # megabits per second; 0: the driver does not report it
+    problem: str = ""  # why a TCP connection from its address to itself fails; "" if it works
+
+
+def probe_interfaces() -> list[NetworkInterface]:
+    """List the interfaces with an IPv4 address and try a TCP connection from each to itself.
+
+    The order is the kernel's, which is also the order in which NCCL considers them.
+    """
+    states = psutil.net_if_stats()
+    addresses = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
+    addresses.sort(key=lambda pair: _interface_index(pair[0]))
+    up = [states[name].isup if name in states else False for name, _ in addresses]
+    with ThreadPoolExecutor(max(1, len(addresses))) as threads:
+        problems = threads.map(lambda pair: connect_to_itself(pair[1]), addresses)
+    return [
+        NetworkInterface(name, address, is_up, states[name].speed if name in states else 0, problem if is_up else "")
+        for (name, address), is_up, problem in zip(addresses, up, problems, strict=True)
+    ]
+
+
+def _interface_index(name: str) -> int:
+    with contextlib.suppress(OSError):
+        return socket.if_nametoindex(name)
+    return 2**31  # an alias, or an interface that was just removed
+
+
+def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str:
+    """Try a TCP connection from one of this host's addresses to itself; returns why it fails, or ""."""
+    try:
+        with socket.create_server((address, 0)) as server:
+            server.settimeout(timeout_s)
+            port = server.getsockname()[1]
+            with socket.create_connection((address, port), timeout_s, source_address=(address, 0)):
+                server.accept()[0].close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]) -> list[str]:
+    """Return a line with the fix for each interface that NCCL may choose and that does not reach itself."""
+    eligible = [one for one in interfaces if one.up and not is_virtual(one.name)]
+    working = [one.name for one in eligible if not one.problem]
+    fix = (
+        f"set NCCL_SOCKET_IFNAME={working[0]}"
+        if working
+        else "no other interface of this host works, ask the network's administrator"
+    )
+    return [
+        f"{host}: a connection from {one.name} ({one.address}) to itself fails ({one.problem}); ranks that open their "
+        f"connections there wait forever: {fix}."
+        for one in eligible
+        if one.problem
+    ]
+
+
+def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
+    """Return the interfaces on which NCCL opens its connections; it bootstraps on the first.
+
+    `variable`: the value of NCCL_SOCKET_IFNAME.
+    """
+    up = [one for one in interfaces if one.up]
+    if variable:
+        return [one for one in up if matches_nccl_rule(one.name, variable)]
+    for rule in ("ib", "^" + ",".join(NCCL_LAST_CHOICES), *NCCL_LAST_CHOICES):
+        chosen = [one for one in up if matches_nccl_rule(one.name, rule)]
+        if chosen:
+            return chosen
+    return []
+
+
+def matches_nccl_rule(name: str, rule: str) -> bool:
+    """Match an interface name against the syntax of NCCL_SOCKET_IFNAME.
+
+    A rule is a comma-separated list of prefixes. A leading `^` excludes them; a leading `=` demands the exact name.
+    """
+    exclude, exact = rule.startswith("^"), rule.lstrip("^").startswith("=")
+    parts = [part for part in rule.lstrip("^=").split(",") if part]
+    hit = any(name == part or (not exact and name.startswith(part)) for part in parts)
+    return hit != exclude
+
+
+def gloo_interface(
+    interfaces: Sequence[NetworkInterface], host_addresses: Sequence[str], variable: str = ""
+) -> NetworkInterface | None:
+    """Return the interface on which gloo opens its connections; None if there is none.
+
+    It is the one of GLOO_SOCKET_IFNAME (`variable`), else the one of the host name's addresses, else loopback.
+    """
+    if variable:
+        return next((one for one in interfaces if one.name == variable.split(",")[0]), None)
+    by_address = {one.address: one for one in interfaces if one.up}
+    named = next((by_address[address] for address in host_addresses if address in by_address), None)
+    if named or not any(is_loopback(address) for address in host_addresses):
+        return named or by_address.get("127.0.0.1")
+    return next((one for one in interfaces if is_loopback(one.address)), None)  # 127.0.1.1 is on no interface
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address leads back to the host that uses it."""
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def is_virtual(name: str) -> bool:
+    """Return whether an interface belongs to containers or tunnels and leads to no other host."""
+    return name.startswith(VIRTUAL_PREFIXES)
+
+
+def interface_exports(names: Mapping[str, str]) -> str:
+    """Return the shell command that makes NCCL and gloo use an interface.
+
+    `names`: host -> interface. If the hosts differ, the result has one command for each.
+    """
+    if len(set(names.values())) == 1:
+        return _export_command(next(iter(names.values())))
+    return "; ".join(f"on {host}: {_export_command(name)}" for host, name in sorted(names.items()))
+
+
+def _export_command(name: str) -> str:
+    return f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"

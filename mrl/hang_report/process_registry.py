@@ -1,0 +1,162 @@
+"""Registry of a run's processes: each registers itself, records its current activities, and dumps its stacks on a signal.
+
+The registry is a folder of the run. A process has four files there: `<name>.json` (ProcessRecord), `<name>.txt` (stack dumps),
+`<name>.activities` and, on trainer ranks, `<name>.ops` (parallel.collective_log). A hang report reads them from outside, even if
+the process is stopped or dead.
+"""
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.core.jsonl import write_json
+
+DUMP_SIGNAL = signal.SIGUSR2  # faulthandler handles it in C, so it works inside a collective and while the GIL is held
+REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV = (
+    "MRL_STACKS",
+    "MRL_STACKS_NAME",
+)  # environment variables of an engine's processes
+ACTIVITY_FILE_BYTES = 4096  # the text is cut to this size
+
+
+def registry_folder(run_dir: str | Path) -> Path:
+    """Return the folder in which the processes of a run register."""
+    return Path(run_dir) / "logs" / "stacks"
+
+
+_dump_files: dict[str, Any] = {}  # stay open for the life of the process: faulthandler writes to their file descriptors
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """Identity of one registered process."""
+
+    name: str  # stem of its files, unique in a run
+    title: str  # name in messages: "rank 3 (tp 1, dp 0)"
+    role: str  # rank, rollout or engine
+    host: str
+    pid: int
+    started: int  # start time in clock ticks since boot; with the pid it identifies a process, as pids are reused
+    group: str = ""  # model of a trainer rank; "" for the actor
+    rank: int = -1
+
+
+def register_process(folder: str | Path, name: str, title: str, role: str, **more: Any) -> Path:
+    """Register this process in `folder`; returns the path of its files without suffix."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    unregister_processes(folder, name)  # an earlier process of the same name
+    pid, path = os.getpid(), folder / name
+    dump_stacks_on_signal(path.with_name(f"{name}.txt"))
+    _activities.open(path.with_name(f"{name}.activities"))
+    record = ProcessRecord(name, title, role, socket.gethostname(), pid, process_start_ticks(pid), **more)
+    write_json(path.with_name(f"{name}.json"), asdict(record))
+    return path
+
+
+def dump_stacks_on_signal(path: Path) -> None:
+    """Append the stacks of all threads to `path` on DUMP_SIGNAL and on a crash."""
+    dump = _dump_files[str(path)] = path.open("a")  # append: the processes of one engine share the file
+    faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
+    faulthandler.enable(dump)
+
+
+def unregister_processes(folder: str | Path, name: str) -> None:
+    """Remove the files of processes that were ended on purpose; `name` may be a glob pattern."""
+    for path in Path(folder).glob(f"{name}.*"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def read_process_records(folder: str | Path) -> list[ProcessRecord]:
+    """Return the registered processes: trainer ranks first, then the rollout worker, then engines."""
+    records: list[ProcessRecord] = []
+    for path in Path(folder).glob("*.json"):
+        with suppress(OSError, ValueError, TypeError):  # the index of a collective log, or a file that was just removed
+            records.append(ProcessRecord(**json.loads(path.read_text())))
+    order = {"rank": 0, "rollout": 1, "engine": 2}
+    return sorted(records, key=lambda record: (order[record.role], record.group, record.rank, record.name))
+
+
+def process_start_ticks(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; raises OSError if there is no such process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Work that a process has begun and not finished."""
+
+    text: str
+    since: float  # time.time()
+
+
+class _ActivityLog:
+    """Current activities of this process, one or more per thread, in a memory-mapped file that outlives the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: dict[int, Activity] = {}
+        self._next = 0
+        self._memory: mmap.mmap | None = None
+
+    def open(self, path: Path) -> None:
+        """Write to `path` from now on."""
+        with path.open("wb+") as file:
+            file.truncate(ACTIVITY_FILE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), ACTIVITY_FILE_BYTES)
+        self._write()
+
+    def begin(self, text: str) -> int:
+        """Add an activity; returns its number for `end`."""
+        with self._lock:
+            self._next += 1
+            self._active[self._next] = Activity(text, time.time())
+            self._write()
+            return self._next
+
+    def end(self, number: int) -> None:
+        """Remove an activity."""
+        with self._lock:
+            del self._active[number]
+            self._write()
+
+    def _write(self) -> None:
+        if self._memory is None:
+            return
+        lines = [json.dumps([activity.text[:500], activity.since]) for activity in self._active.values()]
+        size = ACTIVITY_FILE_BYTES
+        self._memory[:] = "\n".join(lines).encode()[: size - 1].ljust(size, b"\0")
+
+
+_activities = _ActivityLog()
+
+
+@contextmanager
+def track_activity(text: str) -> Iterator[None]:
+    """Record `text` as an activity of this process for the duration of the context; costs microseconds."""
+    number = _activities.begin(text)
+    try:
+        yield
+    finally:
+        _activities.end(number)
+
+
+def read_activities(path: Path) -> list[Activity]:
+    """Return the unfinished activities of a process at its last write, oldest first."""
+    activities = []
+    with suppress(OSError):
+        for line in path.read_bytes().rstrip(b"\0").splitlines():
+            with suppress(ValueError):  # the line was cut, or is being written right now
+                activities.append(Activity(*json.loads(line)))
+    return activities

@@ -1,0 +1,196 @@
+"""Driver side of rollout: draws prompts, asks one rollout worker for samples, and sees lengths and rewards, never tokens."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Concatenate, Protocol
+
+import ray
+
+from mrl.core.types import Estimates, Handle, Rollouts
+from mrl.data.prompts import PromptStream
+from mrl.hang_report.process_registry import forget, stacks
+from mrl.hang_report.waiting import Waiter
+from mrl.rollout.client import EngineError
+from mrl.rollout.engine_pool import NoEngineError
+from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.worker import RolloutWorker
+
+
+class EngineSupply(Protocol):
+    """What the rollout manager needs from the owner of the engines' memory and weights (the controller's EngineLifecycle)."""
+
+    def load(self) -> None:
+        """Give the engines their GPU memory and weights back. Does nothing when they have both."""
+        ...
+
+    def restore(self, failed: Mapping[str, str]) -> None:
+        """Replace failed engines (URL -> reason) by new ones that serve the current weight version."""
+        ...
+
+
+class FixedEngines:
+    """Engines that always have their memory and that nothing replaces: for runs without a trainer."""
+
+    def load(self) -> None:
+        """Do nothing."""
+
+    def restore(self, failed: Mapping[str, str]) -> None:
+        """Raise EngineError."""
+        raise EngineError(f"engines failed, and no trainer is there to push weights to new ones: {dict(failed)}")
+
+
+class RolloutWorkerHandle:
+    """The rollout worker's Ray actor behind deadlines; knows nothing of its engines' memory or weights.
+
+    Every call raises StalledError when its deadline passes, WorkerLost when the worker died (see mrl.hang_report), and whatever
+    the worker raised.
+    """
+
+    def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
+        """Ask Ray for the actor, which starts its engines. Returns at once. `options`: of the Ray actor."""
+        self.spec = spec
+        self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
+        self.actor = self._create()
+        self._waiter = Waiter(Path(spec.run_dir), "rollout")
+        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer reaches its own deadline first
+        self._start_timeout_s = 600.0  # of an engine; `wait_ready` sets it
+
+    def call[**P, T](self, method: Callable[Concatenate[RolloutWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """ToolCall a method of the worker, given as `RolloutWorker.method`, and wait for its result."""
+        return self._wait(method.__name__, self.timeout_s, *args, **kwargs)
+
+    def _wait(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+        future = getattr(self.actor, method).remote(*args, **kwargs)
+        return self._waiter.get([future], timeout_s, f"{method}() on the rollout worker")[0]
+
+    def send[**P](
+        self, method: Callable[Concatenate[RolloutWorker, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """ToolCall a method of the worker without waiting for it."""
+        getattr(self.actor, method.__name__).remote(*args, **kwargs)
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """Wait until all engines take requests; returns their URLs."""
+        self._start_timeout_s = timeout_s
+        return self._wait("wait_ready", timeout_s + 60, timeout_s)
+
+    def replace_engines(self, urls: Sequence[str]) -> list[str]:
+        """End these engines, start new ones in their place, and wait for them; returns the URLs of all engines."""
+        return self._wait("replace_engines", self._start_timeout_s + 60, list(urls), self._start_timeout_s)
+
+    def set_paused(self, paused: bool) -> None:
+        """Say whether engines are paused on purpose. While they are, an engine that computes nothing has not failed."""
+        self.call(RolloutWorker.set_paused, paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Engines are paused on purpose inside this context, as during a weight push."""
+        self.set_paused(True)
+        try:
+            yield
+        finally:
+            self.set_paused(False)
+
+    def alive(self, timeout_s: float = 30.0) -> bool:
+        """Whether the actor answers."""
+        try:
+            ray.get(self.actor.cpu_seconds.remote(), timeout=timeout_s)
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+        return True
+
+    def restart(self) -> None:
+        """Kill the actor, which ends its engines, and ask Ray for another. ToolCall `wait_ready` next."""
+        ray.kill(self.actor)
+        self.actor = self._create()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the engines and the actor."""
+        with suppress(ray.exceptions.RayError, TimeoutError):  # the supervisor of each engine ends it with the actor
+            ray.get(self.actor.close.remote(), timeout=timeout_s)
+        ray.kill(self.actor)
+        forget(stacks(self._waiter.run_dir), "rollout")
+        forget(stacks(self._waiter.run_dir), "engine_*")
+
+
+class RolloutManager:
+    """Keeps the staleness buffer of the rollout worker filled with prompts and takes one step's groups at a time.
+
+    A call raises what RolloutWorkerHandle raises.
+    """
+
+    def __init__(self, worker: RolloutWorkerHandle, engines: EngineSupply) -> None:
+        """`engines`: loads engines before sampling and replaces those that failed."""
+        spec = worker.spec
+        self.worker, self._engines = worker, engines
+        self._tries = spec.faults.engine_tries
+        self._capacity = spec.buffer_capacity
+        self._step, self._drawn = 0, 0  # the next step; prompt requests created so far
+        # (number, row, admitted version) of the prompt requests that no step has consumed
+        self._waiting: Sequence[tuple[int, ...]] = ()
+
+    def generate(self, prompts: PromptStream, step: int) -> Rollouts:
+        """Return the groups that `step` trains: G scored responses to each of N prompts (see mrl.rollout.buffer).
+
+        Draws as many prompts as the buffer has room for, and more where a filter rejects groups. Groups that the step does
+        not train stay in the buffer and go on being sampled while it is trained.
+        """
+        missing = max(0, self._capacity - len(self._waiting))
+        while True:
+            first, self._drawn = self._drawn, self._drawn + missing
+            missing = self._call_engines(RolloutWorker.sample, first, prompts.take(missing), step)
+            if not missing:
+                break
+        rollouts = self.worker.call(RolloutWorker.collect, step)
+        self._step, self._drawn, self._waiting = step + 1, rollouts.drawn, rollouts.waiting
+        return rollouts
+
+    def evaluate(self, temperature: float) -> dict[str, float]:
+        """Mean reward on the held-out prompts: of each named test set, and of all prompts under ""."""
+        return self._call_engines(RolloutWorker.evaluate, temperature)
+
+    def _call_engines[**P, T](
+        self, method: Callable[Concatenate[RolloutWorker, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """ToolCall a worker method that needs engines, and have engines that failed meanwhile replaced.
+
+        Calls again when all engines were lost. Raises EngineError after `faults.engine_tries` such losses.
+        """
+        lost, failed = None, {}
+        for _ in range(self._tries):
+            self._engines.load()
+            try:
+                result = self.worker.call(method, *args, **kwargs)
+            except NoEngineError as error:
+                lost, failed = error, self._replace_failed()
+            else:
+                self._replace_failed()
+                return result
+        raise EngineError(
+            f"all engines were lost {self._tries} times in a row (faults.engine_tries), although they were replaced each "
+            f"time; the last: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
+        ) from lost
+
+    def _replace_failed(self) -> dict[str, str]:
+        if failed := self.worker.call(RolloutWorker.take_failed_engines):
+            self._engines.restore(failed)
+        return failed
+
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates:
+        """Advantages, and the columns [R] that the losses need, of the groups that were generated last."""
+        return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
+
+    def discard_log(self, before_step: int) -> None:
+        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait."""
+        self.worker.send(RolloutWorker.discard_log, before_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompt requests that are drawn and not trained, as plain values."""
+        return dict(step=self._step, drawn=self._drawn, waiting=[list(request) for request in self._waiting])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to this state. Running requests are cancelled; completions that arrived meanwhile are used again."""
+        self._step, self._drawn = state["step"], state["drawn"]
+        self._waiting = tuple(map(tuple, state["waiting"]))
+        self.worker.call(RolloutWorker.resume, self._drawn, self._waiting, self._step)
