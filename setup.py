@@ -4,6 +4,8 @@
 resolves from these ranges; a test fails when a lock leaves them.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 DEPENDENCIES = [
@@ -68,16 +70,28 @@ setup(
     name="mrl",
     version="0.1.0",
     description="Reinforcement learning of language models with Megatron-Core, SGLang and Ray",
+    long_description=(Path(__file__).parent / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="reinforcement-learning rlhf grpo ppo llm megatron sglang ray",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.12,<3.13",
     # {"": "."} makes an editable install a plain .pth entry, under which a folder named `models/` in the working
     # directory does not win over ours; `include` keeps tests, conf and outputs out of a wheel.
     package_dir={"": "."},
     packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
+    package_data={package: ["py.typed"] for package in ("mrl", "models", "parallel")},
     install_requires=DEPENDENCIES,
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["mrl = mrl.cli:main"],
-        "sglang.srt.platforms": ["mrl_cpu = mrl.rollout.cpu_platform:activate"],
+        "sglang.srt.platforms": ["mrl_cpu = mrl.rollout.cpu.sglang_platform:activate"],
     },
 )

@@ -87,9 +87,8 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id in classes:
                 visit(base.id, prefix)
-        for item in node.body:
-            if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
-                continue
+        fields = (item for item in node.body if isinstance(item, ast.AnnAssign))
+        for item in (field for field in fields if isinstance(field.target, ast.Name)):
             kinds = [one.id for one in ast.walk(item.annotation) if isinstance(one, ast.Name) and one.id in classes]
             key = prefix + item.target.id
             if kinds and issubclass_of_section(classes[kinds[0]][0]):
@@ -142,7 +141,9 @@ def measure(root: Path) -> tuple[dict[str, int], list[str]]:
     twice = class_names_defined_twice(trees)
     keys, unexplained = config_keys(root)
     longest_file = max((length, str(path)) for path, length in lengths.items())
-    pages = [page for page in (root / "docs").rglob("*.md") if "adr" not in page.parts and "decisions" not in page.parts]
+    pages = [
+        page for page in (root / "docs").rglob("*.md") if "adr" not in page.parts and "decisions" not in page.parts
+    ]
     numbers = {
         "modules": len(files),
         "modules under 60 lines": sum(length < 60 for length in lengths.values()),

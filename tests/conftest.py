@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from mrl.rollout.ports import PortLease
+from mrl.rollout.engines.leases import PortLease
 
 # Tests run beside each other: how long an example takes says nothing.
 hypothesis.settings.register_profile(
@@ -24,14 +24,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shared cores")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a parametrized test as extended, except those that `extended_except(*ids)` names."""
+    for item in items:
+        kept = item.get_closest_marker("extended_except")
+        if kept and item.callspec.id not in kept.args:
+            item.add_marker("extended")
+
+
 def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -> None:
     import torch
 
-    from parallel import device, groups
+    from parallel import collectives, device, groups
 
     torch.set_num_threads(1)
     try:
-        device.init_process_group(rank, dims.world_size, "127.0.0.1", port, timeout_s=60)
+        collectives.init_process_group(rank, dims.world_size, "127.0.0.1", port, timeout_s=60)
         groups.initialize(dims, seed=0)
         results.put((rank, fn(rank, *args), None))
         torch.distributed.barrier()
@@ -48,11 +57,11 @@ def run_ranks():
     """`run_ranks(dims, fn, *args)` -> [fn(rank, *args) of each rank], each rank a fork of this preloaded process."""
     from parallel import device
 
-    device.install()
+    device.patch_megatron_for_cpu()
     # Once, before the forks: also what Megatron imports when a model is built.
     import megatron.core.models.mimo.optimizer  # noqa: F401
 
-    import mrl.workers.trace  # noqa: F401
+    import mrl.workers.parity_trace  # noqa: F401
 
     gc.freeze()  # a collection in a rank would copy every page that it shares with this process
 

@@ -139,7 +139,7 @@ def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDi
         actor.load_reference(folder)
     assert weights_of(actor) == current
     with actor.reference():
-        return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.takes_part else {}
+        return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.participates_in_export else {}
 
 
 def test_the_reference_is_saved_and_loaded_under_any_layout(run_ranks, tmp_path):

@@ -11,7 +11,9 @@ from mrl.core.types import TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
+
+pytestmark = pytest.mark.extended
 
 
 def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool):
@@ -19,7 +21,7 @@ def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool
     from mrl.workers.actor import MegatronActor
 
     megatron = dict(moe_router_bias_update_rate=0.125)
-    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(lr=1e-4), megatron))
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(lr=1e-4), megatron))
     before = biases(actor)
     if restore:
         actor.load(folder)
@@ -33,7 +35,7 @@ def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool
 
 
 def biases(actor) -> dict[str, np.ndarray]:
-    tensors = actor.export() if actor.takes_part else []
+    tensors = actor.export() if actor.participates_in_export else []
     return {name: tensor.clone().numpy() for name, tensor in tensors if name.endswith("e_score_correction_bias")}
 
 
@@ -57,7 +59,7 @@ def exported(rank: int, path) -> set[str]:
     check_hf_folder(path)
     return {
         name
-        for name, _ in MegatronActor(ModelSpec(str(path), ParallelDims(), "float32", AdamWConfig(lr=1e-4), {})).export()
+        for name, _ in MegatronActor(ModelSpec(str(path), ParallelDims(), "float32", OptimConfig(lr=1e-4), {})).export()
     }
 
 

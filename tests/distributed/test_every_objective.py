@@ -12,16 +12,18 @@ from numpy.typing import NDArray
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.objective import Objective
 from mrl.algorithms.parts import build_objective
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import StepTrace, compare
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
-ALGORITHMS = sorted(path.stem for path in (hydra_app.CONF / "algorithm").glob("*.yaml"))
+pytestmark = pytest.mark.extended
+
+ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
 TERMS = ["++algorithm.kl_in_loss.kind=k3", "algorithm.entropy_coef=0.1"]
 ONE = ParallelDims()
 LAYOUTS = [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(dp=2)]
@@ -31,8 +33,8 @@ NEAR = 0.3  # nats between the old policy and all others: ratios reach every cli
 
 def configured(*overrides: str) -> tuple[Objective, str]:
     """(objective, aggregation) of a config."""
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         config = from_hydra(compose("config", ["experiment=quickstart", "run.dir=unused", *overrides]))
     return build_objective(config), config.algorithm.aggregation
 
@@ -51,7 +53,7 @@ def off_policy(block: TokenBlock, groups: NDArray, now: NDArray, objective: Obje
 
 def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
     # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
-    return ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
+    return ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share_prompts)
 
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
@@ -73,7 +75,9 @@ def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing:
     found = {}
     for name, (block, groups, objective, aggregation) in steps.items():
         actor = MegatronActor(spec_of(path, dims, packing.share_prompts))
-        share = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).shares[dims.coords(rank).dp]
+        share = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).shares[
+            dims.coords(rank).dp
+        ]
         found[name] = trace(actor, block, share, objective, 1e-4, 1.0)
     return found
 

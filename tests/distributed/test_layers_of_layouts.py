@@ -14,7 +14,9 @@ from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_gradients, compare_sketches, row_and_position
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
+
+pytestmark = pytest.mark.extended
 
 ONE = ParallelDims()
 PLACES = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final norm"]
@@ -27,7 +29,7 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
     share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").shares[dims.coords(rank).dp]
-    actor = MegatronActor(ModelSpec(str(path), dims, dtype, AdamWConfig(eps=1e-6), {}))
+    actor = MegatronActor(ModelSpec(str(path), dims, dtype, OptimConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
     return trace_layers(actor, block, share, PPOClip(), temperature=0.7)
@@ -125,7 +127,7 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
 
     block, numbers = groups_of_responses()
     share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
-    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(eps=1e-6), {}))
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank; all must stop
     before = {name: param.detach().clone() for name, param in actor.bridge.params.items()}
@@ -147,13 +149,15 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
 
     block, numbers = groups_of_responses()
     share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
-    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", AdamWConfig(eps=1e-6), {}))
+    actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)
     actor.update(block, [share], PPOClip(), [0.0 if take else 1e-2])
     if not take:
         actor.save(folder)
-    return {name: tensor.float().numpy().copy() for name, tensor in actor.export()} if actor.takes_part else {}
+    return (
+        {name: tensor.float().numpy().copy() for name, tensor in actor.export()} if actor.participates_in_export else {}
+    )
 
 
 def test_weights_are_taken_from_a_checkpoint_and_the_optimizer_starts_from_them(run_ranks, tmp_path):

@@ -12,7 +12,9 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
+
+pytestmark = pytest.mark.extended
 
 COUNT = 20  # rows of `groups_of_responses`
 Case = tuple[list[int], int]  # (order of rows, max_tokens)
@@ -32,7 +34,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         block, groups = block.select(order), groups[order]
         batch = TrainBatch.of(block, groups)
         step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
-        actor = MegatronActor(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}))
+        actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
         step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
             {int(order[row]): column for row, column in columns.items()}

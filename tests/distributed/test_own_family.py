@@ -13,7 +13,7 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 
 def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
@@ -23,7 +23,7 @@ def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     block, groups = groups_of_responses()
     batch = TrainBatch.of(block, groups)
     step = partition_step(batch, dims, Packing(60, True, CostModel(1.0, 0.01)), "token_mean")
-    actor = MegatronActor(ModelSpec(str(path), dims, "float32", AdamWConfig(lr=1e-4), {}, family=family))
+    actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4), {}, family=family))
     actor.export_hf(exported, {})
     (report,) = actor.update(block, [step.shares[dims.coords(rank).dp]], PPOClip(), [1e-4])
     return report.maxima["optim/grad_norm"]

@@ -12,7 +12,7 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
 from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 LR = 1e-4
 EPS = 1e-6  # Adam's first step divides each gradient by itself: below this, round-off would become whole steps
@@ -60,7 +60,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
         str(path),
         dims,
         options.get("dtype", "float32"),
-        AdamWConfig(lr=LR, eps=EPS),
+        OptimConfig(lr=LR, eps=EPS),
         options.get("megatron", {}),
         share_prompts=packing.share_prompts,
         logprob_chunk=options.get("chunk", 7),
@@ -113,11 +113,13 @@ def check(expected, found, dtype: str = "float32") -> None:
     assert not wrong, wrong[:5]
 
 
+@pytest.mark.extended_except("tp2 sp", "pp2 vpp2", "cp2 dp2", "tp2 pp2 cp2 sp")
 @pytest.mark.parametrize("dims", DENSE, ids=str)
 def test_a_dense_actor(traced, dims):
     check(reference(traced, "dense"), traced("dense", dims))
 
 
+@pytest.mark.extended_except("dp2 ep2", "tp2 ep2 etp1 sp", "pp2 vpp2 dp2 ep2")
 @pytest.mark.parametrize("dims", MOE, ids=str)
 def test_an_actor_with_experts(traced, dims):
     check(reference(traced, "moe"), traced("moe", dims))
@@ -129,21 +131,25 @@ def test_replicas_that_share_a_copy_of_the_experts_in_part_keep_step(traced):
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 
+@pytest.mark.extended_except("tp2 pp2 cp2 sp")
 @pytest.mark.parametrize("dims", CRITIC, ids=str)
 def test_a_critic(traced, dims):
     check(reference(traced, "dense", critic=True), traced("dense", dims, critic=True))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2 dp2 ep2", "pp2 cp2"), ids=str)
 def test_a_critic_with_experts(traced, dims):
     check(reference(traced, "moe", critic=True), traced("moe", dims, critic=True))
 
 
+@pytest.mark.extended_except("tp2 pp2 sp")
 @pytest.mark.parametrize("dims", layouts("pp2", "tp2", "tp2 pp2", "pp2 vpp2 dp2"), ids=str)
 def test_tied_embeddings(traced, dims):
     check(reference(traced, "tied"), traced("tied", dims))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "pp2 dp2 ep2"), ids=str)
 def test_mixtral(traced, dims):
     check(reference(traced, "mixtral"), traced("mixtral", dims))
@@ -152,12 +158,14 @@ def test_mixtral(traced, dims):
 SIGMOID_EXPERTS = layouts("tp2", "pp2", "cp2", "dp2 ep2", "tp2 ep2 etp1")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", SIGMOID_EXPERTS, ids=str)
 @pytest.mark.parametrize("kind", ["glm", "deepseek"])
 def test_sigmoid_and_shared_experts(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("cp2", "dp2 ep2", "tp2 pp2"), ids=str)
 def test_correction_biases_that_move(traced, dims):
     """They count the tokens of the packs, so one process has the same packs."""
@@ -169,6 +177,7 @@ def test_correction_biases_that_move(traced, dims):
     check(expected, traced("glm", dims, megatron=moving))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("biased", dims) for dims in layouts("tp2", "pp2", "tp2 sp0 cp2")]
@@ -179,6 +188,7 @@ def test_biases(traced, kind, dims):
     check(reference(traced, kind), traced(kind, dims))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_shared_prompts_and_micro_batches_change_nothing(traced, kind):
     expected = reference(traced, kind)
@@ -186,6 +196,7 @@ def test_shared_prompts_and_micro_batches_change_nothing(traced, kind):
         check(expected, traced(kind, **options))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2 pp2", "dp2", "cp2"), ids=str)
 def test_sequence_mean(traced, dims):
     expected = reference(traced, "dense", aggregation="sequence_mean")
@@ -195,16 +206,19 @@ def test_sequence_mean(traced, dims):
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2 pp2", "pp2 vpp2", "cp2"), ids=str)
 def test_activation_recomputation(traced, dims):
     check(reference(traced, "dense"), traced("dense", dims, megatron=RECOMPUTE))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2 ep2 etp1", "cp2 ep2"), ids=str)
 def test_the_allgather_dispatcher(traced, dims):
     check(reference(traced, "moe"), traced("moe", dims, megatron=dict(moe_token_dispatcher_type="allgather")))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "dims"),
     [("dense", dims) for dims in layouts("tp2", "pp2", "cp2", "dp2", "tp2 pp2 cp2")]
@@ -224,6 +238,7 @@ def distance(mine, other) -> float:
     return float(np.sqrt(sum(((mine[name] - other[name]) ** 2).sum(dtype=np.float64) for name in other)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", [ONE, *layouts("tp2 pp2", "cp2 ep2", "pp2 vpp2 dp2 ep2")], ids=str)
 @pytest.mark.parametrize("megatron", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 def test_replayed_routing(traced, dims, megatron):
@@ -234,6 +249,7 @@ def test_replayed_routing(traced, dims, megatron):
     check(expected, traced("moe", dims, megatron=replay["megatron"] | megatron, routed=True))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 cp2", "dp2", "dp2 ep2", "pp2 dp2"), ids=str)
 def test_balancing_losses(traced, dims):
     """They depend on the packs, so one process has the same packs; not on how those are spread over processes."""

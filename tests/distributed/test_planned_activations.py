@@ -12,6 +12,8 @@ from mrl.planner import activation_bytes
 from mrl.planner.activation_bytes import CPU, Pass, Recompute
 from parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.extended
+
 TOLERANCE = 0.002
 LENGTHS = [64, 64, 64]
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

@@ -13,6 +13,8 @@ from mrl.planner.model_shape import ModelShape
 from mrl.planner.trainer_state_bytes import StateBytes, largest_state, stages_of, state_of_rank
 from parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.extended
+
 DENSE = [
     dict(),
     dict(dp=4),
@@ -122,7 +124,7 @@ def _built(rank: int, hf, dims: ParallelDims, dtype: str, head: str, trained: bo
     from models.model_builder import build_model
     from parallel import groups
     from parallel.optimizer import build_optimizer, initialize_optimizer_state, optimizer_tensors, wrap_ddp
-    from parallel.trainer_config import AdamWConfig
+    from parallel.trainer_config import OptimConfig
 
     _fake(rank, dims.world_size)
     groups.initialize(dims, seed=0)
@@ -136,7 +138,7 @@ def _built(rank: int, hf, dims: ParallelDims, dtype: str, head: str, trained: bo
     flat = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizer = 0
     if trained:
-        built = build_optimizer(wrapped, AdamWConfig())
+        built = build_optimizer(wrapped, OptimConfig())
         initialize_optimizer_state(built)
         weight_storages = {t.untyped_storage()._cdata for t in own}
         state = {t.untyped_storage()._cdata: t for t in optimizer_tensors(built)}

@@ -12,7 +12,7 @@ from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 ONE = ParallelDims()
 LAYOUTS = [
@@ -52,7 +52,7 @@ def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTr
     share = partition_step(TrainBatch.of(block, groups), dims, packing, "token_mean").shares[dims.coords(rank).dp]
     # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
     spec = ModelSpec(
-        str(path), dims, "float32", AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
+        str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
     )
     return trace_step(MegatronActor(spec), block, share, loss, 1e-4, 1.0)
 

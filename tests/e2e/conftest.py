@@ -109,9 +109,9 @@ def make_once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def inputs(make_once) -> Path:
     """The quickstart's files."""
-    from mrl.data.arithmetic import make_inputs
+    from mrl.data.synthetic_tasks import make_doubling_task
 
-    return make_once("inputs", make_inputs)
+    return make_once("inputs", make_doubling_task)
 
 
 @pytest.fixture(scope="session")
@@ -198,7 +198,7 @@ def engine(qwen3_folder, tmp_path_factory):
     from transformers import Qwen3ForCausalLM
 
     from mrl.rollout.client import EngineClient
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     args = default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}
     with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:

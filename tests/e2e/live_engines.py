@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from models.conversion.box import Box
+from models.architecture import Family
+from models.conversion.mapping import Box
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.spec import Family
 from mrl.config.schema import WeightSyncConfig
 from mrl.rollout.client import SamplingParams
-from mrl.weight_sync.layout import EngineLayout
-from mrl.weight_sync.live import LiveSync
+from mrl.weight_sync.engine_layout import EngineLayout
+from mrl.weight_sync.session import LiveSync
 from parallel.dims import ParallelDims
 
 PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
@@ -47,7 +47,7 @@ class WholeModel:
         config = HFConfig.load(folder)
         self.family = family_of(config)
         self.arch = self.family.read(config)
-        self.dims, self.rows, self.sizes = ParallelDims(), self.family.entries(self.arch), self.arch.sizes
+        self.dims, self.rows, self.sizes = ParallelDims(), self.family.param_mappings(self.arch), self.arch.sizes
         self.tensors = tensors
 
     def stage(self, name: str) -> int:

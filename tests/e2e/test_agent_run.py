@@ -18,10 +18,10 @@ SMALL = [
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory):
     """The experiment's files, with more rows that call: the test is short."""
-    from mrl.data.calculator import make_inputs
+    from mrl.data.synthetic_tasks import make_calculator_task
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
-    make_inputs(folder, calls=0.5)
+    make_calculator_task(folder, calls=0.5)
     return folder
 
 
@@ -69,6 +69,7 @@ def test_tool_results_are_in_the_response_and_not_among_what_is_trained(run, cal
     assert answered > 5
 
 
+@pytest.mark.extended
 def test_recorded_conversations_are_trained_again_under_another_layout(run, start_mrl, calculator):
     again = [f"data.inputs.folder={calculator}", "sft.train=null", f"model.path={calculator / 'warm'}", "parallel.cp=2"]
     replay = [f"rollout.replay={run.folder / 'rollouts'}", "trainer.max_steps=1"]

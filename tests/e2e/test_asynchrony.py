@@ -13,7 +13,7 @@ from test_soak import KINDS, Soak
 
 from mrl.config.secrets import authorization
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines import Engines
+from mrl.rollout.engine_pool import Engines
 
 SIZE = 6  # groups of a step
 
@@ -79,6 +79,7 @@ def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quicks
     assert len(ledger(tmp_path)) == 80
 
 
+@pytest.mark.extended
 def test_an_engine_tells_which_version_made_which_token(engine):
     """Weights change in the middle of a response: paused, updated, continued."""
     before = engine.client.weight_version()

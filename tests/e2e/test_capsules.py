@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 PLANTING = """
 import os
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ class Planting(PPOClip):
         return super().__call__(inputs)
 
 def plant_in_the_next_step():
-    from mrl.workers.actor import Actor
-    accumulate = Actor.accumulate
+    from mrl.workers.actor import MegatronActor
+    accumulate = MegatronActor.accumulate
 
     def planted(model, *args, **how):
         import torch
@@ -31,7 +33,7 @@ def plant_in_the_next_step():
             model.bridge.params["decoder.layers.1.mlp.linear_fc2.weight"][0] = float("nan")
         return accumulate(model, *args, **how)
 
-    Actor.accumulate = planted
+    MegatronActor.accumulate = planted
 """
 
 

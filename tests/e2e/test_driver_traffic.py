@@ -9,15 +9,17 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks.controller import SimulatedGroup, SimulatedRanks, layout
 from benchmarks.driver_traffic import Traffic
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
 from mrl.core.preemption import PreemptionHandler
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.rollout import recording
+from mrl.rollout import rollout_log
 from mrl.workers.dp_partition import Packing
+
+pytestmark = pytest.mark.extended
 
 NUM_PROMPTS, GROUP = 5, 3
 LENGTHS = (16, 512)  # tokens of a response
@@ -31,7 +33,9 @@ def write_step(folder, step: int, response_length: int) -> TokenBlock:
     responses = [rng.integers(4, 14, response_length + i % 3).tolist() for i in range(len(rows))]
     block = TokenBlock.from_lists(prompts, responses, [[-1.0] * len(r) for r in responses])
     columns = dict(truncated=np.zeros(len(rows), bool), weight_versions=np.zeros(len(rows), np.int64))
-    recording.write(folder, step, block, rows=rows, groups=np.repeat(np.arange(NUM_PROMPTS), GROUP), **columns)
+    rollout_log.write_recording(
+        folder, step, block, rows=rows, groups=np.repeat(np.arange(NUM_PROMPTS), GROUP), **columns
+    )
     return block
 
 
@@ -49,8 +53,8 @@ def trainer(quickstart, tmp_path):
         "++algorithm.kl_in_loss.coef=0.01",
         "++algorithm.kl_in_reward.coef=0.01",
     ]
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         config = from_hydra(compose("config", [*quickstart, *more]))
     with build.trainer(plan_training(config), PreemptionHandler()) as built:
         yield built, blocks

@@ -49,7 +49,7 @@ def test_refusal_carries_the_engines_words(engine):
 
 START_AND_WAIT = """
 import json, sys
-from mrl.rollout.server import EngineServer, default_server_args
+from mrl.rollout.engines.server import EngineServer, default_server_args
 server = EngineServer(default_server_args("float32", 512) | {"model_path": sys.argv[1]}, sys.argv[2])
 server.start()
 server.wait_ready(480)
@@ -65,6 +65,7 @@ def port_is_bound(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("victim", ["starter", "supervisor"])
 def test_sigkill_leaves_no_process_and_no_port(qwen3_folder, tmp_path, victim):
     """Whoever is killed without a chance to clean up, nothing of the server stays."""
@@ -101,9 +102,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.extended
 def test_stop_leaves_nothing(qwen3_folder, tmp_path):
     """A server that is stopped while it still starts: no process, no scratch folder."""
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     server = EngineServer(default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}, tmp_path / "log")
     server.start()
@@ -118,7 +120,7 @@ def test_stop_leaves_nothing(qwen3_folder, tmp_path):
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     (tmp_path / "config.json").write_text("{broken")
     args = default_server_args("float32", 512) | {"model_path": str(tmp_path)}

@@ -9,6 +9,8 @@ from tiny_families import make_family
 
 from mrl.rollout.client import EngineClient, SamplingParams
 
+pytestmark = pytest.mark.extended
+
 PROMPTS = [[3 + (7 * i + j) % 37 for j in range(1 + i % 9)] for i in range(12)]
 SAMPLING = SamplingParams(max_new_tokens=30, ignore_eos=True)
 LOGPROB_TOLERANCE = 1e-4
@@ -32,7 +34,7 @@ def gap(client: EngineClient, folder) -> float:
 def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_path, name):
     from safetensors.torch import load_file
 
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     sizes: dict[str, Any] = dict(intermediate_size=64)  # on a CPU, SGLang pads others with zeros, in its checksums too
     sizes |= EXPERTS.get(name, {})

@@ -11,9 +11,9 @@ from live_engines import PROMPTS
 
 from mrl.config.schema import FaultsConfig
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines import Engines
-from mrl.rollout.seeds import TRAINING, seed_of
-from mrl.rollout.server_args import DETERMINISTIC, default_server_args
+from mrl.rollout.engine_pool import Engines
+from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
+from mrl.rollout.request_builder import TRAINING, seed_of
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 STALL_S = 8.0  # of a machine that has other things to do
@@ -62,6 +62,7 @@ def two(qwen3_folder, tmp_path):
         engines.close()
 
 
+@pytest.mark.extended
 def test_responses_redone_after_a_kill_or_a_stop_are_those_of_undisturbed_engines(two, tmp_path):
     prompts = PROMPTS * 2
     sampling = [replace(LONG, seed=seed_of(7, TRAINING, 0, number)) for number in range(len(prompts))]
@@ -131,7 +132,7 @@ def servers():
     mine, found = psutil.Process().environ()["MRL_TEST_RUN"], []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # one that has just ended
-            if "mrl.rollout.serve" in process.cmdline() and process.environ().get("MRL_TEST_RUN") == mine:
+            if "mrl.rollout.engines.launch_sglang" in process.cmdline() and process.environ().get("MRL_TEST_RUN") == mine:
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 

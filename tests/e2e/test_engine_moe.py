@@ -5,9 +5,11 @@ import pytest
 import torch
 from live_engines import connected
 
-from mrl.data.tiny_model import make_tiny_model
+from mrl.data.synthetic_tasks import make_tiny_model
 from mrl.data.tokenizer import character_tokenizer
 from mrl.rollout.client import EngineClient, SamplingParams
+
+pytestmark = pytest.mark.extended
 
 PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
 SAMPLING = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -28,7 +30,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(folders, tmp_path_factory):
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     args = default_server_args("float32", 128) | {
         "model_path": str(folders[0]),

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.extended
+
 SAMPLES, ROWS = 4, 192
 
 

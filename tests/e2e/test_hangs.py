@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
@@ -105,8 +105,8 @@ def run(inputs, tmp_path_factory):
         *["parallel.pp=2", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=2", "trainer.eval_rows=4"],
         *["tracking.wandb=false", "algorithm.skip_zero_advantage=false", "reward._target_=faulty_ranks.Deadlock"],
     ]
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         config = from_hydra(compose("config", overrides))
     plan, dims = plan_training(config), ParallelDims(dp=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -140,14 +140,22 @@ def test_healthy_calls_are_not_diagnosed(run):
 def test_a_scheduler_of_an_engine_that_is_stopped(run):
     with stopped(run.scheduler()):
         run.stalls(
-            run.generator.worker, run.generate, "engine 0 scheduler", "kill -CONT", "the rollout worker waits for an answer"
+            run.generator.worker,
+            run.generate,
+            "engine 0 scheduler",
+            "kill -CONT",
+            "the rollout worker waits for an answer",
         )
 
 
 def test_a_server_of_an_engine_that_is_stopped(run):
     with stopped(run.pid("engine_0")):
         run.stalls(
-            run.generator.worker, run.generate, "engine 0 server", "is stopped", "the rollout worker waits for an answer"
+            run.generator.worker,
+            run.generate,
+            "engine 0 server",
+            "is stopped",
+            "the rollout worker waits for an answer",
         )
 
 

@@ -6,6 +6,8 @@ import psutil
 import pytest
 from test_train import wait_for
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture
 def cluster():

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.extended
+
 LOOKING = '''
 from dataclasses import dataclass
 from typing import ClassVar

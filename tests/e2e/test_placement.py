@@ -10,7 +10,7 @@ import ray
 from hydra import compose, initialize_config_dir
 from test_train import wait_for
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
@@ -19,8 +19,10 @@ from mrl.placement.placement_groups import PlacementError, placed
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import Need, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.host import HostedEngine
-from mrl.rollout.server import default_server_args
+from mrl.rollout.engines.hosts import HostedEngine
+from mrl.rollout.engines.server import default_server_args
+
+pytestmark = pytest.mark.extended
 
 
 def bundles(*actors) -> list[tuple[str, set[str]]]:
@@ -38,9 +40,9 @@ def bundles(*actors) -> list[tuple[str, set[str]]]:
 def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, tmp_path):
     pools = "placement.pools={train: [actor], serve: [engines]}"
     steps = ["trainer.max_steps=2", "trainer.save=false", "parallel.dp=2", f"run.dir={tmp_path}"]
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
-        config = from_hydra(compose("config", hydra_app.checked([*quickstart, *steps, pools])))
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
+        config = from_hydra(compose("config", hydra_entry.check_overrides([*quickstart, *steps, pools])))
     plan = plan_training(config)
     assert [(pool.name, pool.size) for pool in plan.pools.pools] == [("train", 2), ("serve", 1)]
     assert plan.shared == frozenset()
@@ -83,11 +85,13 @@ def serving(node) -> list[psutil.Process]:
     """Processes of engines below a node's raylet."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return [
-        process for process in raylet.children(recursive=True) if "mrl.rollout.serve" in " ".join(process.cmdline())
+        process
+        for process in raylet.children(recursive=True)
+        if "mrl.rollout.engines.launch_sglang" in " ".join(process.cmdline())
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(nodes, qwen3_folder, tmp_path, engine):
     made, by_id = nodes
     expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids

@@ -64,6 +64,7 @@ def test_the_same_layout_goes_on_bit_by_bit(replays, whole):
     assert ledgers[0] == ledgers[1][2:]
 
 
+@pytest.mark.extended
 def test_another_layout_goes_on_with_the_same_losses(replays, whole):
     """tp 2 x pp 2 into dp 2 x cp 2, optimizer state, reference policy and position included."""
     resume = f"resume={whole.folder / 'checkpoints/step_000002'}"
@@ -86,6 +87,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, **args):
 """
 
 
+@pytest.mark.extended
 def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl, quickstart, tmp_path):
     """Rewards take a minute by then: the step's samples are in the journal, its weights as they were."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -1,5 +1,8 @@
 """A reward that raises, hangs and dies now and then costs failures that the metrics show; the run ends cleanly."""
 
+import pytest
+
+pytestmark = pytest.mark.extended
 FUNCTION = """
 import os, time
 
@@ -29,7 +32,7 @@ def test_failures_of_a_reward_do_not_end_the_run(start_mrl, inputs, tmp_path):
         "trainer.eval_rows=4",
         "scoring.sample_timeout_s=0.5",
         "reward=weighted",
-        "reward.parts.correct._target_=mrl.rewards.function.Function",
+        "reward.parts.correct._target_=mrl.rewards.user_function.Function",
         f"reward.parts.correct.path={tmp_path}/mine.py",
         "reward.parts.overlong.cache_tokens=4",
     ).finish()
@@ -53,6 +56,6 @@ def test_a_mistake_in_a_part_is_one_line_and_starts_nothing(start_mrl, inputs):
         "reward.parts.correct.boxd=true",
     ).finish(60)
     assert run.process.returncode == 2
-    assert "reward.parts.correct.boxd: mrl.rewards.math.MathVerify has no argument 'boxd'" in run.output()
+    assert "reward.parts.correct.boxd: mrl.rewards.rule_based.MathVerify has no argument 'boxd'" in run.output()
     assert "did you mean 'boxed'?" in run.output() and "Traceback" not in run.output()
     assert not (run.folder / "logs").exists()

@@ -13,6 +13,8 @@ from conftest import tagged
 
 from mrl.config.secrets import engine_key
 
+pytestmark = pytest.mark.extended
+
 OPEN = ("/health", "/ready", "/metrics")
 """What SGLang answers to anyone; of these it is only told whether the engine works."""
 

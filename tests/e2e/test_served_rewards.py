@@ -9,11 +9,12 @@ import torch
 
 from mrl.config.secrets import ENGINE_KEY
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rewards.base import Response, Turn
-from mrl.rewards.judge import Judge
+from mrl.rewards.remote_models import Judge, RewardModel
+from mrl.rewards.reward_types import Response, Turn
 from mrl.rewards.scorer import Scorer
-from mrl.rewards.served import RewardModel
-from mrl.rollout.server import EngineServer, default_server_args
+from mrl.rollout.engines.server import EngineServer, default_server_args
+
+pytestmark = pytest.mark.extended
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 TEXTS = ["4", "It is 4.", "I do not know", "x" * 150, "ä🦆"]

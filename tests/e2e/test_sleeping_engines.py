@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 from live_engines import connected, largest_gap, perturb
 
-from mrl.controller.colocation import ACTOR, ENGINES, State, Turns
+from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, State
 from mrl.rollout.client import SamplingParams
-from mrl.weight_sync.control import EngineError
-from mrl.weight_sync.memory import EngineMemory
+from mrl.weight_sync.engine_control import EngineError, EnginePoolMemory
 
 PROMPT = [5, 9, 11, 4, 30, 7]
 LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
@@ -73,9 +72,10 @@ def test_a_response_goes_on_where_it_was_when_the_engine_has_its_memory_again(en
     assert stream.end() == expected and len(expected) == 400
 
 
+@pytest.mark.extended
 def test_nothing_is_given_back_where_requests_run_and_the_engine_lives(engine):
-    """SGLang asserts that it is idle; EngineMemory pauses first."""
-    memory = EngineMemory(lambda: [engine.server.url], timeout_s=30)
+    """SGLang asserts that it is idle; EnginePoolMemory pauses first."""
+    memory = EnginePoolMemory(lambda: [engine.server.url], timeout_s=30)
     stream = Stream(engine.client)
     stream.wait_for(20)
     for _ in range(2):
@@ -97,10 +97,11 @@ class Actor:
         pass
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_by_turns_engines_wake_with_what_was_pushed_and_end_what_waits(engine, one_rank, transport):
-    memory = EngineMemory(lambda: [engine.server.url], timeout_s=30)
-    turns = Turns({ACTOR: Actor()}, memory, frozenset([frozenset([ACTOR, ENGINES])]))
+    memory = EnginePoolMemory(lambda: [engine.server.url], timeout_s=30)
+    turns = MemoryScheduler({ACTOR: Actor()}, memory, frozenset([frozenset([ACTOR, ENGINES])]))
     turns.started(ACTOR, ENGINES)
     tensors = dict(engine.model.state_dict())
     with connected([engine.server.url], engine.folder, tensors, transport=transport) as sync:
@@ -130,13 +131,13 @@ def test_by_turns_engines_wake_with_what_was_pushed_and_end_what_waits(engine, o
 
 
 def test_an_engine_that_is_gone_has_nothing_to_give_back():
-    memory = EngineMemory(lambda: ["http://127.0.0.1:9"], timeout_s=5)
+    memory = EnginePoolMemory(lambda: ["http://127.0.0.1:9"], timeout_s=5)
     assert memory.sleep() == 0
     memory.wake_weights()
     memory.wake_cache()
 
 
 def test_an_engine_that_refuses_is_named(engine):
-    memory = EngineMemory(lambda: [f"{engine.server.url}/nowhere"], timeout_s=5)
+    memory = EnginePoolMemory(lambda: [f"{engine.server.url}/nowhere"], timeout_s=5)
     with pytest.raises(EngineError, match=r"nowhere.*404"):
         memory.sleep()

@@ -10,6 +10,8 @@ import pytest
 from conftest import PATIENCE, tagged
 from test_resumed_runs import learning
 
+pytestmark = pytest.mark.extended
+
 KINDS = {  # what the command line of a process has in it
     "driver": "mrl.commands.training",
     "trainer rank": "ray::TrainWorker",

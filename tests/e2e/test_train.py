@@ -21,7 +21,7 @@ def served_gap(folder, model, prompt: list[int]) -> float:
     import torch
 
     from mrl.rollout.client import EngineClient, SamplingParams
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     args = default_server_args("float32", 64) | {"model_path": str(folder)}
     with EngineServer(args, folder.parent / "logs/fresh_engine.log") as server:
@@ -88,6 +88,7 @@ def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickst
     assert found["reward/mean"] == expected["reward/mean"]
 
 
+@pytest.mark.extended_except("SIGKILL")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
     run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false")
@@ -99,6 +100,7 @@ def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
     assert [p.cmdline() for p in run.leftovers()] == []
 
 
+@pytest.mark.extended
 def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
     """Long prompts, quotes, dollar signs, unicode: the tokens that were sent decode to the text of the row."""
     import orjson

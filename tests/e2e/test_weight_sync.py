@@ -49,6 +49,7 @@ def gap(engine) -> float:
     return largest_gap(engine.client, engine.model)
 
 
+@pytest.mark.extended_except("shared_memory-full")
 @pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
@@ -69,6 +70,7 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
             assert engine.client.generate([[5]], SamplingParams(4))[0].weight_version == str(version)
 
 
+@pytest.mark.extended
 def test_versions_only_grow(connect):
     with connect() as sync:
         version = next(VERSIONS)
@@ -92,6 +94,7 @@ def corrupted(monkeypatch, times: int):
     monkeypatch.setattr(sender, "fill", flip)
 
 
+@pytest.mark.extended_except("shared_memory")
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_corrupted_byte_is_caught_by_name_and_nothing_is_sampled(engine, connect, monkeypatch, transport):
     with connect(transport=transport) as sync:
@@ -113,6 +116,7 @@ def test_a_corrupted_byte_is_caught_by_name_and_nothing_is_sampled(engine, conne
         assert answers and gap(engine) < TOLERANCE
 
 
+@pytest.mark.extended
 def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, connect, monkeypatch):
     with connect(delta=True) as sync:
         driver = WeightSyncer(lambda version: [sync.push(version)], lambda urls: {}, lambda urls: [], tries=3)
@@ -124,6 +128,7 @@ def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, conne
         assert gap(engine) < TOLERANCE
 
 
+@pytest.mark.extended
 def test_an_engine_that_stores_weights_otherwise_is_refused(one_rank, engine, tmp_path):
     import json
     import shutil
@@ -160,6 +165,7 @@ with connected([url], folder, dict(model.state_dict())) as sync:
 """
 
 
+@pytest.mark.extended
 def test_an_engine_that_a_trainer_left_in_the_middle_of_a_push_is_taken_over_by_the_next(engine, connect):
     """Paused, half of the weights loaded, and its update session open; which begins no other one by itself."""
     perturb(engine.model)
@@ -179,6 +185,7 @@ def running(client, since: float) -> int:
     return sum(load["num_running_reqs"] for load in loads if load["timestamp"] > since)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 def test_running_requests_are_paused_as_asked(engine, connect, mode):
     """retract and in_place: they go on under the new version; abort: they end."""
@@ -209,7 +216,7 @@ def test_running_requests_are_paused_as_asked(engine, connect, mode):
 @pytest.fixture
 def new_engine(engine, tmp_path):
     """`new_engine()` starts another server on the first weights."""
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     servers = []
 
@@ -228,12 +235,13 @@ def new_engine(engine, tmp_path):
 UP_THEN_GATE = ("up_proj.weight", "gate_proj.weight")
 
 
+@pytest.mark.extended
 def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp_path):
     """Each group of ranks has the whole attention; SGLang does not sample so on a CPU, but it holds weights.
 
     Before, a table that swaps two matrices of one shape is refused: the engine's own files say otherwise.
     """
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     groups = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
     args = default_server_args("float32", 512) | groups | {"model_path": str(engine.folder)}
@@ -250,6 +258,7 @@ def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp
         held_as_sglang_hashes_it(engine, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
 
 
+@pytest.mark.extended
 def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_rank, engine, new_engine, monkeypatch):
     """The dead engine is named, the other one has the new version; the next attempt brings in a successor."""
     victim = new_engine()
@@ -293,9 +302,10 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
         assert largest_gap(client, engine.model) < TOLERANCE
 
 
+@pytest.mark.extended
 def test_engines_outside_take_weights_from_disk(start_mrl, quickstart, warm, tmp_path):
     """A server that somebody else started, without anything of ours in it, goes on after the run."""
-    from mrl.rollout.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer, default_server_args
 
     args = default_server_args("float32", 32) | {"model_path": str(warm), "custom_weight_loader": []}
     with EngineServer(args, tmp_path / "engine.log") as server:
@@ -325,6 +335,7 @@ def kept(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
     return left
 
 
+@pytest.mark.extended
 def test_a_run_that_loses_engines_while_weights_are_pushed_goes_on(start_mrl, quickstart, tmp_path, monkeypatch):
     """One of two stops answering before the push of step 2 and is killed in its middle; one never answers again in step 3."""
     (tmp_path / "stopping_advantage.py").write_text(STOPPING_ADVANTAGE)
@@ -361,7 +372,7 @@ def engines():
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # one that has just ended
             line = process.cmdline()
-            if "mrl.rollout.serve" in line and process.environ().get("MRL_TEST_RUN") == mine:
+            if "mrl.rollout.engines.launch_sglang" in line and process.environ().get("MRL_TEST_RUN") == mine:
                 found.append(process)
     own = [process for process in found if process.ppid() not in {other.pid for other in found}]
     return [[process, *process.children(recursive=True)] for process in sorted(own, key=lambda p: p.pid)]

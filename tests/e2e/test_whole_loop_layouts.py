@@ -29,6 +29,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.extended_except("tp2 pp2, to two ranks of an engine")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_engines_hold_what_was_trained_under(start_mrl, inputs, warm, layout):
     """At full batch size, the gap between trainer and engine after every one of eight updates."""
@@ -41,6 +42,7 @@ def test_engines_hold_what_was_trained_under(start_mrl, inputs, warm, layout):
     assert run.leftovers() == []
 
 
+@pytest.mark.extended
 def test_a_mixture_of_experts_learns_with_replayed_routing(start_mrl, tmp_path):
     """Experts are spread over trainer ranks, and over the ranks of the engine."""
     from safetensors.torch import load_file
@@ -70,6 +72,7 @@ def test_a_certificate_of_a_right_layout(start_mrl, inputs):
     assert all(line["within"] for line in found) and run.leftovers() == []
 
 
+@pytest.mark.extended
 def test_a_certificate_of_a_layout_that_changes_the_step(start_mrl, inputs):
     """Experts that drop tokens over their capacity do so by rank: another step than one process makes."""
     wrong = ["megatron.moe_expert_capacity_factor=0.5", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2"]
@@ -79,6 +82,7 @@ def test_a_certificate_of_a_layout_that_changes_the_step(start_mrl, inputs):
     assert "NOT EQUAL" in run.output() and "first: log-probabilities or values" in run.output()
 
 
+@pytest.mark.extended
 def test_what_megatron_refuses_is_one_line_and_ends_everything(start_mrl, quickstart):
     run = start_mrl("train", *quickstart, "megatron.recompute_granularity=full", "trainer.max_steps=1").finish()
     assert run.process.returncode == 2, run.output()
@@ -86,6 +90,7 @@ def test_what_megatron_refuses_is_one_line_and_ends_everything(start_mrl, quicks
     assert run.leftovers() == []
 
 
+@pytest.mark.extended
 def test_balancing_losses_and_replayed_routing_are_certified(start_mrl, inputs):
     folder = inputs.parent / "moe_inputs"
     balance = ["megatron.moe_router_load_balancing_type=aux_loss", "megatron.moe_aux_loss_coeff=0.01"]

@@ -174,7 +174,7 @@ def test_wandb_is_offline_without_a_login_and_online_with_a_key_or_netrc(no_logi
     assert wandb_mode() == "disabled"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_path, monkeypatch):
     start, may_start, in_time = WandbSink._start, threading.Event(), []
 
@@ -211,7 +211,7 @@ assert time.monotonic() - ending < 30, "the end waited"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_end(no_login, monkeypatch, tmp_path):
     """In a process of its own, whose exit wandb could hold up as well."""
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
