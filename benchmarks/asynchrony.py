@@ -36,7 +36,7 @@ from mrl.planner.rollout_simulator import Groups, Prediction, Setup, Speeds, bes
 from mrl.planner.run_trace import Step, fit_steps
 from mrl.rewards.rule_based import Length
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
-from mrl.rollout.seeds import TRAINING, seed_of
+from mrl.rollout.request_builder import TRAINING, seed_of
 from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
 
@@ -117,7 +117,7 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
 def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: Setup, run_dir: Path) -> RolloutSpec:
     """What a run's worker is built from."""
     (run_dir / "logs").mkdir(parents=True)
-    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, keep=None, eval_rows=None, replay=None)
+    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None)
     plain = dict(needs_greedy=False, old_from_rollout=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
     return RolloutSpec(
         **unused,
@@ -142,7 +142,7 @@ def measure(data: PromptDataset, speeds: Speeds, setup: Setup, steps: int, optio
     """So many steps of the real worker."""
     with tempfile.TemporaryDirectory() as folder, engines(speeds.engine) as urls:
         worker = RolloutWorkerHandle(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
-        coordinator = Coordinator(urls, 1, 60.0, "retract", join=None)
+        coordinator = Coordinator(urls, 1, 60.0, "retract", join_channel=None)
         try:
             worker.wait_ready(60.0)
             _push(coordinator, 0, 0.0)
@@ -177,15 +177,15 @@ def _run(
 
 def _push(coordinator: Coordinator, version: int, seconds: float) -> None:
     """As the first trainer rank does it, but for the weights."""
-    coordinator.each(lambda engine: engine.pause("retract"))
-    coordinator.each(lambda engine: engine.begin_weight_update())
+    coordinator.call_all(lambda engine: engine.pause("retract"))
+    coordinator.call_all(lambda engine: engine.begin_weight_update())
     time.sleep(seconds)
-    coordinator.serve(str(version), version)
+    coordinator.publish(str(version), version)
     assert not coordinator.failed, coordinator.failures
 
 
 def _busy_s(coordinator: Coordinator) -> float:
-    return sum(told["busy_s"] for told in coordinator.each(lambda engine: engine.server_info()).values())
+    return sum(told["busy_s"] for told in coordinator.call_all(lambda engine: engine.server_info()).values())
 
 
 def fitted(run: Measured, groups: Groups) -> Speeds:

@@ -72,9 +72,14 @@ def count_bytes(arguments: argparse.Namespace) -> None:
     """Bytes that arrive over bytes that engines hold, by plan."""
     from models.families import family_of
     from models.hf_config import HFConfig
-    from mrl.weight_sync.explain import Speeds, explain
-    from mrl.weight_sync.layout import EngineLayout, Topology
-    from mrl.weight_sync.plan import compile_plan, even_stages, owners
+    from mrl.weight_sync.engine_layout import EngineLayout, Topology
+    from mrl.weight_sync.transfer_plan import (
+        LinkSpeeds,
+        compile_transfer_plan,
+        estimate_transfer_cost,
+        even_pipeline_stages,
+        trainer_shards,
+    )
     from parallel.dims import ParallelDims
 
     table = Table("model", "trainer", "engines", "sent over least", "busiest sender", "messages", "GB", "plan, s")
@@ -86,9 +91,9 @@ def count_bytes(arguments: argparse.Namespace) -> None:
             arch = family.read(hf)
         start, dims = time.perf_counter(), ParallelDims(**axes)
         layout = EngineLayout.of(family, arch, Topology(**engine))
-        owned = owners(layout.rows, arch.sizes, dims, even_stages(arch.num_layers, dims))
-        plan = compile_plan(owned, layout, count, lambda _: ("bfloat16", 2), 512 << 20)
-        found = explain(plan, dims.world_size, Speeds(25.0, 25.0, 50.0), shared=False)
+        owned = trainer_shards(layout.rows, arch.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
+        plan = compile_transfer_plan(owned, layout, count, lambda _: ("bfloat16", 2), 512 << 20)
+        found = estimate_transfer_cost(plan, dims.world_size, LinkSpeeds(25.0, 25.0, 50.0), shared=False)
         seconds = time.perf_counter() - start
         messages = sum(sender.messages for sender in found.senders)
         each = "x".join(f"{k}{v}" for k, v in engine.items())
@@ -123,18 +128,18 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     """Time of pushes of a 0.5B model, each transport, against copying the same bytes."""
     from parallel import device
 
-    device.install()
+    device.patch_megatron_for_cpu()
     import torch
     import torch.distributed as dist
 
-    from models.build import build_model
-    from models.conversion.bridge import Bridge
-    from models.conversion.hf_io import HFWeights
+    from models.conversion.hf_reader import HFWeights
+    from models.conversion.weight_bridge import Bridge
     from models.hf_config import HFConfig
+    from models.model_builder import build_model
     from mrl.config.schema import WeightSyncConfig
-    from mrl.rollout.server import EngineServer, default_server_args
-    from mrl.weight_sync.layout import EngineLayout
-    from mrl.weight_sync.live import LiveSync
+    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.weight_sync.engine_layout import EngineLayout
+    from mrl.weight_sync.session import LiveSync
     from parallel import groups
     from parallel.dims import ParallelDims
 
@@ -180,7 +185,7 @@ def measure_delta(arguments: argparse.Namespace) -> None:
     runs = {
         "float32, learning rate of the quickstart": [],
         "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
-        "bfloat16, learning rate 1e-6": ["model.dtype=bfloat16", "algorithm.lr=1e-6", "algorithm.warmup_steps=0"],
+        "bfloat16, learning rate 1e-6": ["model.dtype=bfloat16", "optim.lr=1e-6", "optim.warmup_steps=0"],
     }
     table = Table("run", "steps", "first step", "median", "last", "reward, first and last five")
     for name, overrides in runs.items():

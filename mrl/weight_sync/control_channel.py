@@ -1,4 +1,8 @@
-"""The control channel of a sync: a key-value store on the first trainer rank that every sender and receiver reaches."""
+"""Control channel of a weight sync: a key-value store on trainer rank 0 that every sender and receiver can reach.
+
+It carries small values: the plan, bucket headers, acknowledgements, receipts and failures. The weights themselves travel through
+a transport (mrl/weight_sync/transports.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
@@ -15,12 +20,76 @@ from mrl.config.secrets import engine_key
 from mrl.weight_sync.errors import PeerError
 from parallel.collectives import open_tcp_store
 
-SLICE_S = 0.5  # a wait looks this often whether those it waits for have failed
-_PROOF_BYTES = 32  # SHA-256
+POLL_S = 0.5  # how often a wait checks whether a peer that it waits for has failed
+SIGNATURE_BYTES = 32  # SHA-256
+RECEIVER_TIMEOUT_FACTOR = 3
+"""An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
+
+The sender may first have to wait for another engine."""
+
+OPENING = "open"  # stands for the name of a push in `failure_key` while the session is opened
+TRANSPORT_KEY = "transport"  # how to reach the senders
+
+
+class EngineAction(StrEnum):
+    """What the coordinator's message asks of every rank of an engine (mrl/weight_sync/receiver.py)."""
+
+    BEGIN_SESSION = "begin_session"
+    CHECK_PLAN = "check_plan"
+    CONNECT = "connect"
+    LOAD = "load"
+
+
+# Keys. Engine ranks are counted over all engines. `push` is the name of one push.
+
+
+def rank_info_key(engine_rank: int) -> str:
+    """Key of what an engine rank reports about itself."""
+    return f"rank_info/{engine_rank}"
+
+
+def sender_plan_key(trainer_rank: int) -> str:
+    """Key of the buckets that a trainer rank sends."""
+    return f"plan/sender/{trainer_rank}"
+
+
+def receiver_plan_key(engine_rank: int) -> str:
+    """Key of the buckets that an engine rank receives."""
+    return f"plan/receiver/{engine_rank}"
+
+
+def plan_checked_key(engine_rank: int) -> str:
+    """Key that an engine rank sets when it has checked its plan."""
+    return f"plan_checked/{engine_rank}"
+
+
+def connected_key(engine_rank: int) -> str:
+    """Key that an engine rank sets when it has reached the senders."""
+    return f"connected/{engine_rank}"
+
+
+def header_key(push: str, bucket: str) -> str:
+    """Key of a bucket's header; `bucket` is Bucket.key."""
+    return f"{push}/header/{bucket}"
+
+
+def ack_key(push: str, bucket: str, engine_rank: int) -> str:
+    """Key that an engine rank sets when it has copied a bucket."""
+    return f"{push}/ack/{bucket}/{engine_rank}"
+
+
+def receipt_key(push: str, engine_rank: int) -> str:
+    """Key of an engine rank's receipt: the chunks, if any, that differ from what was sent."""
+    return f"{push}/receipt/{engine_rank}"
+
+
+def failure_key(push: str, engine_rank: int) -> str:
+    """Key of the reason why an engine rank takes no further part in a push."""
+    return f"{push}/failed/{engine_rank}"
 
 
 class ControlChannel:
-    """Values by key, one namespace per session. What never comes is a PeerError after `timeout_s` seconds."""
+    """Key-value store with one namespace per session. A wait raises PeerError after `timeout_s` seconds."""
 
     def __init__(self, store: Store, session: str, timeout_s: float) -> None:
         self.store, self.session = PrefixStore(session, store), session
@@ -28,71 +97,71 @@ class ControlChannel:
 
     @classmethod
     def host(cls, address: str, session: str, timeout_s: float) -> tuple[ControlChannel, int]:
-        """Open the store in this process; returns the channel and the store's port, which the store picks."""
+        """Open the store in this process on a free port; return the channel and the port."""
         store = open_tcp_store(address, 0, timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s), store.port
 
     @classmethod
     def join(cls, address: str, port: int, session: str, timeout_s: float) -> ControlChannel:
-        """Reach the store that another process hosts."""
+        """Connect to the store that another process hosts."""
         store = TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s)
 
     def put(self, key: str, value: Any) -> None:
-        self.store.set(key, self._sealed(key, value))  # type: ignore[bad-argument-type]  # takes bytes too
-
-    def get(self, key: str, dead: Sequence[str] = ()) -> Any:
-        """The value, waited for; `dead`: keys whose presence means that it will never come."""
-        self.wait([key], dead)
-        return self._opened(key)
-
-    def peek(self, key: str) -> Any:
-        """The value, or None where there is none yet."""
-        return self._opened(key) if self.store.check([key]) else None
-
-    def _sealed(self, key: str, value: Any) -> bytes:
-        """The pickled value behind a proof that a process of this run wrote it: anyone who reaches a store may write there."""
+        """Set a key. The value is pickled and signed: any process that reaches the port could write to the store."""
         data = pickle.dumps(value)
-        return self._proof(key, data) + data
+        self.store.set(key, self._signature(key, data) + data)  # type: ignore[bad-argument-type]  # takes bytes too
 
-    def _opened(self, key: str) -> Any:
-        """The value, unpickled only where the proof is right. Raises PeerError."""
-        found = self.store.get(key)
-        proof, data = found[:_PROOF_BYTES], found[_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(key, data)):
-            raise PeerError(f"{key} on the control channel was not written by this run; see docs/security.md.")
-        return pickle.loads(data)
+    def get(self, key: str, failure_keys: Sequence[str] = ()) -> Any:
+        """Wait for a key and return its value. Raises PeerError early if one of `failure_keys` is set."""
+        self.wait([key], failure_keys)
+        return self._verified(key)
 
-    def _proof(self, key: str, data: bytes) -> bytes:
-        return hmac.digest(engine_key().encode(), f"{self.session}/{key}\0".encode() + data, "sha256")
+    def get_if_set(self, key: str) -> Any:
+        """Return the value of a key, or None if the key is not set."""
+        return self._verified(key) if self.store.check([key]) else None
 
-    def wait(self, keys: Sequence[str], dead: Sequence[str] = ()) -> None:
-        """Until all `keys` are there. Raises PeerError at the deadline, or when a `dead` key says who failed."""
+    def wait(self, keys: Sequence[str], failure_keys: Sequence[str] = ()) -> None:
+        """Wait until all `keys` are set.
+
+        Raises PeerError at the deadline, or with the reason of a failure as soon as one of `failure_keys` is set.
+        """
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                self.store.wait(list(keys), timedelta(seconds=min(SLICE_S, self.timeout_s)))
+                self.store.wait(list(keys), timedelta(seconds=min(POLL_S, self.timeout_s)))
                 return
             except DistNetworkError as error:
                 raise PeerError(f"the control channel of the weight sync is gone: {error}") from error
-            except DistStoreError:  # not within this slice
-                for key in dead:
-                    if reason := self.peek(key):
+            except DistStoreError:  # not set within POLL_S
+                for key in failure_keys:
+                    if reason := self.get_if_set(key):
                         raise PeerError(str(reason)) from None
                 if time.monotonic() > deadline:
                     raise PeerError(f"{', '.join(keys)} did not come within {self.timeout_s} s.") from None
 
-    def arrives(self, key: str, dead: str) -> bool:
-        """Wait for `key`; false where it does not come, because `dead` is there or the deadline passed: then it is put there."""
+    def wait_or_mark_failed(self, key: str, failure: str) -> bool:
+        """Wait for `key`. Return False if the key `failure` is set first, or at the deadline: then `failure` is set here."""
         try:
-            self.wait([key], [dead])
+            self.wait([key], [failure])
         except PeerError as error:
-            if self.peek(dead) is None:
-                self.put(dead, str(error))
+            if self.get_if_set(failure) is None:
+                self.put(failure, str(error))
             return False
         return True
 
-    def drop(self, keys: Sequence[str]) -> None:
-        """Forget keys that nobody will ask for again."""
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete keys that are not read again."""
         for key in keys:
             self.store.delete_key(key)
+
+    def _verified(self, key: str) -> Any:
+        """Unpickle the value of a key if its signature is right. Raises PeerError otherwise."""
+        value = self.store.get(key)
+        signature, data = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, data)):
+            raise PeerError(f"{key} on the control channel was not written by this run; see docs/security.md.")
+        return pickle.loads(data)
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(engine_key().encode(), f"{self.session}/{key}\0".encode() + data, "sha256")

@@ -1,6 +1,7 @@
-"""The first trainer rank's talk with the engines around a push: pause, update session, receipts, version, resume.
+"""Coordinator: trainer rank 0's control of the engines around a push: pause, update session, receipts, version, resume.
 
-An engine that fails on the way is left out of service and named; the others go on. None serves weights that were not checked.
+An engine that fails is excluded from the rest of the push and reported; the other engines go on. An engine serves only weights
+whose checksums it has verified.
 """
 
 from __future__ import annotations
@@ -17,17 +18,27 @@ from typing import Any
 import httpx
 import torch
 
-from mrl.weight_sync.control_channel import ControlChannel
+from mrl.weight_sync.control_channel import (
+    OPENING,
+    RECEIVER_TIMEOUT_FACTOR,
+    ControlChannel,
+    EngineAction,
+    connected_key,
+    failure_key,
+    plan_checked_key,
+    rank_info_key,
+    receipt_key,
+)
 from mrl.weight_sync.engine_control import WEIGHT_LOADER, EngineControl, EngineError, PauseMode
-from mrl.weight_sync.errors import PeerError, SyncError, WeightMismatchError
-from mrl.weight_sync.sender import ENGINE_PATIENCE, dead
+from mrl.weight_sync.errors import PeerError, WeightMismatchError, WeightSyncError
+from mrl.weight_sync.receiver import EngineRankInfo
 
-log = logging.getLogger(__name__)
-FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
+logger = logging.getLogger(__name__)
+ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 class Coordinator:
-    """Talks to all engines at once. `failed` says which engines take no further part, and why."""
+    """Calls all engines in parallel. `failed` maps the number of each excluded engine to the reason."""
 
     def __init__(
         self,
@@ -35,100 +46,104 @@ class Coordinator:
         tp: int,
         timeout_s: float,
         pause_mode: PauseMode,
-        join: Callable[[], ControlChannel] | None,
+        join_channel: Callable[[], ControlChannel] | None,
     ) -> None:
-        """`join` opens the control channel; without one there is nobody to be told of failures."""
+        """`join_channel` connects to the control channel; None if no receiver is involved (weights through the disk)."""
         self.engines = [EngineControl(url, timeout_s) for url in urls]
         self.tp, self.timeout_s, self.pause_mode = tp, timeout_s, pause_mode
-        self.failed: dict[int, str] = {}  # engine's number -> reason
-        # Two clients: one waits while the other, in the pool's threads, tells of failures.
-        self._waiting, self._telling = (join(), join()) if join else (None, None)
+        self.failed: dict[int, str] = {}
+        # Two connections: while one waits, threads of the pool announce failures on the other.
+        self._waiting, self._announcing = (join_channel(), join_channel()) if join_channel else (None, None)
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight_sync")
-        self._running: dict[int, Future[None]] = {}  # what each engine was told last and may still do
+        self._last_message: dict[int, Future[None]] = {}  # engine number -> request that may still be running
 
     @property
     def alive(self) -> list[int]:
-        """Numbers of the engines that still take part."""
+        """Numbers of the engines that are not excluded."""
         return [number for number in range(len(self.engines)) if number not in self.failed]
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why engines take no further part, by their URL."""
+        """Reason of each excluded engine, by URL."""
         return {self.engines[number].url: reason for number, reason in self.failed.items()}
 
-    def ranks(self, engines: Iterable[int]) -> list[int]:
-        """Engine ranks, counted over all engines."""
+    def engine_ranks(self, engines: Iterable[int]) -> list[int]:
+        """Return the ranks of these engines, counted over all engines."""
         return [engine * self.tp + rank for engine in engines for rank in range(self.tp)]
 
-    def hello(self, reach: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Begin a session with every engine; what each engine rank says of itself. Raises SyncError where one fails.
+    def begin_session(self, connection: dict[str, Any]) -> dict[int, EngineRankInfo]:
+        """Begin a session with every engine and return what each engine rank reports. Raises WeightSyncError on a failure.
 
-        An engine that trainers before left in the middle of a push is taken over as it is; the next push resumes it.
+        An earlier trainer may have died in the middle of a push. Its update session is closed here; the engine stays paused until
+        the next push.
         """
-        message = dict(reach, do="hello", tp=self.tp)
-        self.each(EngineControl.abandon_weight_update)
-        self.each(EngineControl.begin_weight_update)
-        self.each(lambda engine: self._tell(engine, message | {"engine": self.engines.index(engine)}))
-        said = {rank: self._hear(f"hello/{rank}", rank, "open") for rank in self.ranks(self.alive)}
+        message = dict(connection, action=EngineAction.BEGIN_SESSION, tp=self.tp)
+        self.call_all(EngineControl.abandon_weight_update)
+        self.call_all(EngineControl.begin_weight_update)
+        self.call_all(lambda engine: self._send(engine, message | {"engine": self.engines.index(engine)}))
+        infos = {rank: self._receive(rank_info_key(rank), rank, OPENING) for rank in self.engine_ranks(self.alive)}
         self._raise_failures("begin a session")
-        return said
+        return infos
 
-    def prove(self) -> None:
-        """Have every engine take its plan and compare the places in it with what it has loaded by itself."""
-        self.each(lambda engine: self._tell(engine, dict(do="plan")))
-        for rank in self.ranks(self.alive):
-            self._hear(f"plan/{rank}/taken", rank, "open")
-        self._raise_failures("take the plan")
+    def check_plan(self) -> None:
+        """Have every engine take its plan and compare the destinations with the checkpoint that it loaded."""
+        self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
+        for rank in self.engine_ranks(self.alive):
+            self._receive(plan_checked_key(rank), rank, OPENING)
+        self._raise_failures("check the plan")
 
-    def open(self) -> None:
-        """Have every engine reach the senders; `opened` waits for it."""
-        self._tell_all(dict(do="open"), "open")
+    def connect_receivers(self) -> None:
+        """Have every engine connect to the senders; return at once. `wait_connected` waits for it."""
+        self._send_to_all(dict(action=EngineAction.CONNECT), OPENING)
 
-    def opened(self) -> None:
-        """Wait until every engine rank has reached the senders. Raises SyncError where one fails."""
-        for rank in self.ranks(self.alive):
-            self._hear(f"open/{rank}", rank, "open")
-        self.each(EngineControl.end_weight_update)
-        self._raise_failures("open a session")
+    def wait_connected(self) -> None:
+        """Wait until every engine rank has connected to the senders. Raises WeightSyncError on a failure."""
+        for rank in self.engine_ranks(self.alive):
+            self._receive(connected_key(rank), rank, OPENING)
+        self.call_all(EngineControl.end_weight_update)
+        self._raise_failures("connect to the senders")
 
-    def begin(self, push: str, base: str | None) -> None:
-        """Pause the engines and have them wait for buckets; returns at once."""
-        for number in self.failed:  # of an earlier push: nobody waits for them
-            self._tell_of_failure(number, push)
-        self.each(lambda engine: engine.pause(self.pause_mode), push)
-        self.each(EngineControl.begin_weight_update, push)
-        self._tell_all(dict(do="load", push=push, base=base), push)
+    def begin_push(self, push: str, base: str | None) -> None:
+        """Pause the engines and have them wait for buckets; return at once. `base`: the push that a difference refers to."""
+        for number in self.failed:  # excluded in an earlier push: senders must not wait for them in this one
+            self._announce_failure(number, push)
+        self.call_all(lambda engine: engine.pause(self.pause_mode), push)
+        self.call_all(EngineControl.begin_weight_update, push)
+        self._send_to_all(dict(action=EngineAction.LOAD, push=push, base=base), push)
 
-    def finish(self, push: str) -> None:
-        """Wait until every engine has said that it holds what was sent. Raises WeightMismatchError."""
+    def wait_receipts(self, push: str) -> None:
+        """Wait until every engine has verified the weights that it received. Raises WeightMismatchError."""
         wrong: dict[str, list[str]] = {}
-        for rank in self.ranks(self.alive):
-            number, receipt = rank // self.tp, self._hear(f"{push}/receipt/{rank}", rank, push)
-            if receipt and receipt["wrong"]:
-                wrong[f"{self.engines[number].url} rank {rank % self.tp}"] = receipt["wrong"]
+        for rank in self.engine_ranks(self.alive):
+            number = rank // self.tp
+            if names := self._receive(receipt_key(push, rank), rank, push):
+                wrong[f"{self.engines[number].url} rank {rank % self.tp}"] = names
         for number in self.alive:
-            self._result(self._running[number], number, push)
+            self._result(self._last_message[number], number, push)
         if wrong:
-            self.each(EngineControl.end_weight_update, push)  # still paused
+            self.call_all(EngineControl.end_weight_update, push)  # the engines stay paused
             named = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in wrong.items())
             raise WeightMismatchError(
                 f"engines do not hold the weights that were sent: {named}. They stay out of service."
             )
 
-    def serve(self, push: str, version: int, go_on: bool = True) -> None:
-        """Let the engines have the new weights as `version`, and go on with them unless they have to wait."""
-        self.each(EngineControl.end_weight_update, push)
-        self.each(lambda engine: engine.set_weight_version(str(version)), push)
+    def publish(self, push: str, version: int, resume: bool = True) -> None:
+        """Set the engines' weight version, and resume generation unless `resume` is false."""
+        self.call_all(EngineControl.end_weight_update, push)
+        self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
         if self.pause_mode != "in_place":  # that mode keeps the KV cache of the old weights
-            self.each(lambda engine: engine.flush_cache(self.timeout_s), push)
-        if go_on:
-            self.each(EngineControl.resume, push)
+            self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
+        if resume:
+            self.call_all(EngineControl.resume, push)
 
-    def each[T](self, call: Callable[[EngineControl], T], push: str = "open") -> dict[int, T]:
-        """Call all engines that are alive at once; one that fails is noted and left out."""
+    def call_all[T](self, call: Callable[[EngineControl], T], push: str = OPENING) -> dict[int, T]:
+        """Call all engines that are alive in parallel; return the results by engine number.
+
+        An engine whose call fails is excluded.
+        """
         futures = {number: self._pool.submit(call, self.engines[number]) for number in self.alive}
-        answers = {number: self._result(future, number, push) for number, future in futures.items()}
-        return {number: answer for number, answer in answers.items() if number not in self.failed}
+        results = {number: self._result(future, number, push) for number, future in futures.items()}
+        return {number: result for number, result in results.items() if number not in self.failed}
 
     def close(self) -> None:
         """Close the connections."""
@@ -136,60 +151,60 @@ class Coordinator:
         for engine in self.engines:
             engine.close()
 
-    def _tell(self, engine: EngineControl, message: dict[str, Any], patience: float = 1.0) -> None:
-        payloads = [_packed(json.dumps(message))] * self.tp
-        engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=patience * self.timeout_s)
+    def _send(self, engine: EngineControl, message: dict[str, Any], timeout_factor: float = 1.0) -> None:
+        payloads = [_pack_message(json.dumps(message))] * self.tp
+        engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_factor * self.timeout_s)
 
-    def _tell_all(self, message: dict[str, Any], push: str) -> None:
-        """Send a message whose work takes long; a failure is noted when it happens."""
+    def _send_to_all(self, message: dict[str, Any], push: str) -> None:
+        """Send a message that takes long to handle; return at once. A failure excludes the engine when it happens."""
         for number in self.alive:
-            future = self._pool.submit(self._tell, self.engines[number], message, ENGINE_PATIENCE + 1)
-            future.add_done_callback(lambda done, number=number: self._note(done, number, push))
-            self._running[number] = future
+            future = self._pool.submit(self._send, self.engines[number], message, RECEIVER_TIMEOUT_FACTOR + 1)
+            future.add_done_callback(lambda done, number=number: self._check_future(done, number, push))
+            self._last_message[number] = future
 
-    def _hear(self, key: str, rank: int, push: str) -> Any:
-        """What an engine rank says; None where it has failed."""
-        assert self._waiting is not None, "engines speak on the control channel"
+    def _receive(self, key: str, rank: int, push: str) -> Any:
+        """Wait for what an engine rank puts on the control channel; None if its engine has failed."""
+        assert self._waiting is not None, "engines answer on the control channel"
         number = rank // self.tp
         if number in self.failed:
             return None
         try:
-            said = self._waiting.get(key, [dead(push, rank)])
+            value = self._waiting.get(key, [failure_key(push, rank)])
         except PeerError as error:
-            return self._fail(number, error, push)
-        self._waiting.drop([key])
-        return said
+            return self._exclude(number, error, push)
+        self._waiting.delete([key])
+        return value
 
     def _result(self, future: Future[Any], number: int, push: str) -> Any:
         try:
             return future.result(self.timeout_s)
-        except FAILURES as error:
-            return self._fail(number, error, push)
+        except ENGINE_FAILURES as error:
+            return self._exclude(number, error, push)
 
-    def _note(self, done: Future[None], number: int, push: str) -> None:
+    def _check_future(self, done: Future[None], number: int, push: str) -> None:
         if not done.cancelled() and (error := done.exception()):
-            self._fail(number, error, push)
+            self._exclude(number, error, push)
 
-    def _fail(self, number: int, error: BaseException, push: str) -> None:
-        """Leave an engine out from now on; senders that wait for it are told."""
+    def _exclude(self, number: int, error: BaseException, push: str) -> None:
+        """Exclude an engine from now on, and tell the senders that wait for it."""
         if number not in self.failed:
             self.failed[number] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-            log.warning("engine %s takes no further part in %s: %r", self.engines[number].url, push, error)
-            self._tell_of_failure(number, push)
+            logger.warning("engine %s takes no further part in %s: %r", self.engines[number].url, push, error)
+            self._announce_failure(number, push)
 
-    def _tell_of_failure(self, number: int, push: str) -> None:
-        if self._telling is not None:
-            for rank in self.ranks([number]):
-                self._telling.put(dead(push, rank), self.failed[number])
+    def _announce_failure(self, number: int, push: str) -> None:
+        if self._announcing is not None:
+            for rank in self.engine_ranks([number]):
+                self._announcing.put(failure_key(push, rank), self.failed[number])
 
     def _raise_failures(self, what: str) -> None:
         if self.failed:
             named = "; ".join(f"{url}: {reason}" for url, reason in self.failures.items())
-            raise SyncError(f"engines could not {what} of weight sync: {named}", self.failures)
+            raise WeightSyncError(f"engines could not {what} of weight sync: {named}", self.failures)
 
 
-def _packed(message: str) -> str:
-    """A message in the form of named tensors: the name says it all."""
+def _pack_message(message: str) -> str:
+    """Serialise a message as one named tensor whose name is the message."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(message, torch.empty(0))])
     return b64encode(buffer.getvalue()).decode()

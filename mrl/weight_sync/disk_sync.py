@@ -1,6 +1,7 @@
-"""Weight sync through Hugging Face folders: for engines that only share a file system, and to look at what was sent.
+"""Weight sync through the disk: rank 0 writes a Hugging Face folder, and the engines load it.
 
-SGLang loads the folder by itself (/update_weights_from_disk), so this works for every way in which an engine stores weights.
+For engines that share only a file system with the trainer, and to inspect what was sent. SGLang loads the folder itself
+(/update_weights_from_disk), so this works with every form in which an engine stores weights.
 """
 
 from __future__ import annotations
@@ -11,145 +12,173 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
-from mrl.weight_sync.errors import SyncError, WeightMismatchError
+from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 
-KEPT = 2  # folders: the one that engines have, and the one before
+KEPT_VERSIONS = 2  # folders on the disk: the one that the engines have loaded, and the one before
+MAX_NAMES = 8  # parameters named in an error
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
+class ExportsWeights(Protocol):
+    """A trainer rank's model, as far as a sync through the disk uses it."""
+
+    def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
+        """Gather all whole tensors on rank 0 and call `consume` with them there; returns None on the other ranks."""
+        ...
+
+    def write_hf(self, tensors: NamedTensors, folder: Path) -> None:
+        """Write whole tensors as a Hugging Face folder."""
+        ...
+
+
 class DiskSync:
-    """The one sender of whole tensors, rank 0. `write` brings them into a new folder, as (name, tensor) go by."""
+    """One trainer rank's end of a weight sync through the disk. All ranks gather the weights; rank 0 does everything else."""
 
     def __init__(
         self,
         urls: Sequence[str],
         folder: Path,
+        model: ExportsWeights,
         layout_of: Callable[[Topology], EngineLayout],
-        write: Callable[[NamedTensors, Path], None],
         timeout_s: float,
     ) -> None:
-        self.folder, self._write, self._version = folder, write, -1
-        try:
-            with EngineControl(urls[0], timeout_s) as engine:
-                self._info = engine.server_info()
-        except httpx.HTTPError as error:
-            raise SyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
-        topology = Topology.of(self._info)
-        self._layout = layout_of(topology)
-        self._coordinator = Coordinator(urls, topology.tp, timeout_s, "retract", join=None)
+        """Connect to the engines. `folder` gets one subfolder for each version. Raises WeightSyncError on rank 0."""
+        self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
+        self._coordinator: Coordinator | None = None
+        if dist.get_rank() == 0:
+            try:
+                with EngineControl(urls[0], timeout_s) as engine:
+                    self._server_info = engine.server_info()
+            except httpx.HTTPError as error:
+                raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
+            self._topology = Topology.of(self._server_info)
+            self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, "retract", join_channel=None)
 
-    def push(self, tensors: NamedTensors, version: int, released: bool = False) -> SyncReport:
-        """Write `folder/<version>` and have every engine load it; raises WeightMismatchError, and what `write` raises.
+    def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
+        """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
 
-        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        `engines_offloaded`: see LiveSync.push. Raises WeightMismatchError, and what writing the folder raises.
         """
+        push = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
+        return push or SyncReport()
+
+    def _push(self, tensors: NamedTensors, version: int, resume: bool) -> SyncReport:
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
-        start, target = time.perf_counter(), self.folder / str(version)
-        if target.exists():  # of an attempt that did not reach all engines
-            shutil.rmtree(target)
-        expected, size = self._expected(), Counter[str]()
-        self._write(_counted(expected.through(tensors) if expected else tensors, size), target)
+        start, folder = time.perf_counter(), self._folder / str(version)
+        if folder.exists():  # from an attempt that did not reach all engines
+            shutil.rmtree(folder)
+        expected, totals = self._expected_checksums(), Counter[str]()
+        self._model.write_hf(_count(expected.observe(tensors) if expected else tensors, totals), folder)
         written = time.perf_counter()
-        engines = self._coordinator
-        engines.each(lambda engine: engine.pause("retract"))
-        engines.each(lambda engine: engine.update_weights_from_disk(str(target)))
-        if expected:
-            for number, reported in engines.each(EngineControl.checksums).items():
-                expected.compare(reported, engines.engines[number].url)
-        engines.each(lambda engine: engine.set_weight_version(str(version)))
-        engines.each(lambda engine: engine.flush_cache(engines.timeout_s))
-        if not released:
-            engines.each(EngineControl.resume)
+        failed = self._load_on_engines(folder, version, expected, resume)
         self._version = version
-        self._remove_old()
+        self._remove_old_versions()
         return SyncReport(
-            bytes=size["bytes"],
-            raw_bytes=size["bytes"],
-            tensors=size["tensors"],
+            bytes=totals["bytes"],
+            raw_bytes=totals["bytes"],
+            tensors=totals["tensors"],
             buckets=1,
             seconds=time.perf_counter() - start,
             engine_seconds=time.perf_counter() - written,
-            failed=engines.failures,
+            failed=failed,
         )
 
-    def _expected(self) -> ExpectedChecksums | None:
-        """What engines should report after the next load; None for those whose checksums cannot be told from here."""
-        if self._info["device"] != "cpu":
-            return None
-        return ExpectedChecksums(self._layout, getattr(torch, self._info["dtype"]))
+    def _load_on_engines(
+        self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
+    ) -> dict[str, str]:
+        """Have every engine load the folder and check what it holds; return the engines that failed, URL -> reason."""
+        engines = self._coordinator
+        assert engines is not None, "only rank 0 talks to the engines"
+        engines.call_all(lambda engine: engine.pause("retract"))
+        engines.call_all(lambda engine: engine.update_weights_from_disk(str(folder)))
+        if expected:
+            for number, reported in engines.call_all(EngineControl.checksums).items():
+                expected.compare(reported, engines.engines[number].url)
+        engines.call_all(lambda engine: engine.set_weight_version(str(version)))
+        engines.call_all(lambda engine: engine.flush_cache(engines.timeout_s))
+        if resume:
+            engines.call_all(EngineControl.resume)
+        return engines.failures
 
-    def _remove_old(self) -> None:
-        versions = sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
-        for version in versions[:-KEPT]:
-            shutil.rmtree(self.folder / str(version))
+    def _expected_checksums(self) -> ExpectedChecksums | None:
+        """Return an empty collector of checksums; None on a GPU, where SGLang's checksums cannot be computed here."""
+        if self._server_info["device"] != "cpu":
+            return None
+        return ExpectedChecksums(self._layout_of(self._topology), getattr(torch, self._server_info["dtype"]))
+
+    def _remove_old_versions(self) -> None:
+        versions = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+        for version in versions[:-KEPT_VERSIONS]:
+            shutil.rmtree(self._folder / str(version))
 
     def close(self) -> None:
-        """Close the connections."""
-        self._coordinator.close()
+        """Close the connections to the engines."""
+        if self._coordinator is not None:
+            self._coordinator.close()
 
 
-def _counted(tensors: NamedTensors, size: Counter[str]) -> Iterator[tuple[str, Tensor]]:
+def _count(tensors: NamedTensors, totals: Counter[str]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        size.update(bytes=tensor.nbytes, tensors=1)
+        totals.update(bytes=tensor.nbytes, tensors=1)
         yield name, tensor
 
 
 class ExpectedChecksums:
-    """SGLang's own checksums of all parameters of an engine, from the whole tensors that go by."""
+    """The checksums that SGLang should report for all parameters of an engine, computed from the whole tensors."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._shapes = [layout.shapes(rank) for rank in range(layout.topology.tp)]
-        self._held: list[dict[str, list[EngineShard]]] = []
-        for rank in range(layout.topology.tp):
-            by_name: dict[str, list[EngineShard]] = {}
-            for part in layout.rank(rank):
-                by_name.setdefault(part.name, []).append(part)
-            self._held.append(by_name)
-        self._missing = [Counter(p.param for parts in held.values() for p in parts) for held in self._held]
-        self._filling: list[dict[str, Tensor]] = [{} for _ in self._held]
-        self._checksums: list[dict[str, str]] = [{} for _ in self._held]
+        ranks = range(layout.topology.tp)
+        self._shapes = [layout.param_shapes(rank) for rank in ranks]
+        self._shards: list[dict[str, list[EngineShard]]] = [{} for _ in ranks]  # by rank, by Hugging Face name
+        for rank, by_name in enumerate(self._shards):
+            for shard in layout.shards(rank):
+                by_name.setdefault(shard.name, []).append(shard)
+        self._missing = [Counter(s.param for shards in by_name.values() for s in shards) for by_name in self._shards]
+        self._incomplete: list[dict[str, Tensor]] = [{} for _ in ranks]  # by rank, by parameter
+        self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 
-    def through(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, looked at on their way."""
+    def observe(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors unchanged, and add each to the parameters that it is part of."""
         for name, tensor in tensors:
-            for rank, held in enumerate(self._held):
-                for part in held.get(name, ()):
-                    self._add(rank, part, tensor)
+            for rank, by_name in enumerate(self._shards):
+                for shard in by_name.get(name, ()):
+                    self._add(rank, shard, tensor)
             yield name, tensor
 
-    def _add(self, rank: int, part: EngineShard, tensor: Tensor) -> None:
-        shape, filling = self._shapes[rank][part.param], self._filling[rank]
-        whole = filling.setdefault(part.param, torch.zeros(shape, dtype=self._dtype))
-        place = part.place(part.box)
-        whole[place.slices].copy_(tensor[part.box.slices].view(place.sizes))
-        self._missing[rank][part.param] -= 1
-        if not self._missing[rank][part.param]:
-            self._checksums[rank][part.param] = sglang_hash(filling.pop(part.param))
+    def _add(self, rank: int, shard: EngineShard, tensor: Tensor) -> None:
+        shape, incomplete = self._shapes[rank][shard.param], self._incomplete[rank]
+        param = incomplete.setdefault(shard.param, torch.zeros(shape, dtype=self._dtype))
+        box = shard.box_in_param(shard.box)
+        param[box.slices].copy_(tensor[shard.box.slices].view(box.sizes))
+        self._missing[rank][shard.param] -= 1
+        if not self._missing[rank][shard.param]:
+            self._checksums[rank][shard.param] = sglang_hash(incomplete.pop(shard.param))
 
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
-        """Raise WeightMismatchError where an engine's ranks report anything else, naming the parameters."""
-        for rank, (mine, theirs) in enumerate(zip(self._checksums, reported, strict=True)):
-            wrong = sorted(name for name in mine | dict(theirs) if theirs.get(name) != mine.get(name))
+        """Raise WeightMismatchError, naming the parameters, if the checksums of an engine's ranks differ from the expected."""
+        for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
+            wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
             if wrong:
                 raise WeightMismatchError(
-                    f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:8])}. It stays out "
-                    "of service."
+                    f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. It stays "
+                    "out of service."
                 )
 
 
 def sglang_hash(tensor: Tensor) -> str:
-    """SGLang 0.5.23's hash of a tensor on a CPU (sglang.srt.managers.mm_utils.tensor_hash): SHA-256 cut to 8 bytes."""
+    """Hash a CPU tensor as SGLang 0.5.23 does (sglang.srt.managers.mm_utils.tensor_hash): SHA-256 cut to 8 bytes."""
     data = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return hashlib.sha256(data).hexdigest()[:16]

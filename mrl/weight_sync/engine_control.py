@@ -1,4 +1,7 @@
-"""The control plane of one SGLang server: pause, update session, versions, checksums. Synchronous, keep-alive."""
+"""Client for the control requests of one SGLang server: pause, update session, weight version, memory, checksums.
+
+Synchronous, over keep-alive connections.
+"""
 
 from __future__ import annotations
 
@@ -15,67 +18,68 @@ import orjson
 
 from mrl.config.secrets import ENGINE_KEY, authorization
 
-# FROM: The memory of all engines of a run, given back and taken again as one.
+RETRY_S = 0.02  # between two attempts of a request that the engine refused because it was busy
+CONNECT_RETRIES = 3  # only for connections that could not be opened: nothing was sent, so any request may be repeated
 
-RETRY_S = 0.02  # between two tries of something the engine refused because it was busy
-CONNECT_TRIES = 3  # only for connections that could not be made: nothing was sent, so any request may be repeated
+WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
+"""The `custom_weight_loader` that engines are started with for a live weight sync."""
 
-WEIGHT_LOADER = "mrl.weight_sync.receiver.load"
-"""What engines of live syncs are started with as `custom_weight_loader`."""
-
-Memory = Literal["kv_cache", "weights"]
-"""What of an engine's memory can be given back for a time; what was in it is lost."""
+MemoryTag = Literal["kv_cache", "weights"]
+"""Parts of an engine's GPU memory that can be released and allocated again; their contents are lost."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What becomes of running requests: ended; put back in the queue and recomputed; kept with their old KV cache."""
+"""What a pause does with running requests: end them; return them to the queue and recompute them; keep their KV cache."""
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """The machine's certificates, read once: that takes 40 ms, and hundreds of engines have a client each."""
+    """Return the machine's TLS certificates. Cached: reading them takes 40 ms, and each of hundreds of engines has a client."""
     return httpx.create_ssl_context()
 
 
 class EngineError(RuntimeError):
-    """An engine answered that it did not do what it was asked."""
+    """An engine refused a request."""
 
 
 class EngineControl:
-    """Typed calls to one server. Every call has a deadline; a refusal is an EngineError with the engine's words."""
+    """Typed requests to one server. Every request has a deadline. A refusal raises EngineError with the engine's message."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        """`url`: http://host:port; `timeout_s`: for one request, unless the call has its own deadline."""
+        """`url`: http://host:port. `timeout_s`: deadline of one request, unless the method takes its own."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url,
             timeout=timeout_s,
-            transport=httpx.HTTPTransport(retries=CONNECT_TRIES, verify=_tls()),
+            transport=httpx.HTTPTransport(retries=CONNECT_RETRIES, verify=_tls()),
             headers=authorization(),
             trust_env=False,
         )
 
     def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating, until `resume()`."""
+        """Stop generation until `resume()`."""
         self._call("/pause_generation", mode=mode)
 
     def resume(self) -> None:
-        """Go on generating; harmless on an engine that was not paused."""
+        """Resume generation; does nothing on an engine that is not paused."""
         self._call("/continue_generation")
 
-    def release_memory(self, tags: Sequence[Memory]) -> None:
-        """Give device memory back, until `resume_memory`. The engine must be paused, but not `in_place`; requests may wait.
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Release GPU memory until `resume_memory`. The engine must be paused, but not `in_place`; requests may be queued.
 
-        SGLang frees it where the engine was started with enable_memory_saver; a CPU's memory stays where it is.
+        SGLang frees the memory only if the engine was started with enable_memory_saver. On a CPU nothing is freed.
         """
         self._call("/release_memory_occupation", tags=list(tags))
 
-    def resume_memory(self, tags: Sequence[Memory]) -> None:
-        """Take memory again that was given back, and no other: SGLang ends over that. Weights hold anything then."""
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Allocate memory that was released. Weights are undefined afterwards.
+
+        SGLang exits if memory that was not released is allocated.
+        """
         self._call("/resume_memory_occupation", tags=list(tags))
 
     def begin_weight_update(self) -> None:
-        """Open an update session; weights are refused outside one."""
+        """Open an update session; outside one the engine refuses weights."""
         self._call("/begin_weight_update")
 
     def end_weight_update(self) -> None:
@@ -83,29 +87,29 @@ class EngineControl:
         self._call("/end_weight_update")
 
     def abandon_weight_update(self) -> None:
-        """Close an update session that a trainer left open when it died; where there is none, nothing happens.
+        """Close an update session that a trainer left open when it died; do nothing if none is open.
 
-        The engine stays paused if it was: what it holds may be half of a push.
+        A paused engine stays paused, because it may hold only a part of a push.
         """
-        with suppress(EngineError):  # none is open; `begin_weight_update` tells of everything else
+        with suppress(EngineError):  # no session is open; any other problem reappears in `begin_weight_update`
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
-        """Hand one serialised payload to each tensor-parallel rank, in its update session."""
+        """Send one serialised payload to each tensor-parallel rank, inside an update session."""
         body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         path = "/update_weights_from_tensor"
         self._parse(path, self._post(path, body, timeout_s))
 
     def update_weights_from_disk(self, folder: str) -> None:
-        """Load a Hugging Face folder that the engine can read, outside an update session."""
+        """Have the engine load a Hugging Face folder that it can read, outside an update session."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
 
     def set_weight_version(self, version: str) -> None:
-        """Name the weights that the engine serves from now on."""
+        """Set the version of the weights that the engine serves."""
         self._call("/update_weight_version", new_version=version, abort_all_requests=False)
 
     def flush_cache(self, timeout_s: float = 30.0) -> None:
-        """Empty the KV cache. Right after a generation the engine still refuses: asked again until the deadline."""
+        """Empty the KV cache. The engine refuses while a generation is ending; the request is repeated until the deadline."""
         deadline = time.monotonic() + timeout_s
         while True:
             answer = self._http.post("/flush_cache")
@@ -116,25 +120,25 @@ class EngineControl:
             time.sleep(RETRY_S)
 
     def weight_version(self) -> str:
-        """Version of the weights the engine has, as its last update named it."""
+        """Return the version that was set by the last update."""
         return str(self.model_info()["weight_version"])
 
     def model_info(self) -> dict[str, Any]:
-        """SGLang's /model_info."""
+        """Return SGLang's /model_info."""
         return self._get("/model_info")
 
     def server_info(self) -> dict[str, Any]:
-        """SGLang's /server_info: its server arguments as resolved, and its state."""
+        """Return SGLang's /server_info: the resolved server arguments and the state of the server."""
         return self._get("/server_info")
 
     def checksums(self) -> list[dict[str, str]]:
-        """A hash of every tensor the engine holds, by the engine's names, one dict per tensor-parallel rank."""
-        ranks = self._call("/weights_checker", action="checksum")["ranks"]  # data-parallel groups report each all ranks
+        """Return a hash of every tensor that the engine holds, by SGLang's names, one dict per tensor-parallel rank."""
+        ranks = self._call("/weights_checker", action="checksum")["ranks"]  # each data-parallel group reports all ranks
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def health(self) -> bool:
-        """Whether the engine takes requests."""
+        """Return whether the engine accepts requests."""
         try:
             return self._http.get("/ready", timeout=5).status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -154,7 +158,7 @@ class EngineControl:
         return self._parse(path, self._http.get(path))
 
     def _call(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST, never repeated once sent; raises EngineError on a refusal."""
+        """POST a request, which is not repeated once sent; raises EngineError on a refusal."""
         return self._parse(path, self._post(path, body))
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:
@@ -195,7 +199,7 @@ class EnginePoolMemory:
     ) -> None:
         """`urls`: of the engines there are now; `timeout_s`: for each request; `hold`: is told whether they sleep."""
         self._urls, self._timeout_s, self._hold = urls, timeout_s, hold
-        self._released: dict[str, set[Memory]] = {}  # URL -> what it has given back
+        self._released: dict[str, set[MemoryTag]] = {}  # URL -> what it has given back
         self._pushed: set[str] = set()  # of engines that had their weights from a trainer
 
     @property
@@ -236,12 +240,12 @@ class EnginePoolMemory:
     def _release(self, engine: EngineControl) -> None:
         released = self._released.setdefault(engine.url, set())
         engine.pause("retract")
-        tags: list[Memory] = ["kv_cache", "weights"]
+        tags: list[MemoryTag] = ["kv_cache", "weights"]
         if tags := [tag for tag in tags if tag not in released]:
             engine.release_memory(tags)
             released.update(tags)
 
-    def _resume(self, engine: EngineControl, tag: Memory) -> None:
+    def _resume(self, engine: EngineControl, tag: MemoryTag) -> None:
         if tag in (released := self._released.get(engine.url, set())):
             engine.resume_memory([tag])
             released.discard(tag)

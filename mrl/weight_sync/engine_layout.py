@@ -1,6 +1,7 @@
-"""How SGLang stores the tensors of a Hugging Face checkpoint: which part of each a rank of an engine has, and where. Pure.
+"""Engine layout: which part of each Hugging Face tensor every rank of an SGLang engine holds, and in which parameter.
 
-The family's table says along which axis a tensor is cut and what SGLang fuses; what follows from that for a rank is derived here.
+The family's table says along which dim a tensor is sharded and which tensors SGLang fuses into one parameter. The shards of
+each rank are derived from that here. Pure; needs neither SGLang nor an engine.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ from functools import cached_property
 from typing import Any
 
 from models.architecture import Architecture, Family
-from models.conversion.mapping import Box, Mapping, VocabMapping
+from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
-"""SGLang pads the rows of embedding and output layer to a multiple of this, with zeros."""
+"""SGLang pads the rows of the embedding and of the output layer with zeros to a multiple of this."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one engine."""
+    """Parallel sizes of one engine."""
 
-    tp: int = 1
-    ep: int = 1  # groups of ranks among which whole experts are divided; the ranks of a group cut theirs
-    dp: int = 1  # groups of ranks with attention of their own (data-parallel attention); the ranks of a group cut it
+    tp: int = 1  # all ranks
+    ep: int = (
+        1  # expert-parallel groups: whole experts are distributed over them; the tp / ep ranks of a group shard each
+    )
+    dp: int = 1  # data-parallel attention groups: each has the whole attention; the tp / dp ranks of a group shard it
 
     def __post_init__(self) -> None:
         for name, size in (("ep_size", self.ep), ("dp_size", self.dp)):
@@ -34,30 +38,30 @@ class Topology:
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Topology:
-        """Of an engine that answers, by its /server_info, which has a state for each data-parallel group."""
+        """Read the topology from a running engine's /server_info, which has one internal state per data-parallel group."""
         dp = len(info["internal_states"]) if info["enable_dp_attention"] else 1
         return cls(int(info["tp_size"]), int(info["ep_size"]), dp)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShard:
-    """A box of a Hugging Face tensor, and where it lies in a parameter of an engine's rank."""
+    """A box of a Hugging Face tensor and its position in a parameter of one engine rank."""
 
-    name: str  # Hugging Face
+    name: str  # of the Hugging Face tensor
     box: Box
-    param: str  # SGLang
-    at: tuple[int, ...]  # first index in the parameter; one dim more than the box where experts are stacked
+    param: str  # SGLang's
+    start: tuple[int, ...]  # first index in the parameter; has one dim more than the box where experts are stacked
 
-    def place(self, part: Box) -> Box:
-        """Where in the parameter `part` of the box lies."""
-        extra = len(self.at) - len(part.starts)
-        moved = part.within(self.box)
-        starts = tuple(a + s for a, s in zip(self.at, (0,) * extra + moved.starts, strict=True))
-        return Box(starts, (1,) * extra + part.sizes)
+    def box_in_param(self, part: Box) -> Box:
+        """Return the box of the parameter that holds `part`, a part of this shard's box."""
+        stacked_dims = len(self.start) - len(part.starts)
+        offset = part.within(self.box)
+        starts = tuple(a + s for a, s in zip(self.start, (0,) * stacked_dims + offset.starts, strict=True))
+        return Box(starts, (1,) * stacked_dims + part.sizes)
 
 
 def check_heads(arch: Architecture, topology: Topology) -> None:
-    """Raise ValueError where the ranks of such an engine cannot share the model's heads."""
+    """Raise ValueError unless the ranks of such an engine can divide the model's attention heads evenly."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -69,22 +73,22 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What every rank of an engine of this topology holds of one model."""
+    """The shards that every rank of an engine of one topology holds of one model."""
 
-    rows: Sequence[Mapping]  # the family's table, written out for the model
+    rows: Sequence[ParamMapping]  # the family's table, with one row for each layer and expert of the model
     sizes: dict[str, int]
     fusions: dict[str, tuple[str, ...]]  # as Family.fusions
     topology: Topology
     kv_heads: int
     num_experts: int
-    output_copy: bool = False  # tied embeddings, of which the engine keeps a copy as its output layer
+    output_copy: bool = False  # the embeddings are tied, and the engine stores a copy of them as its output layer
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
-        """The layout of `arch` in an engine."""
+        """Return the layout of a model in engines of one topology."""
         check_heads(arch, topology)
         return cls(
-            family.entries(arch),
+            family.param_mappings(arch),
             arch.sizes,
             family.fusions(arch),
             topology,
@@ -93,131 +97,153 @@ class EngineLayout:
         )
 
     def with_output_copy(self) -> EngineLayout:
-        """The same for engines that keep tied embeddings twice."""
+        """Return the layout for engines that store tied embeddings twice."""
         return replace(self, output_copy=True)
 
     @cached_property
-    def row_of(self) -> dict[str, Mapping]:
-        """The table's row by Hugging Face name."""
+    def row_of(self) -> dict[str, ParamMapping]:
+        """Row of the table by Hugging Face name."""
         return {name: row for row in self.rows for name in row.hf}
 
     @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every Hugging Face tensor."""
+    def _hf_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for row in self.rows for name, shape in row.hf_shapes(self.sizes).items()}
 
     @cached_property
-    def _fusion_of(self) -> dict[str, str]:
-        """SGLang's suffix by each Hugging Face suffix that goes into it."""
+    def _fused_suffix_of(self) -> dict[str, str]:
+        """SGLang's suffix by each Hugging Face suffix that is fused into it."""
         return {part: fused for fused, parts in self.fusions.items() for part in parts}
 
     @cached_property
     def engine_names(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Hugging Face name -> SGLang's parameter and the names of its parts in order (of one expert: its own)."""
+        """Hugging Face name -> (SGLang's parameter, names of its parts in order); for an expert, only its own parts."""
         return {name: self._engine_name(name) for name in self.row_of}
 
     def _engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
         expert = self.row_of[name].expert
         path = name.split(".")
         if expert is not None:
-            place = len(path) - 1 - path[::-1].index(str(expert))
-            path[place] = "{expert}"
-        for start in range(len(path)):  # the longest suffix: an expert's gate_proj is not the gate_proj of a plain MLP
-            if found := self._fusion_of.get(".".join(path[start:])):
-                stem = "".join(f"{part}." for part in path[:start])
-                parts = tuple(stem + part.replace("{expert}", str(expert)) for part in self.fusions[found])
-                return stem + found, parts
+            index = len(path) - 1 - path[::-1].index(str(expert))
+            path[index] = "{expert}"
+        for start in range(len(path)):  # try the longest suffix first: an expert's gate_proj is not that of a dense MLP
+            if fused := self._fused_suffix_of.get(".".join(path[start:])):
+                prefix = "".join(f"{part}." for part in path[:start])
+                parts = tuple(prefix + part.replace("{expert}", str(expert)) for part in self.fusions[fused])
+                return prefix + fused, parts
         return name, (name,)
 
-    def rank(self, rank: int) -> tuple[EngineShard, ...]:
-        """Everything that rank `rank` holds, in the table's order."""
-        if rank not in self._known:
-            self._known[rank] = tuple(self._all_held(rank))
-        return self._known[rank]
+    def shards(self, rank: int) -> tuple[EngineShard, ...]:
+        """Return all shards of tensor-parallel rank `rank`, in the table's order."""
+        if rank not in self._shards_by_rank:
+            self._shards_by_rank[rank] = tuple(self._derive_shards(rank))
+        return self._shards_by_rank[rank]
 
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of rank `rank` that weights are sent to."""
-        return self._shapes_by_rank[rank]
+    def param_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of rank `rank` that receives weights."""
+        return self._param_shapes_by_rank[rank]
 
     @cached_property
-    def _known(self) -> dict[int, tuple[EngineShard, ...]]:
-        """What ranks hold, as it was asked for: seconds of work for many experts, and asked for again."""
+    def _shards_by_rank(self) -> dict[int, tuple[EngineShard, ...]]:
+        """Cache of `shards`: for many experts they take seconds to derive, and they are needed more than once."""
         return {}
 
     @cached_property
-    def _shapes_by_rank(self) -> list[dict[str, tuple[int, ...]]]:
-        return [self._param_shapes(self.rank(rank)) for rank in range(self.topology.tp)]
+    def _param_shapes_by_rank(self) -> list[dict[str, tuple[int, ...]]]:
+        return [self._derive_param_shapes(self.shards(rank)) for rank in range(self.topology.tp)]
 
-    def _all_held(self, rank: int) -> list[EngineShard]:
-        held = [part for row in self.rows for name in row.hf if (part := self._held(name, rank))]
+    def _derive_shards(self, rank: int) -> list[EngineShard]:
+        shards = [shard for row in self.rows for name in row.hf if (shard := self._shard(name, rank))]
         if self.output_copy:
-            held += [replace(part, param=OUTPUT) for part in held if part.name == EMBEDDING]
-        return held
+            shards += [replace(shard, param=OUTPUT) for shard in shards if shard.name == EMBEDDING]
+        return shards
 
-    def _param_shapes(self, held_parts: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for held in held_parts:
-            place = held.place(held.box)
-            ends = tuple(start + size for start, size in zip(place.starts, place.sizes, strict=True))
-            known = found.get(held.param, (0,) * len(ends))
-            found[held.param] = tuple(map(max, known, ends))
-            if isinstance(row := self.row_of[held.name], VocabMapping):  # a last rank's rows may be padding
-                found[held.param] = (self._vocab_rows(held.name, self._cut_over(row)), *ends[1:])
-        return found
+    def _derive_param_shapes(self, shards: Sequence[EngineShard]) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard in shards:
+            box = shard.box_in_param(shard.box)
+            ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
+            shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
+            if isinstance(row := self.row_of[shard.name], VocabMapping):  # the last rank's rows may be padding
+                shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
+        return shapes
 
-    def _held(self, name: str, rank: int) -> EngineShard | None:
+    def _shard(self, name: str, rank: int) -> EngineShard | None:
+        """Return what rank `rank` holds of the tensor; None if it holds nothing: the tensor belongs to another rank's expert."""
         row = self.row_of[name]
-        if row.expert is not None and row.expert // self._local_experts != self._expert_group(rank):
+        if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return None
         param, parts = self.engine_names[name]
-        before = 0
+        rows_before = 0  # of the tensors that come first in a fused parameter
         for part in parts:
             if part == name:
                 break
-            before += self._box(part, rank).sizes[0]
+            rows_before += self._box(part, rank).sizes[0]
         box = self._box(name, rank)
-        at = (before, *(0,) * (len(box.sizes) - 1))
+        start = (rows_before, *(0,) * (len(box.sizes) - 1))
         if row.expert is not None:
-            at = (row.expert % self._local_experts, *at)
-        return EngineShard(name, box, param, at)
+            start = (row.expert % self._experts_per_group, *start)
+        return EngineShard(name, box, param, start)
 
     @property
-    def _local_experts(self) -> int:
+    def _experts_per_group(self) -> int:
         return max(1, self.num_experts // self.topology.ep)
 
     def _expert_group(self, rank: int) -> int:
         return rank // (self.topology.tp // self.topology.ep)
 
     def _box(self, name: str, rank: int) -> Box:
-        """What rank `rank` holds of `name`, were it a tensor alone."""
-        row, whole = self.row_of[name], Box.whole(self._shapes[name])
-        ranks = self._cut_over(row)
+        """Return the part of the tensor `name` that rank `rank` holds, regardless of fusion."""
+        row, whole = self.row_of[name], Box.whole(self._hf_shapes[name])
+        ranks = self._num_shards(row)
         rank %= ranks
         if row.axis is None:
             return whole
         if isinstance(row, VocabMapping):
-            rows = self._vocab_rows(name, ranks)
+            rows = self._padded_vocab_rows(name, ranks)
             return whole.narrow(0, rank * rows, (rank + 1) * rows)
-        if name.endswith(KEY_VALUE) and ranks > self.kv_heads:  # fewer heads than ranks: SGLang repeats them
+        if (
+            name.endswith(KEY_VALUE_SUFFIXES) and ranks > self.kv_heads
+        ):  # SGLang replicates heads when ranks outnumber them
             rank, ranks = rank // (ranks // self.kv_heads), self.kv_heads
         size = whole.sizes[row.axis]
         if size % ranks:
             raise ValueError(f"rollout.engine_tp={self.topology.tp} does not divide the {size} rows of {name}.")
         return whole.narrow(row.axis, rank * (size // ranks), (rank + 1) * (size // ranks))
 
-    def _cut_over(self, row: Mapping) -> int:
-        """How many ranks cut the tensors of this row among them."""
+    def _num_shards(self, row: ParamMapping) -> int:
+        """Return the number of ranks over which the tensors of this row are sharded."""
         if row.expert is not None:
             return self.topology.tp // self.topology.ep
-        attends = ".self_attention." in row.megatron or row.hf == (EMBEDDING,)
-        return self.topology.tp // self.topology.dp if attends else self.topology.tp
+        in_attention = ".self_attention." in row.megatron or row.hf == (EMBEDDING,)
+        return self.topology.tp // self.topology.dp if in_attention else self.topology.tp
 
-    def _vocab_rows(self, name: str, ranks: int) -> int:
-        rows = self._shapes[name][0]
+    def _padded_vocab_rows(self, name: str, ranks: int) -> int:
+        """Return the vocabulary rows of one rank, padding included."""
+        rows = self._hf_shapes[name][0]
         padded = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
         if padded % ranks:
             padded = -(-rows // (VOCAB_PADDING * ranks)) * VOCAB_PADDING * ranks
         return padded // ranks
 
 
-KEY_VALUE = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+def check_engine_parameters(
+    layout: EngineLayout, tp_rank: int, parameters: dict[str, tuple[tuple[int, ...], str]], engine_rank: str
+) -> None:
+    """Raise ValueError unless an engine rank's parameters have exactly the names and shapes that the layout expects.
+
+    `parameters` maps a name to (shape, dtype), as the engine rank reports them.
+    """
+    expected = layout.param_shapes(tp_rank)
+    reported = {name: tuple(shape) for name, (shape, _) in parameters.items()}
+    problems = [f"{name} {list(reported[name])} is not in the table" for name in reported.keys() - expected.keys()]
+    problems += [f"{name} {list(expected[name])} is missing" for name in expected.keys() - reported.keys()]
+    problems += [
+        f"{name} is {list(reported[name])}, the table says {list(expected[name])}"
+        for name in expected.keys() & reported.keys()
+        if expected[name] != reported[name]
+    ]
+    if problems:
+        raise ValueError(
+            f"{engine_rank} stores {len(problems)} parameters differently from the family's table: "
+            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent; with weight_sync.transport=disk SGLang loads the weights."
+        )

@@ -1,8 +1,8 @@
-"""What can go wrong with a weight sync."""
+"""Errors of a weight sync."""
 
 
-class SyncError(RuntimeError):
-    """Weights could not be brought to every engine; `failed` says which engines are to blame, and why."""
+class WeightSyncError(RuntimeError):
+    """The weights did not reach every engine. `failed` maps the URL of each engine that failed to the reason."""
 
     def __init__(self, message: str, failed: dict[str, str] | None = None) -> None:
         super().__init__(message, failed or {})
@@ -17,4 +17,4 @@ class WeightMismatchError(RuntimeError):
 
 
 class PeerError(RuntimeError):
-    """Another rank of the sync failed or did not answer in time."""
+    """Another rank of the weight sync failed, or did not answer before the deadline."""

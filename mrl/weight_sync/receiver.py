@@ -1,9 +1,9 @@
-"""The engine's end of a sync, inside each of SGLang's scheduler processes: SGLang calls `load` as a custom weight loader.
+"""Receiver: an engine rank's end of a weight sync, inside SGLang's scheduler process.
 
-The engine is started with `custom_weight_loader=[WEIGHT_LOADER]` (mrl/weight_sync/engine_control.py); a request to
-/update_weights_from_tensor with `load_format=WEIGHT_LOADER` then brings a message here on every tensor-parallel rank. Nothing is raised
-into SGLang, where it would end the server: what happened is said on the control channel, as a receipt. One sync session at a
-time; a new one replaces the last.
+SGLang calls `handle_message` as a custom weight loader. The engine is started with `custom_weight_loader=[WEIGHT_LOADER]`
+(mrl/weight_sync/engine_control.py). A request to /update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a
+message to every tensor-parallel rank. No exception leaves this module, because it would end the SGLang server: failures and
+results are reported on the control channel. There is one session at a time; a new session replaces the last one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,191 +21,223 @@ import torch
 from torch import Tensor
 
 from models.conversion.hf_reader import HFWeights
-from mrl.weight_sync.control_channel import ControlChannel
-from mrl.weight_sync.sender import BucketHeader, ack, checksum, dead, decode, views
+from mrl.weight_sync.control_channel import (
+    OPENING,
+    TRANSPORT_KEY,
+    ControlChannel,
+    EngineAction,
+    ack_key,
+    connected_key,
+    failure_key,
+    header_key,
+    plan_checked_key,
+    rank_info_key,
+    receipt_key,
+    receiver_plan_key,
+)
+from mrl.weight_sync.sender import BucketHeader, checksum, chunk_views, decode_delta
 from mrl.weight_sync.transfer_plan import Bucket, Destination, TensorChunk
-from mrl.weight_sync.transports import ProcessGroupEnd, RecvEnd, SharedSlotsRecvEnd, join_group
-
-# FROM: Whether an engine stores weights where the family's table says, in any backend's form: what it loaded by itself, before any
+from mrl.weight_sync.transports import (
+    ProcessGroupEnd,
+    ProcessGroupSetup,
+    ProcessLocation,
+    RecvEnd,
+    SharedSlotsRecvEnd,
+    SharedSlotsSetup,
+)
 
 logger = logging.getLogger(__name__)
-MAX_NAMES = 8  # tensors named in a receipt
+MAX_NAMES = 8  # chunks named in a receipt
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class EngineRankInfo:
+    """What an engine rank reports about itself when a session begins."""
+
+    location: ProcessLocation
+    parameters: dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype without "torch.")
 
 
 @dataclass
 class ReceiverSession:
-    """What this rank keeps between the calls of one sync session."""
+    """State of this engine rank between the messages of one session."""
 
     channel: ControlChannel
     engine_rank: int  # counted over all engines
     buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
-    inlet: RecvEnd | None = None
-    holds: str | None = None  # the push whose weights are in the model, checked
-    headers: dict[str, BucketHeader] = field(default_factory=dict)
+    recv_end: RecvEnd | None = None
+    verified_push: str | None = None  # the push whose weights the model holds, verified by checksum
+    headers: dict[str, BucketHeader] = field(default_factory=dict)  # of the current push, by Bucket.key
 
 
 _session: ReceiverSession | None = None
-_pushed = False  # whether anything was ever written into the model
+_weights_were_pushed = False  # whether any push has ever written to the model
 
 
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Do what the message says; SGLang passes a list of (name, tensor), of which the first name is the message."""
+def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Do what the coordinator's message asks. SGLang passes a list of (name, tensor); the first name is the message."""
     message = json.loads(named_tensors[0][0])
     try:
         with torch.no_grad():
-            _HANDLERS[message["do"]](model, message)
-    except Exception as error:  # a process boundary: the sender is told, the engine stays out of service
-        logger.exception("weight sync: %s failed", message["do"])
+            _HANDLERS[EngineAction(message["action"])](model, message)
+    except Exception as error:  # process boundary: the failure is reported, and the engine stays out of service
+        logger.exception("weight sync: %s failed", message["action"])
         _report_failure(message, error)
 
 
-def _hello(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Begin a session: say what this rank holds."""
-    from sglang.srt.runtime_context import get_parallel  # this runs in SGLang
+def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
+    """Replace the last session, and report where this rank is and which parameters it has."""
+    from sglang.srt.runtime_context import get_parallel  # only importable inside SGLang
 
     global _session
     last, _session = _session, None
-    if last is not None and last.inlet is not None:
-        last.inlet.close()
-    tp_rank = get_parallel().tp_rank
+    if last is not None and last.recv_end is not None:
+        last.recv_end.close()
     channel = ControlChannel.join(message["address"], message["port"], message["session"], message["timeout_s"])
-    _session = ReceiverSession(channel, message["engine"] * message["tp"] + tp_rank)
-    parameters = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in _parameters(model).items()}
-    device = next(model.parameters()).device
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    said = dict(where=(socket.gethostname(), gpu), parameters=parameters)
-    channel.put(f"hello/{_session.engine_rank}", said)
+    _session = ReceiverSession(channel, message["engine"] * message["tp"] + get_parallel().tp_rank)
+    info = EngineRankInfo(
+        ProcessLocation.of(next(model.parameters()).device),
+        {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in _parameters(model).items()},
+    )
+    channel.put(rank_info_key(_session.engine_rank), info)
 
 
-def _plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Take this rank's part of the plan; prove that its places are right while the model is as it was loaded."""
-    from sglang.srt.runtime_context import get_model  # this runs in SGLang
+def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
+    """Take this rank's part of the plan, and check its destinations against the checkpoint that SGLang loaded.
 
-    session = _current()
-    session.buckets = session.channel.get(f"plan/{session.engine_rank}")
-    folder, as_loaded = Path(get_model().model_path), get_model().load_format in ("auto", "safetensors") and not _pushed
-    wrong = misplaced(folder, _parameters(model), session.buckets) if as_loaded and folder.is_dir() else []
-    if wrong:
+    The check needs a model that no push has changed yet.
+    """
+    from sglang.srt.runtime_context import get_model  # only importable inside SGLang
+
+    session = _current_session()
+    session.buckets = session.channel.get(receiver_plan_key(session.engine_rank))
+    folder, load_format = Path(get_model().model_path), get_model().load_format
+    unchanged = load_format in ("auto", "safetensors") and not _weights_were_pushed
+    misplaced = misplaced_chunks(folder, _parameters(model), session.buckets) if unchanged and folder.is_dir() else []
+    if misplaced:
         raise ValueError(
-            f"{len(wrong)} parameters are not what the files in {folder} say, e.g. {wrong[0]}: this engine stores weights in a "
-            "form of its own; use weight_sync.transport=disk."
+            f"{len(misplaced)} parameters differ from the files in {folder}, e.g. {misplaced[0]}: this engine stores weights in "
+            "a different form; use weight_sync.transport=disk."
         )
-    session.channel.put(f"plan/{session.engine_rank}/taken", None)
+    session.channel.put(plan_checked_key(session.engine_rank), None)
 
 
-def _open(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Reach the senders."""
-    session = _current()
-    how = session.channel.get("wires")
-    if how["backend"] is None:
-        session.inlet = SharedSlotsRecvEnd({b.sender: how["handles"][b.sender] for b, _ in session.buckets})
+def misplaced_chunks(
+    folder: Path, parameters: Mapping[str, Tensor], buckets: Sequence[tuple[Bucket, Sequence[Destination]]]
+) -> list[str]:
+    """List chunks whose destination differs from the Hugging Face folder that the engine was started on.
+
+    This shows whether the engine stores weights where the family's table says. Names and shapes alone would not distinguish a
+    gate projection from an up projection. Only the first and the last chunk of each kind of tensor are compared; tensors that
+    differ only in layer or expert number are of one kind.
+    """
+    first_and_last: dict[str, list[tuple[TensorChunk, Destination]]] = {}
+    for bucket, destinations in buckets:
+        for chunk, destination in zip(bucket.chunks, destinations, strict=True):
+            ends = first_and_last.setdefault(_NUMBER.sub("#", f"{chunk.name} {destination.param}"), [])
+            ends[1:] = [(chunk, destination)]
+    weights = HFWeights(folder)
+    return [
+        f"{chunk} in {destination.param}"
+        for ends in first_and_last.values()
+        for chunk, destination in ends
+        if chunk.name in weights and not _equals_file(weights, chunk, _view(parameters, destination))
+    ]
+
+
+def _equals_file(weights: HFWeights, chunk: TensorChunk, live: Tensor) -> bool:
+    stored = weights.read(chunk.name, chunk.box.starts, chunk.box.sizes)
+    return torch.equal(stored.to(live.dtype).to(live.device).view(live.shape), live)
+
+
+def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
+    """Connect to the senders."""
+    session = _current_session()
+    setup: SharedSlotsSetup | ProcessGroupSetup = session.channel.get(TRANSPORT_KEY)
+    if isinstance(setup, SharedSlotsSetup):
+        session.recv_end = SharedSlotsRecvEnd({b.sender: setup.handles[b.sender] for b, _ in session.buckets})
     else:
-        senders, size = how["num_senders"], how["num_senders"] + how["num_receivers"]
-        group = join_group(
-            session.channel.store, how["name"], how["backend"], senders + session.engine_rank, size, how["timeout_s"]
-        )
-        device = next(model.parameters()).device
-        largest = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
-        session.inlet = ProcessGroupEnd(group, senders, largest, device, slots=1)
-    session.channel.put(f"open/{session.engine_rank}", None)
+        slot_bytes = max((bucket.nbytes for bucket, _ in session.buckets), default=0)
+        rank, device = setup.num_senders + session.engine_rank, next(model.parameters()).device
+        session.recv_end = ProcessGroupEnd(session.channel.store, setup, rank, slot_bytes, device, num_slots=1)
+    session.channel.put(connected_key(session.engine_rank), None)
 
 
 def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Take every bucket of a push, then hash what the model holds now and compare."""
-    from sglang.srt.model_loader.loader import post_load_weights  # this runs in SGLang
+    """Receive every bucket of a push, then compare the checksums of the model's weights with the senders'."""
+    from sglang.srt.model_loader.loader import post_load_weights  # only importable inside SGLang
 
-    session, push = _current(), message["push"]
-    assert session.inlet is not None, "weights before the session was opened"
-    global _pushed
-    _pushed = True
-    session.holds, base, parameters = None, session.holds, _parameters(model)
-    failed = dead(push, session.engine_rank)
-    for bucket, places in session.buckets:
-        header: BucketHeader = session.channel.get(f"{push}/bucket/{bucket.key}", [failed])
-        data = session.inlet.take(bucket.sender, bucket.number, header.nbytes)
+    session, push = _current_session(), message["push"]
+    assert session.recv_end is not None, "weights arrive before the session was opened"
+    global _weights_were_pushed
+    _weights_were_pushed = True
+    session.verified_push, base, parameters = None, session.verified_push, _parameters(model)
+    failure = failure_key(push, session.engine_rank)
+    for bucket, destinations in session.buckets:
+        header: BucketHeader = session.channel.get(header_key(push, bucket.key), [failure])
+        data = session.recv_end.receive(bucket.sender, bucket.number, header.nbytes)
         if header.encoding == "delta":
             if base != message["base"]:
                 raise ValueError(f"a difference from {message['base']} came to an engine that holds {base}.")
-            _add(parameters, bucket, places, decode(data, bucket))
+            _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
         else:
-            for place, piece in zip(places, views(data, bucket), strict=True):
-                _at(parameters, place).copy_(piece.view(place.box.sizes))
+            for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
+                _view(parameters, destination).copy_(chunk.view(destination.box.sizes))
         if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # copied, before the slot is used again
-        session.channel.put(ack(push, bucket, session.engine_rank), None)
+            torch.cuda.current_stream().synchronize()  # the copy must end before the sender reuses the slot
+        session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
-    post_load_weights(model)  # what some models derive from their weights
-    wrong = _wrong_pieces(session, parameters)
-    session.holds = None if wrong else push
-    session.channel.put(f"{push}/receipt/{session.engine_rank}", dict(wrong=wrong))
+    post_load_weights(model)  # some models derive further tensors from their weights
+    wrong = _wrong_chunks(session, parameters)
+    session.verified_push = None if wrong else push
+    session.channel.put(receipt_key(push, session.engine_rank), wrong)
 
 
-def _wrong_pieces(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:
-    """Pieces of which the model holds other bytes than the senders hashed; the first few by name, then their number."""
+def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:
+    """List chunks whose bytes in the model differ from the sender's checksum: the first few by name, then their number."""
     wrong = []
-    for bucket, places in session.buckets:
+    for bucket, destinations in session.buckets:
         checksums = session.headers[bucket.key].checksums
-        for piece, place, expected in zip(bucket.pieces, places, checksums, strict=True):
-            if checksum(_at(parameters, place)) != expected:
-                wrong.append(f"{piece} in {place.param}")
+        for chunk, destination, expected in zip(bucket.chunks, destinations, checksums, strict=True):
+            if checksum(_view(parameters, destination)) != expected:
+                wrong.append(f"{chunk} in {destination.param}")
     return wrong[:MAX_NAMES] + ([f"and {len(wrong) - MAX_NAMES} more"] if len(wrong) > MAX_NAMES else [])
 
 
-def _add(parameters: dict[str, Tensor], bucket: Bucket, places: list[Destination], difference: Tensor) -> None:
-    """XOR a decoded difference onto the model."""
-    for place, piece in zip(places, views(difference, bucket), strict=True):
-        live = _at(parameters, place)
-        change = piece.view(place.box.sizes).to(live.device)
-        same_size = getattr(torch, f"int{8 * live.itemsize}")
-        live.copy_((live.contiguous().view(same_size) ^ change.view(same_size)).view(live.dtype))
+def _apply_delta(parameters: dict[str, Tensor], bucket: Bucket, destinations: list[Destination], delta: Tensor) -> None:
+    """XOR a decoded difference onto the model's weights."""
+    for destination, chunk in zip(destinations, chunk_views(delta, bucket), strict=True):
+        live = _view(parameters, destination)
+        change = chunk.view(destination.box.sizes).to(live.device)
+        as_int = getattr(torch, f"int{8 * live.itemsize}")
+        live.copy_((live.contiguous().view(as_int) ^ change.view(as_int)).view(live.dtype))
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def _at(parameters: dict[str, Tensor], place: Destination) -> Tensor:
-    return parameters[place.param][place.box.slices]
+def _view(parameters: Mapping[str, Tensor], destination: Destination) -> Tensor:
+    return parameters[destination.param][destination.box.slices]
 
 
-def _current() -> ReceiverSession:
-    assert _session is not None, "a message before a session was begun"
+def _current_session() -> ReceiverSession:
+    assert _session is not None, "a message came before a session was begun"
     return _session
 
 
 def _report_failure(message: dict[str, Any], error: Exception) -> None:
     if _session is None:
-        return  # nobody to tell; the sender's wait ends at its deadline
-    with suppress(Exception):  # a store that is gone; its host notices by itself
-        key = dead(message.get("push", "open"), _session.engine_rank)
+        return  # there is no channel to report on; the coordinator's wait ends at its deadline
+    with suppress(Exception):  # the store is gone; its host notices that itself
+        key = failure_key(message.get("push", OPENING), _session.engine_rank)
         _session.channel.put(key, f"{type(error).__name__}: {error}")
 
 
-_HANDLERS = {"hello": _hello, "plan": _plan, "open": _open, "load": _load}
-
-
-_NUMBER = re.compile(r"\d+")
-
-
-def misplaced(
-    folder: Path, parameters: Mapping[str, Tensor], buckets: Sequence[tuple[Bucket, Sequence[Destination]]]
-) -> list[str]:
-    """Pieces that differ between the engine and the Hugging Face folder it was started on; of each kind of tensor the first
-    piece and the last are looked at, whatever their layer and expert."""
-    ends: dict[str, list[tuple[TensorChunk, Destination]]] = {}
-    for bucket, places in buckets:
-        for piece, place in zip(bucket.pieces, places, strict=True):
-            found = ends.setdefault(_NUMBER.sub("#", f"{piece.name} {place.param}"), [])
-            found[1:] = [(piece, place)]
-    weights = HFWeights(folder)
-    return [
-        f"{piece} in {place.param}"
-        for found in ends.values()
-        for piece, place in found
-        if piece.name in weights and not _same(weights, piece, parameters[place.param][place.box.slices])
-    ]
-
-
-def _same(weights: HFWeights, piece: TensorChunk, live: Tensor) -> bool:
-    file = weights.read(piece.name, piece.box.starts, piece.box.sizes)
-    return torch.equal(file.to(live.dtype).to(live.device).view(live.shape), live)
+_HANDLERS: dict[EngineAction, Callable[[torch.nn.Module, dict[str, Any]], None]] = {
+    EngineAction.BEGIN_SESSION: _begin_session,
+    EngineAction.CHECK_PLAN: _check_plan,
+    EngineAction.CONNECT: _connect,
+    EngineAction.LOAD: _load,
+}

@@ -1,4 +1,8 @@
-"""A trainer rank's part in bringing weights to the engines: lay out, hash, send, wait for acknowledgements."""
+"""Sender: how a trainer rank lays out, hashes, optionally compresses and sends its buckets, and waits for acknowledgements.
+
+With weight_sync.delta a bucket is sent as the difference from the last push: the bitwise XOR with the bytes sent before, grouped
+by byte significance (a weight that changes a little changes only its low bytes) and compressed by Zstandard.
+"""
 
 from __future__ import annotations
 
@@ -12,158 +16,149 @@ import xxhash
 import zstandard
 from torch import Tensor
 
-from mrl.weight_sync.control_channel import ControlChannel
-from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
+from models.conversion.mapping import Box
+from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key, header_key
+from mrl.weight_sync.transfer_plan import Bucket
 from mrl.weight_sync.transports import NUM_SLOTS, SendEnd
 
-# FROM: What a bucket's bytes are: pieces laid out flat, hashed, and optionally encoded as the difference from the last version.
+ZSTD_LEVEL = 1  # of 22; higher levels take longer than they save on a network
+_CHUNK_WORDS = 1 << 24  # 4-byte words that are hashed at once on a GPU
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
-ENGINE_PATIENCE = 3
-"""Times the deadline of a sender's wait: how long an engine waits for a bucket. A sender may first wait for another engine."""
+ReadTensor = Callable[[str, Box], Tensor]
+"""Reads a box of a Hugging Face tensor, by name, that this trainer rank has."""
+
+
+@dataclass(frozen=True)
+class BucketHeader:
+    """What a sender tells the receivers about a bucket."""
+
+    nbytes: int  # as sent
+    checksums: tuple[int, ...]  # of each chunk, as the engine should hold it
+    encoding: Literal["raw", "delta"] = "raw"
 
 
 @dataclass
 class SendStats:
-    """What one push was from this rank."""
+    """What one trainer rank sent in one push."""
 
-    payload_bytes: int = 0  # over all who got them
-    raw_bytes: int = 0  # the same, had nothing been compressed
+    sent_bytes: int = 0  # summed over receivers
+    raw_bytes: int = 0  # the same without compression
     messages: int = 0
     waited_s: float = 0.0  # for acknowledgements
 
 
 @dataclass
 class BucketSender:
-    """One trainer rank. Engine ranks that fail on the way, or do not acknowledge in time, are left out of the push."""
+    """Sends the buckets of one trainer rank. An engine rank that fails or acknowledges too late is left out of the push."""
 
     channel: ControlChannel
-    outlet: SendEnd
+    send_end: SendEnd
     buckets: Sequence[Bucket]
     delta: bool = False
-    _before: dict[int, Tensor] = field(default_factory=dict)  # bucket number -> bytes sent last, kept for differences
-    _dead: set[int] = field(default_factory=set)
+    _last_sent: dict[int, Tensor] = field(default_factory=dict)  # bucket number -> raw bytes of the last push
+    _failed: set[int] = field(default_factory=set)  # engine ranks left out of the current push
 
-    def push(self, push: str, tensor_of: Callable[[TensorChunk], Tensor], full: bool) -> SendStats:
-        """Send every bucket of this rank's weights; `full`: as it is, not as a difference from the last push."""
-        sent, self._dead = SendStats(), set()
+    def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
+        """Send every bucket. `full`: send the weights themselves, not the difference from the last push."""
+        stats, self._failed = SendStats(), set()
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.number >= NUM_SLOTS:
-                    self._finish(push, self.buckets[bucket.number - NUM_SLOTS], sent)
-                self._send(push, bucket, tensor_of, full, sent)
+                    self._wait_acks(push, self.buckets[bucket.number - NUM_SLOTS], stats)
+                self._send(push, bucket, read, full, stats)
         for bucket in self.buckets[-NUM_SLOTS:]:
-            self._finish(push, bucket, sent)
-        return sent
+            self._wait_acks(push, bucket, stats)
+        return stats
 
-    def _send(
-        self, push: str, bucket: Bucket, tensor_of: Callable[[TensorChunk], Tensor], full: bool, sent: SendStats
-    ) -> None:
-        slot = self.outlet.slots[bucket.number % NUM_SLOTS]
-        checksums = fill(slot, bucket, tensor_of)
+    def _send(self, push: str, bucket: Bucket, read: ReadTensor, full: bool, stats: SendStats) -> None:
+        slot = self.send_end.slots[bucket.number % NUM_SLOTS]
+        checksums = fill_buffer(slot, bucket, read)
         nbytes, encoding = bucket.nbytes, "raw"
         if self.delta:
-            now = slot[:nbytes].cpu().clone()
-            packed = None if full else encode(now, self._before[bucket.number], bucket)
-            self._before[bucket.number] = now
+            raw = slot[:nbytes].cpu().clone()
+            packed = None if full else encode_delta(raw, self._last_sent[bucket.number], bucket)
+            self._last_sent[bucket.number] = raw
             if packed is not None:
                 nbytes, encoding = len(packed), "delta"
                 slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-        alive = [rank for rank in bucket.audience if rank not in self._dead]
-        # First: NCCL's first send to a rank blocks until that rank receives, which it does when it has the header.
-        self.channel.put(f"{push}/bucket/{bucket.key}", BucketHeader(nbytes, checksums, encoding))
-        self.outlet.send(bucket.number, nbytes, alive)
-        sent.payload_bytes += nbytes * len(alive)
-        sent.raw_bytes += bucket.nbytes * len(alive)
-        sent.messages += len(alive)
+        receivers = [rank for rank in bucket.receivers if rank not in self._failed]
+        # The header goes first: NCCL's first send to a rank blocks until that rank receives, which it does after the header.
+        self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
+        self.send_end.send(bucket.number, nbytes, receivers)
+        stats.sent_bytes += nbytes * len(receivers)
+        stats.raw_bytes += bucket.nbytes * len(receivers)
+        stats.messages += len(receivers)
 
-    def _finish(self, push: str, bucket: Bucket, sent: SendStats) -> None:
-        """Wait until everyone has copied the bucket out of its slot."""
+    def _wait_acks(self, push: str, bucket: Bucket, stats: SendStats) -> None:
+        """Wait until every receiver has copied the bucket out of its slot."""
         start = time.perf_counter()
-        for rank in bucket.audience:
-            if rank not in self._dead and not self.channel.arrives(ack(push, bucket, rank), dead(push, rank)):
-                self._dead.add(rank)
-        self.channel.drop([f"{push}/bucket/{bucket.key}", *(ack(push, bucket, rank) for rank in bucket.audience)])
-        sent.waited_s += time.perf_counter() - start
+        acks = {rank: ack_key(push, bucket.key, rank) for rank in bucket.receivers}
+        for rank, ack in acks.items():
+            if rank not in self._failed and not self.channel.wait_or_mark_failed(ack, failure_key(push, rank)):
+                self._failed.add(rank)
+        self.channel.delete([header_key(push, bucket.key), *acks.values()])
+        stats.waited_s += time.perf_counter() - start
 
 
-def ack(push: str, bucket: Bucket, engine_rank: int) -> str:
-    """Key under which an engine rank says that it has copied a bucket."""
-    return f"{push}/ack/{bucket.key}/{engine_rank}"
-
-
-def dead(push: str, engine_rank: int) -> str:
-    """Key under which it is said why an engine rank takes no further part."""
-    return f"{push}/dead/{engine_rank}"
-
-
-ZSTD_LEVEL = 1  # of 22; higher ones take longer than they save on a network
-
-
-@dataclass(frozen=True)
-class BucketHeader:
-    """What a receiver is told of a bucket."""
-
-    nbytes: int  # on the way
-    checksums: tuple[int, ...]  # of each piece, as it should be in the engine
-    encoding: Literal["raw", "delta"] = "raw"
-
-
-def views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The pieces of a bucket laid out in `flat` (bytes), each in its own dtype and shape."""
+def chunk_views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Return a view of each chunk of a bucket in `buffer` [bytes], in the chunk's own dtype and shape."""
     return [
-        flat[start : start + piece.nbytes].view(getattr(torch, piece.dtype)).view(piece.box.sizes)
-        for piece, start in zip(bucket.pieces, bucket.offsets, strict=False)
+        buffer[start : start + chunk.nbytes].view(getattr(torch, chunk.dtype)).view(chunk.box.sizes)
+        for chunk, start in zip(bucket.chunks, bucket.offsets, strict=False)
     ]
 
 
-def fill(flat: Tensor, bucket: Bucket, tensor_of: Callable[[TensorChunk], Tensor]) -> tuple[int, ...]:
-    """Lay the pieces out in `flat`, cast to the engine's dtype; returns their checksums."""
+def fill_buffer(buffer: Tensor, bucket: Bucket, read: ReadTensor) -> tuple[int, ...]:
+    """Write all chunks of a bucket to `buffer`, cast to the engine's dtype; return their checksums."""
     checksums = []
-    for piece, place in zip(bucket.pieces, views(flat, bucket), strict=True):
-        place.copy_(tensor_of(piece))
-        checksums.append(checksum(place))
+    for chunk, view in zip(bucket.chunks, chunk_views(buffer, bucket), strict=True):
+        view.copy_(read(chunk.name, chunk.box))
+        checksums.append(checksum(view))
     return tuple(checksums)
 
 
 def checksum(tensor: Tensor) -> int:
-    """64-bit hash of a tensor's bytes, the same on both sides of a sync: XXH3 on a CPU, a weighted sum on a GPU."""
+    """Return a 64-bit hash of a tensor's bytes: XXH3 on a CPU, a weighted sum on a GPU.
+
+    Sender and receiver use the same kind of device, so they compute the same hash.
+    """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return _weighted_sum(data) if data.is_cuda else xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
 
 
 def _weighted_sum(data: Tensor) -> int:
-    """Sum of the bytes' 4-byte words (the last one filled up), each times an odd number of its place, and of their number,
-    modulo 2**64."""
+    """Sum the 4-byte words of `data`, each times an odd number that depends on its position, modulo 2**64.
+
+    The last word is padded with zeros; the number of bytes is added to the sum.
+    """
     words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=data.device)
-        total += (chunk * ((place * _ODD) ^ (place >> 7)).mul_(2).add_(1)).sum()
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
+        position = torch.arange(start, start + chunk.numel(), device=data.device)
+        total += (chunk * ((position * _GOLDEN_RATIO) ^ (position >> 7)).mul_(2).add_(1)).sum()
     return int(total.item()) & (2**64 - 1)
 
 
-_CHUNK, _ODD = 1 << 24, 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's 64 bits, as int64 spells them
-
-
-def encode(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
-    """The difference of two layouts of a bucket, compressed; None where that saves nothing. [nbytes] uint8 on a CPU, both."""
-    planes = torch.cat([plane for part, width in _parts(new ^ old, bucket) for plane in part.view(-1, width).T])
+def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
+    """Compress the difference of two contents of a bucket, [nbytes] uint8 on a CPU each; None if that saves no bytes."""
+    planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(planes.numpy()))
     return packed if len(packed) < new.numel() else None
 
 
-def decode(packed: Tensor, bucket: Bucket) -> Tensor:
-    """The XOR that `encode` compressed, laid out as the bucket; [nbytes] uint8."""
+def decode_delta(packed: Tensor, bucket: Bucket) -> Tensor:
+    """Return the XOR that `encode_delta` compressed, [nbytes] uint8 in the layout of the bucket."""
     data = zstandard.ZstdDecompressor().decompress(memoryview(packed.cpu().numpy()), max_output_size=bucket.nbytes)
     planes, result = torch.frombuffer(bytearray(data), dtype=torch.uint8), torch.zeros(bucket.nbytes, dtype=torch.uint8)
     start = 0
-    for part, width in _parts(result, bucket):
+    for part, width in _chunk_bytes(result, bucket):
         part.view(-1, width).copy_(planes[start : start + part.numel()].view(width, -1).T)
         start += part.numel()
     return result
 
 
-def _parts(flat: Tensor, bucket: Bucket) -> list[tuple[Tensor, int]]:
-    """(bytes of a piece, bytes of one of its numbers)."""
-    return [(flat[s : s + p.nbytes], p.itemsize) for s, p in zip(bucket.offsets, bucket.pieces, strict=False)]
+def _chunk_bytes(buffer: Tensor, bucket: Bucket) -> list[tuple[Tensor, int]]:
+    """Return (bytes of the chunk, bytes per element) for each chunk."""
+    return [(buffer[s : s + c.nbytes], c.itemsize) for s, c in zip(bucket.offsets, bucket.chunks, strict=False)]

@@ -1,4 +1,8 @@
-"""Opening a session between the trainer ranks and the engines: greet, compile the plan, prove it, open the wires."""
+"""Live weight sync: trainer ranks send the weights straight to the engine ranks, as the transfer plan says.
+
+A session is opened once for a set of engines: rank 0 greets the engines, compiles the transfer plan and has the engines check
+it, then every rank opens its end of the transport. Afterwards each push sends one version of the weights.
+"""
 
 from __future__ import annotations
 
@@ -16,377 +20,358 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from models.conversion.mapping import Box, Mapping
+from models.conversion.mapping import ParamMapping
 from mrl.config.schema import WeightSyncConfig
 from mrl.core.types import SyncReport
-from mrl.weight_sync.control_channel import ControlChannel
+from mrl.weight_sync.control_channel import (
+    RECEIVER_TIMEOUT_FACTOR,
+    TRANSPORT_KEY,
+    ControlChannel,
+    receiver_plan_key,
+    sender_plan_key,
+)
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, PauseMode
-from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology
-from mrl.weight_sync.errors import SyncError, WeightMismatchError
-from mrl.weight_sync.sender import ENGINE_PATIENCE, BucketSender
+from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
+from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
+from mrl.weight_sync.receiver import EngineRankInfo
+from mrl.weight_sync.sender import BucketSender, ReadTensor
 from mrl.weight_sync.transfer_plan import Bucket, compile_transfer_plan, trainer_shards
-from mrl.weight_sync.transports import CudaIpcSendEnd, ProcessGroupEnd, SendEnd, SharedMemorySendEnd, join_group
+from mrl.weight_sync.transports import (
+    CudaIpcSendEnd,
+    ProcessGroupEnd,
+    ProcessGroupSetup,
+    ProcessLocation,
+    SendEnd,
+    SharedMemorySendEnd,
+    SharedSlotsSetup,
+    Transport,
+    choose_transport,
+)
 from parallel.dims import ParallelDims
 
-# FROM: The trainer ranks of a weight sync, as one: what one of them learns, all know; what fails on one fails on all.
-# FROM: Live weight sync: every trainer rank sends what the plan says, straight to the engine ranks that need it.
+logger = logging.getLogger(__name__)
+RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
+"""Trainer ranks wait this many times `timeout_s` for a rank that may itself wait for engines."""
 
-log = logging.getLogger(__name__)
-PATIENCE = 4 * ENGINE_PATIENCE  # times `timeout_s`: of trainer ranks that wait for one that waits for engines
+LayoutOf = Callable[[Topology], EngineLayout]
 
 
-class Weights(Protocol):
-    """One trainer rank's weights, as the conversion layer shows them."""
+class TrainerWeights(Protocol):
+    """One trainer rank's weights, as the conversion layer presents them."""
 
     @property
     def dims(self) -> ParallelDims: ...
 
     @property
-    def rows(self) -> Sequence[Mapping]: ...
+    def rows(self) -> Sequence[ParamMapping]: ...
 
     @property
     def sizes(self) -> dict[str, int]: ...
 
     def stage(self, name: str) -> int:
-        """Pipeline stage that holds Megatron's parameter `name`."""
+        """Return the pipeline stage that has Megatron's parameter `name`."""
 
-    def reader(self) -> Callable[[str, Box], Tensor]:
-        """To read parts of Hugging Face tensors that this rank holds, as they are now; for one pass."""
-
-
-LayoutOf = Callable[[Topology], EngineLayout]
+    def reader(self) -> ReadTensor:
+        """Return a function that reads the current weights of this rank; valid for one pass."""
 
 
-@dataclass(frozen=True)
-class SenderSession:
-    """One trainer rank's end of an open session."""
-
-    team: TrainerRanks
-    channel: ControlChannel
-    coordinator: Coordinator | None  # on rank 0
-    outlet: SendEnd
-    buckets: list[Bucket]  # that this rank sends
-    closing: ExitStack
-
-    def close(self) -> None:
-        """Let go of everything; engines that are gone already do not matter."""
-        self.closing.close()
-
-
-def open_session(
-    urls: Sequence[str], weights: Weights, layout_of: LayoutOf, settings: WeightSyncConfig
-) -> SenderSession:
-    """Every trainer rank calls this. Raises SyncError or ValueError, the same on all ranks, and leaves nothing behind."""
-    with ExitStack() as stack:
-        team = TrainerRanks(PATIENCE * settings.timeout_s)
-        stack.callback(team.close)
-        opening = _Opening(team, urls, weights, settings, stack)
-        coordinator = opening.coordinator
-        channel, where = opening.join()
-        ready = team.first(lambda: opening.compile(layout_of, channel, where))
-        buckets: list[Bucket] = channel.get(f"send/{team.rank}")
-        outlet = opening.open_wires(ready, channel, buckets)
-        return SenderSession(team, channel, coordinator, outlet, buckets, stack.pop_all())
-    raise AssertionError("the stack does not swallow exceptions")
-
-
-class _Opening:
-    """The steps, in their order. What is opened is put on the stack."""
+class LiveSync:
+    """One trainer rank's end of a live weight sync. Every rank makes one; rank 0 also controls the engines."""
 
     def __init__(
-        self, team: TrainerRanks, urls: Sequence[str], weights: Weights, settings: WeightSyncConfig, stack: ExitStack
+        self, urls: Sequence[str], weights: TrainerWeights, layout_of: LayoutOf, settings: WeightSyncConfig
     ) -> None:
-        self.team, self.urls, self.weights, self.settings, self.stack = team, urls, weights, settings, stack
-        self.coordinator: Coordinator | None = None
-        self.begun: dict[str, Any] = team.first(self._begin)
+        """Open a session with the engines; all ranks call this.
 
-    def _begin(self) -> dict[str, Any]:
-        """Rank 0: host the control channel and greet the engines."""
-        infos, unreachable = [], {}
-        for url in self.urls:
-            try:
-                with EngineControl(url, self.settings.timeout_s) as engine:
-                    infos.append(engine.server_info())
-            except Exception as error:  # an engine that has died; all the others are looked at as well
-                unreachable[url] = f"{type(error).__name__}: {error}"
-        if unreachable:
-            raise SyncError(f"engines do not answer: {unreachable}", unreachable)
-        kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
-        if len(kinds) != 1:
-            raise ValueError(f"engines must agree in device, dtype and topology, got {kinds} of {list(self.urls)}.")
-        ((_, _, topology),) = kinds
-        session, address, timeout_s = uuid.uuid4().hex[:8], _own_address(self.urls[0]), self.settings.timeout_s
-        mode = cast("PauseMode", self.settings.pause_mode)  # checked when the run was planned
-        hosted, port = ControlChannel.host(address, session, timeout_s)
-        self.stack.callback(lambda: hosted)  # the store lives as long as the session
-        reach = dict(address=address, port=port, session=session)
-        join = partial(ControlChannel.join, **reach, timeout_s=timeout_s)
-        self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, mode, join)
-        self.stack.callback(self.coordinator.close)
-        hello = self.coordinator.hello(dict(reach, timeout_s=ENGINE_PATIENCE * timeout_s))
-        return dict(reach=reach, topology=topology, hello=hello)
+        Raises WeightSyncError or ValueError, the same on all ranks; everything that was opened is then closed.
+        """
+        self._weights, self._delta = weights, settings.delta
+        with ExitStack() as stack:
+            opening = _SessionOpening(urls, weights, settings, stack)
+            channel, locations = opening.join_channel()
+            choice = opening.ranks.on_rank_0(lambda: opening.distribute_plan(layout_of, channel, locations))
+            buckets: list[Bucket] = channel.get(sender_plan_key(opening.ranks.rank))
+            self.send_end = opening.open_transport(choice, channel, buckets)
+            self._closing = stack.pop_all()
+        self._ranks, self._coordinator = opening.ranks, opening.coordinator
+        self.sender = BucketSender(channel, self.send_end, buckets, settings.delta)
+        self._num_tensors = len({chunk.name for bucket in buckets for chunk in bucket.chunks})
+        self._verified_push: str | None = None  # the last push, if every engine has verified it
+        self._version = -1
 
-    def join(self) -> tuple[ControlChannel, list[Any]]:
-        """Reach the control channel; (host, GPU) of every trainer rank."""
+    def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
+        """Send the current weights to every engine, which then serves them as `version`; all ranks call this.
 
-        def reach() -> ControlChannel:
-            return ControlChannel.join(**self.begun["reach"], timeout_s=self.settings.timeout_s)
+        `engines_offloaded`: the engines had released their weights. The push is then complete, not a difference, and the engines
+        stay paused, because they have no KV cache yet.
 
-        where = self.team.everyone(_place)
-        address, hosts = self.begun["reach"]["address"], {host for host, _ in where}
-        if len(hosts) > 1 and address.startswith("127."):
-            raise ValueError(
-                f"trainers are on {len(hosts)} machines, but engines listen on {address}, where only those of one reach them; "
-                "use weight_sync.transport=disk."
-            )
-        channels: list[ControlChannel] = []
-        self.team.everyone(lambda: channels.append(reach()))
-        return channels[0], where
+        Returns what this rank sent, and the engines that failed. Those are out of service; the caller opens a new session with
+        the other engines and with replacements. Raises WeightMismatchError on all ranks.
+        """
+        assert version >= self._version, f"versions only grow: {version} after {self._version}"
+        start = time.perf_counter()
+        base = self._verified_push if self._delta and not engines_offloaded else None
+        push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))
+        begun = time.perf_counter()
+        stats = self.sender.send_all(push, self._weights.reader(), full=base is None)
+        sent = time.perf_counter()
+        failed, again = self._ranks.on_rank_0(
+            lambda: self._finish_push(push, version, is_delta=base is not None, resume=not engines_offloaded)
+        )
+        done = time.perf_counter()
+        self._version, self._verified_push = version, None if failed or again else push
+        return SyncReport(
+            bytes=stats.sent_bytes,
+            raw_bytes=stats.raw_bytes,
+            tensors=self._num_tensors,
+            buckets=stats.messages,
+            seconds=done - start,
+            engine_seconds=begun - start + stats.waited_s + done - sent,
+            failed=failed,
+            again=again,
+        )
 
-    def compile(self, layout_of: LayoutOf, channel: ControlChannel, where: list[Any]) -> dict[str, Any]:
-        """Rank 0: compile the plan, hand everyone its part, have the engines prove it, choose the wires."""
-        assert self.coordinator is not None, "only rank 0 talks with the engines"
-        hello, tp = self.begun["hello"], self.begun["topology"].tp
-        parameters, layout = hello[0]["parameters"], layout_of(self.begun["topology"])
-        layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
-        for rank, said in hello.items():
-            check_parameters(layout, rank % tp, said["parameters"], f"engine rank {rank}")
-        w, sizes = self.weights, {name: (dtype, _itemsize(dtype)) for name, (_, dtype) in parameters.items()}
-        owned = trainer_shards(w.rows, w.sizes, w.dims, w.stage)
-        plan = compile_transfer_plan(owned, layout, len(hello) // tp, sizes.__getitem__, self.settings.bucket_bytes)
-        for rank in range(self.team.size):
-            channel.put(f"send/{rank}", plan.of_sender(rank))
-        for tp_rank in range(tp):  # the same for all engines
-            parts = plan.of_receiver(tp_rank)
-            for rank in range(tp_rank, len(hello), tp):
-                channel.put(f"plan/{rank}", parts)
-        self.coordinator.prove()
-        transport = choose_transport(self.settings.transport, where, [said["where"] for said in hello.values()])
-        log.info("weight sync by %s: %s", transport, plan)
-        return dict(transport=transport, cuda=hello[0]["where"][1] is not None, receivers=len(hello))
+    def _begin_push(self, version: int, base: str | None) -> str:
+        """Have the engines wait for buckets, and return the name of the push; on rank 0."""
+        assert self._coordinator is not None, "only rank 0 talks to the engines"
+        push = f"push/{version}/{uuid.uuid4().hex[:8]}"
+        self._coordinator.begin_push(push, base)
+        return push
 
-    def open_wires(self, ready: dict[str, Any], channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
-        """Every rank: open this end, while the engines open theirs."""
-        slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
-        outlets: list[SendEnd] = []
+    def _finish_push(self, push: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
+        """Have the engines serve the weights; on rank 0.
 
-        def shared() -> Any:
-            outlets.append(
-                (SharedMemorySendEnd if ready["transport"] == "shared_memory" else CudaIpcSendEnd)(slot_bytes)
-            )
-            self.stack.callback(outlets[0].close)
-            return outlets[0].handle()
-
-        def group() -> None:
-            outlets.append(self._join_group(ready, channel, slot_bytes))
-            self.stack.callback(outlets[0].close)
-
-        if ready["transport"] == "process_group":
-            name = f"mrl_weights_{self.begun['reach']['session']}"
-            how = dict(backend="nccl" if ready["cuda"] else "gloo", name=name, num_senders=self.team.size)
-            self.team.first(lambda: self._tell_wires(channel, how | dict(num_receivers=ready["receivers"])))
-            try:
-                self.team.everyone(group)
-            except SyncError:
-                self.team.first(self._opened)  # says which engine did not come
+        Returns the engines that failed (URL -> reason), and whether the version must be pushed again in full.
+        """
+        assert self._coordinator is not None, "only rank 0 talks to the engines"
+        again = False
+        try:
+            self._coordinator.wait_receipts(push)
+            self._coordinator.publish(push, version, resume)
+        except WeightMismatchError as error:
+            if not is_delta:
                 raise
-        else:
-            handles = dict(enumerate(self.team.everyone(shared)))
-            self.team.first(lambda: self._tell_wires(channel, dict(backend=None, handles=handles)))
-        self.team.first(self._opened)
-        outlets[0].settle()
-        return outlets[0]
+            logger.warning("version %d is pushed again in full: %s", version, error)
+            again = True
+        return self._coordinator.failures, again
 
-    def _tell_wires(self, channel: ControlChannel, how: dict[str, Any]) -> None:
-        assert self.coordinator is not None, "only rank 0 talks with the engines"
-        channel.put("wires", how | dict(timeout_s=self.settings.timeout_s))
-        self.coordinator.open()
-
-    def _opened(self) -> None:
-        assert self.coordinator is not None, "only rank 0 talks with the engines"
-        self.coordinator.opened()
-
-    def _join_group(self, ready: dict[str, Any], channel: ControlChannel, slot_bytes: int) -> ProcessGroupEnd:
-        how = channel.get("wires")
-        size, device = how["num_senders"] + how["num_receivers"], torch.device("cuda" if ready["cuda"] else "cpu")
-        group = join_group(channel.store, how["name"], how["backend"], self.team.rank, size, how["timeout_s"])
-        return ProcessGroupEnd(group, self.team.size, slot_bytes, device)
-
-
-def check_parameters(
-    layout: EngineLayout, tp_rank: int, found: dict[str, tuple[tuple[int, ...], str]], who: str
-) -> None:
-    """Raise ValueError unless the engine's parameters are exactly those that the family's table says."""
-    expected, shapes = layout.shapes(tp_rank), {name: tuple(shape) for name, (shape, _) in found.items()}
-    problems = [f"{name} {list(shapes[name])} is not in the table" for name in shapes.keys() - expected.keys()]
-    problems += [f"{name} {list(expected[name])} is missing" for name in expected.keys() - shapes.keys()]
-    problems += [
-        f"{name} is {list(shapes[name])}, the table says {list(expected[name])}"
-        for name in expected.keys() & shapes.keys()
-        if expected[name] != shapes[name]
-    ]
-    if problems:
-        raise ValueError(
-            f"{who} stores {len(problems)} parameters otherwise than the family's table says: "
-            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent; weight_sync.transport=disk leaves the loading to SGLang."
-        )
-
-
-def choose_transport(wanted: str, senders: Sequence[Any], receivers: Sequence[Any]) -> str:
-    """`auto` spelled out: shared memory or CUDA IPC where both sides share one machine or its GPUs, a process group elsewhere.
-
-    `senders`, `receivers`: (host, GPU or None) of each rank. Raises ValueError where the wish cannot be met.
-    """
-    hosts = {host for host, _ in [*senders, *receivers]}
-    gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
-    colocated = bool(gpus[0] & gpus[1])
-    if wanted == "auto":
-        here = "cuda_ipc" if colocated else "process_group" if any(gpus) else "shared_memory"
-        wanted = here if colocated or len(hosts) == 1 else "process_group"
-    if wanted in ("shared_memory", "cuda_ipc") and len(hosts) > 1:
-        raise ValueError(
-            f"weight_sync.transport={wanted}: trainers and engines are on {len(hosts)} machines; use process_group where "
-            "they have GPUs of their own, or disk."
-        )
-    if (wanted == "cuda_ipc") != all(gpus) and wanted != "process_group":
-        raise ValueError(f"weight_sync.transport={wanted} does not fit the device that weights are on; use auto.")
-    if wanted == "process_group" and colocated:
-        raise ValueError(
-            "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
-        )
-    return wanted
-
-
-def _place() -> tuple[str, str | None]:
-    """(host, GPU) of this process."""
-    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
-    return socket.gethostname(), gpu
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
-
-
-def _own_address(engine_url: str) -> str:
-    """The address of this machine that the engine can reach."""
-    host = urlsplit(engine_url).hostname or "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing; the kernel picks the interface
-        return probe.getsockname()[0]
+    def close(self) -> None:
+        """Close the session; engines may be gone already."""
+        self._closing.close()
 
 
 class TrainerRanks:
-    """All ranks of the default group, over a gloo group of their own, whose patience is longer than every wait of a sync."""
+    """All trainer ranks, in a gloo group of their own, whose timeout is longer than every wait of a weight sync."""
 
     def __init__(self, timeout_s: float) -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         self._group = group
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def first[T](self, call: Callable[[], T]) -> T:
-        """What rank 0 makes of `call`, on every rank; its error too."""
-        outcome: list[Any] = [_outcome(call) if self.rank == 0 else None]
+    def on_rank_0[T](self, call: Callable[[], T]) -> T:
+        """Run `call` on rank 0, and return its result or raise its error on every rank."""
+        outcome: list[Any] = [_try(call) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
-        return _unpacked(outcome[0])
+        return _result_or_raise(outcome[0])
 
-    def everyone[T](self, call: Callable[[], T]) -> list[T]:
-        """What each rank makes of its own `call`, by rank, on every rank; the first rank's error that has one."""
+    def on_every_rank[T](self, call: Callable[[], T]) -> list[T]:
+        """Run `call` on every rank, and return the results of all ranks on every rank, by rank.
+
+        If ranks fail, all ranks raise the error of the first one.
+        """
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, _outcome(call), group=self._group)
-        return [_unpacked(outcome) for outcome in outcomes]
+        dist.all_gather_object(outcomes, _try(call), group=self._group)
+        return [_result_or_raise(outcome) for outcome in outcomes]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Destroy the group."""
         dist.destroy_process_group(self._group)
 
 
-def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return call(), None
-    except (SyncError, WeightMismatchError, ValueError) as error:
+    except (WeightSyncError, WeightMismatchError, ValueError) as error:
         return None, error
-    except Exception as error:  # told to all ranks, which raise it: one that is left alone would wait for the others
-        log.exception("weight sync")
-        return None, SyncError(f"{type(error).__name__}: {error}")
+    except Exception as error:  # all ranks raise it: if one rank alone raised, the others would wait for it
+        logger.exception("weight sync")
+        return None, WeightSyncError(f"{type(error).__name__}: {error}")
 
 
-def _unpacked(outcome: tuple[Any, Exception | None]) -> Any:
+def _result_or_raise(outcome: tuple[Any, Exception | None]) -> Any:
     result, error = outcome
     if error is not None:
         raise error
     return result
 
 
-class LiveSync:
-    """One trainer rank's end. Every rank makes one, and calls `push` with the same version; rank 0 talks with the engines."""
+@dataclass(frozen=True)
+class _EngineGreeting:
+    """What rank 0 knows after it has begun a session with all engines."""
 
-    def __init__(self, urls: Sequence[str], weights: Weights, layout_of: LayoutOf, settings: WeightSyncConfig) -> None:
-        """Reach the engines, compile the plan, open the wires; raises SyncError or ValueError, the same on all ranks."""
-        self._weights, self._delta = weights, settings.delta
-        self.session = open_session(urls, weights, layout_of, settings)
-        self.sender = BucketSender(self.session.channel, self.session.outlet, self.session.buckets, settings.delta)
-        self._num_tensors = len({piece.name for bucket in self.session.buckets for piece in bucket.pieces})
-        self._base: str | None = None  # the last push that every engine holds, checked
-        self._version = -1
+    connection: dict[str, Any]  # address, port and session of the control channel
+    topology: Topology
+    infos: dict[int, EngineRankInfo]  # by engine rank, counted over all engines
 
-    def push(self, version: int, released: bool = False) -> SyncReport:
-        """Bring the current weights to every engine, which then serves them as `version`.
 
-        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
-        What this rank sent; and which engines failed on the way (they are out of service; a new LiveSync over those that are
-        left and their successors brings them in). Raises WeightMismatchError on all ranks.
-        """
-        assert version >= self._version, f"versions only grow: {version} after {self._version}"
-        team, base, start = self.session.team, None, time.perf_counter()
-        if self._delta and not released:
-            base = self._base
-        push = team.first(lambda: self._begin(version, base))
-        begun = time.perf_counter()
-        read = self._weights.reader()
-        sent = self.sender.push(push, lambda piece: read(piece.name, piece.box), full=base is None)
-        sending = time.perf_counter()
-        failed, again = team.first(lambda: self._finish(push, version, base is not None, not released))
-        done = time.perf_counter()
-        self._version, self._base = version, None if failed or again else push
-        return SyncReport(
-            bytes=sent.payload_bytes,
-            raw_bytes=sent.raw_bytes,
-            tensors=self._num_tensors,
-            buckets=sent.messages,
-            seconds=done - start,
-            engine_seconds=begun - start + sent.waited_s + done - sending,
-            failed=failed,
-            again=again,
+@dataclass(frozen=True)
+class _TransportChoice:
+    """The transport of the session, and what every trainer rank needs to open it."""
+
+    transport: Transport
+    device: str  # of the engines
+    num_receivers: int
+
+
+class _SessionOpening:
+    """The steps of opening a session, in order. What is opened is registered on the stack."""
+
+    def __init__(
+        self, urls: Sequence[str], weights: TrainerWeights, settings: WeightSyncConfig, stack: ExitStack
+    ) -> None:
+        self.urls, self.weights, self.settings, self.stack = urls, weights, settings, stack
+        self.ranks = TrainerRanks(RANK_TIMEOUT_FACTOR * settings.timeout_s)
+        stack.callback(self.ranks.close)
+        self.coordinator: Coordinator | None = None  # on rank 0
+        self.greeting = self.ranks.on_rank_0(self._greet_engines)
+
+    def _greet_engines(self) -> _EngineGreeting:
+        """Host the control channel and begin a session with every engine; on rank 0."""
+        topology = self._common_topology()
+        session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
+        hosted, port = ControlChannel.host(address, session, timeout_s)
+        self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
+        connection = dict(address=address, port=port, session=session)
+        mode = cast("PauseMode", self.settings.pause_mode)  # checked when the run was planned
+        join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
+        self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, mode, join)
+        self.stack.callback(self.coordinator.close)
+        infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
+        return _EngineGreeting(connection, topology, infos)
+
+    def _common_topology(self) -> Topology:
+        """Ask all engines for their topology. Raises WeightSyncError if one does not answer, ValueError if they differ."""
+        infos, unreachable = [], {}
+        for url in self.urls:
+            try:
+                with EngineControl(url, self.settings.timeout_s) as engine:
+                    infos.append(engine.server_info())
+            except (
+                Exception
+            ) as error:  # a dead engine can fail in any way; ask the others too, so that all are reported
+                unreachable[url] = f"{type(error).__name__}: {error}"
+        if unreachable:
+            raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
+        kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
+        if len(kinds) != 1:
+            raise ValueError(f"engines must agree in device, dtype and topology, got {kinds} of {list(self.urls)}.")
+        return kinds.pop()[2]
+
+    def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
+        """Connect to the control channel; return it and the location of every trainer rank."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        locations = self.ranks.on_every_rank(lambda: ProcessLocation.of(device))
+        address, hosts = self.greeting.connection["address"], {location.host for location in locations}
+        if len(hosts) > 1 and address.startswith("127."):
+            raise ValueError(
+                f"trainers are on {len(hosts)} machines, but engines listen on {address}, which only their own machine reaches; "
+                "use weight_sync.transport=disk."
+            )
+        channels: list[ControlChannel] = []  # on_every_rank returns pickled results, and a channel cannot be pickled
+        self.ranks.on_every_rank(
+            lambda: channels.append(ControlChannel.join(**self.greeting.connection, timeout_s=self.settings.timeout_s))
         )
+        return channels[0], locations
 
-    def _begin(self, version: int, base: str | None) -> str:
-        """Rank 0: name the push and have the engines wait for it."""
-        push = f"push/{version}/{uuid.uuid4().hex[:8]}"
-        self._coordinator.begin(push, base)
-        return push
+    def distribute_plan(
+        self, layout_of: LayoutOf, channel: ControlChannel, locations: Sequence[ProcessLocation]
+    ) -> _TransportChoice:
+        """Compile the plan, give every rank its part, have the engines check it, and choose the transport; on rank 0."""
+        assert self.coordinator is not None, "only rank 0 talks to the engines"
+        infos, tp = self.greeting.infos, self.greeting.topology.tp
+        parameters, layout = infos[0].parameters, layout_of(self.greeting.topology)
+        layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
+        for rank, info in infos.items():
+            check_engine_parameters(layout, rank % tp, info.parameters, f"engine rank {rank}")
+        weights = self.weights
+        dtypes = {name: (dtype, getattr(torch, dtype).itemsize) for name, (_, dtype) in parameters.items()}
+        shards = trainer_shards(weights.rows, weights.sizes, weights.dims, weights.stage)
+        bucket_bytes = self.settings.bucket_bytes
+        plan = compile_transfer_plan(shards, layout, len(infos) // tp, dtypes.__getitem__, bucket_bytes)
+        for rank in range(self.ranks.size):
+            channel.put(sender_plan_key(rank), plan.buckets_of_sender(rank))
+        for tp_rank in range(tp):  # the same for all engines
+            buckets = plan.buckets_of_receiver(tp_rank)
+            for rank in range(tp_rank, len(infos), tp):
+                channel.put(receiver_plan_key(rank), buckets)
+        self.coordinator.check_plan()
+        transport = choose_transport(self.settings.transport, locations, [info.location for info in infos.values()])
+        logger.info("weight sync by %s: %s", transport, plan)
+        return _TransportChoice(transport, "cuda" if infos[0].location.gpu is not None else "cpu", len(infos))
 
-    def _finish(self, push: str, version: int, delta: bool, go_on: bool) -> tuple[dict[str, str], bool]:
-        """Rank 0: have the engines serve; which failed, and whether a difference did not arrive as it was meant."""
-        coordinator, again = self._coordinator, False
+    def open_transport(self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
+        """Open this rank's end of the transport while the engines open theirs."""
+        slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
+        if choice.transport is Transport.PROCESS_GROUP:
+            send_end = self._open_process_group(choice, channel, slot_bytes)
+        else:
+            send_end = self._open_shared_slots(choice.transport, channel, slot_bytes)
+        self.ranks.on_rank_0(self._wait_connected)
+        send_end.on_connected()
+        return send_end
+
+    def _open_shared_slots(self, transport: Transport, channel: ControlChannel, slot_bytes: int) -> SendEnd:
+        kind = SharedMemorySendEnd if transport is Transport.SHARED_MEMORY else CudaIpcSendEnd
+        ends: list[SharedMemorySendEnd | CudaIpcSendEnd] = []
+
+        def allocate() -> Any:
+            ends.append(kind(slot_bytes))
+            self.stack.callback(ends[0].close)
+            return ends[0].handle()
+
+        handles = dict(enumerate(self.ranks.on_every_rank(allocate)))
+        self.ranks.on_rank_0(lambda: self._connect_receivers(channel, SharedSlotsSetup(handles)))
+        return ends[0]
+
+    def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEnd:
+        setup = ProcessGroupSetup(
+            name=f"mrl_weights_{self.greeting.connection['session']}",
+            backend="nccl" if choice.device == "cuda" else "gloo",
+            num_senders=self.ranks.size,
+            num_receivers=choice.num_receivers,
+            timeout_s=self.settings.timeout_s,
+        )
+        ends: list[ProcessGroupEnd] = []
+
+        def join() -> None:
+            device = torch.device(choice.device)
+            ends.append(ProcessGroupEnd(channel.store, setup, self.ranks.rank, slot_bytes, device))
+            self.stack.callback(ends[0].close)
+
+        self.ranks.on_rank_0(lambda: self._connect_receivers(channel, setup))
         try:
-            coordinator.finish(push)
-            coordinator.serve(push, version, go_on)
-        except WeightMismatchError as error:
-            if not delta:
-                raise
-            log.warning("version %d is sent again in full: %s", version, error)
-            again = True
-        return coordinator.failures, again
+            self.ranks.on_every_rank(join)
+        except WeightSyncError:
+            self.ranks.on_rank_0(self._wait_connected)  # raises the error that names the engine
+            raise
+        return ends[0]
 
-    def close(self) -> None:
-        """Let the engines go; those that are gone already do not matter."""
-        self.session.close()
+    def _connect_receivers(self, channel: ControlChannel, setup: SharedSlotsSetup | ProcessGroupSetup) -> None:
+        assert self.coordinator is not None, "only rank 0 talks to the engines"
+        channel.put(TRANSPORT_KEY, setup)
+        self.coordinator.connect_receivers()
 
-    @property
-    def _coordinator(self) -> Coordinator:
-        assert self.session.coordinator is not None, "only rank 0 talks with the engines"
-        return self.session.coordinator
+    def _wait_connected(self) -> None:
+        assert self.coordinator is not None, "only rank 0 talks to the engines"
+        self.coordinator.wait_connected()
+
+
+def _local_address(engine_url: str) -> str:
+    """Return the address of this machine that the engine can reach."""
+    host = urlsplit(engine_url).hostname or "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; the kernel chooses the interface
+        return probe.getsockname()[0]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from mrl.core.types import SyncReport
-from mrl.weight_sync.errors import SyncError
+from mrl.weight_sync.errors import WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class WeightSyncer:
     version: int = field(default=-1, init=False)  # that every engine serves
 
     def push(self, version: int) -> dict[str, float]:
-        """Push until every engine serves `version`; raises SyncError after `tries` attempts, and what a push raises."""
+        """Push until every engine serves `version`; raises WeightSyncError after `tries` attempts, and what a push raises."""
         numbers = self._bring(version, {})
         self.version = version
         return numbers
@@ -55,7 +55,7 @@ class WeightSyncer:
             failed = reports[0].failed
             if not failed and not reports[0].again:
                 return self._numbers(reports, version, replaced, attempt)
-        raise SyncError(
+        raise WeightSyncError(
             f"version {version} did not reach every engine in {self.tries} attempts: {failed or why}", failed
         )
 

@@ -1,8 +1,8 @@
-"""The transfer plan: who sends which part of which tensor to which engine ranks, in buckets. Pure, computed once.
+"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks, grouped into buckets.
 
-Shapes and places are boxes of Hugging Face tensors: what a trainer rank owns of a tensor and what an engine rank holds of it
-are cut by their own layouts, and what travels is their intersections. So every engine rank gets each byte it holds once, and
-nothing else; no rank, sender or receiver, ever has the whole model.
+The plan is pure and computed once per session. Every part is a box (a rectangular slice) of a Hugging Face tensor. The trainer
+layout says which box a trainer rank has; the engine layout says which box an engine rank holds; their intersection is sent.
+Each engine rank therefore receives every byte that it holds exactly once, and no rank ever has the whole model.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from models.conversion.mapping import Box
-from models.conversion.mapping import Mapping as Row
+from models.conversion.mapping import Box, ParamMapping
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
 
-# FROM: What a transfer plan means before anything runs: bytes, messages and seconds of every rank; how far from the least. Pure.
-
-ALIGNMENT = 16  # bytes; pieces begin at multiples of it, so that any dtype can be read in place
-GRAIN = 1 << 20  # bytes; pieces are not cut smaller than this to even out the senders
-PIECES_OF_A_SHARE = 16  # of an even share of all that is sent, no piece is larger than one of so many parts
+ALIGNMENT = 16  # bytes; chunks start at multiples of it, so that the buffer can be viewed as any dtype
+MIN_CHUNK_BYTES = 1 << 20  # chunks are not cut smaller than this to balance the senders
+CHUNKS_PER_SENDER = 16  # a chunk is at most 1/16 of the bytes that one sender sends on average
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A box of a Hugging Face tensor on its way."""
+    """A box of a Hugging Face tensor that is sent as one unit."""
 
-    name: str  # Hugging Face
+    name: str  # of the Hugging Face tensor
     box: Box
-    param: str  # SGLang
+    param: str  # SGLang's parameter that holds it
     dtype: str  # the engine's, as torch spells it without "torch."
-    itemsize: int  # bytes
+    itemsize: int  # bytes per element
 
     @property
     def nbytes(self) -> int:
@@ -44,19 +41,19 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that travel together, laid out one after another."""
+    """Chunks that are sent in one message, laid out one after another in a flat buffer."""
 
     sender: int  # trainer rank
-    number: int  # among the sender's; a sender sends, and everyone receives, in the order of (number, sender)
-    audience: tuple[int, ...]  # engine ranks, counted over all engines; each needs every piece
-    pieces: tuple[TensorChunk, ...]
+    number: int  # position among the sender's buckets; all ranks process buckets in the order of (number, sender)
+    receivers: tuple[int, ...]  # engine ranks, counted over all engines; each needs every chunk
+    chunks: tuple[TensorChunk, ...]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each piece begins in the flat buffer, and the end, bytes."""
+        """Start of each chunk in the flat buffer, followed by the end of the last one; bytes."""
         ends = [0]
-        for piece in self.pieces:
-            ends.append(ends[-1] + aligned(piece.nbytes))
+        for chunk in self.chunks:
+            ends.append(ends[-1] + align(chunk.nbytes))
         return ends
 
     @property
@@ -65,194 +62,197 @@ class Bucket:
 
     @property
     def key(self) -> str:
-        """Its name between sender and receivers."""
+        """Identifier of the bucket on the control channel."""
         return f"{self.sender}/{self.number}"
 
 
-def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+def align(nbytes: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a received piece goes in one engine rank."""
+    """Where an engine rank writes a received chunk."""
 
     param: str
-    box: Box  # in the parameter
+    box: Box  # of the parameter
 
 
 @dataclass(frozen=True, repr=False)
 class TransferPlan:
-    """All buckets of a sync, and where their pieces go."""
+    """All buckets of a weight sync, and the engine shards that they fill."""
 
     buckets: tuple[Bucket, ...]
-    held: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank of an engine
+    engine_shards: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank of an engine
     num_engines: int
-    least_bytes: int  # that the engines' ranks hold together
+    min_bytes: int  # sum of the bytes that all engine ranks hold: no plan can send less
 
     @property
     def engine_tp(self) -> int:
-        return len(self.held)
+        return len(self.engine_shards)
 
-    def of_sender(self, rank: int) -> list[Bucket]:
-        """Buckets of one trainer rank, in the order of sending."""
+    def buckets_of_sender(self, rank: int) -> list[Bucket]:
+        """Buckets of one trainer rank, in sending order."""
         return [bucket for bucket in self.buckets if bucket.sender == rank]
 
-    def of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Destination]]]:
-        """Buckets that an engine rank takes, in the order of taking, and where each piece goes."""
-        where: dict[str, list[EngineShard]] = defaultdict(list)
-        for held in self.held[engine_rank % self.engine_tp]:
-            where[held.name].append(held)
-        mine = sorted((b for b in self.buckets if engine_rank in b.audience), key=lambda b: (b.number, b.sender))
-        return [(bucket, [_place(piece, where[piece.name]) for piece in bucket.pieces]) for bucket in mine]
+    def buckets_of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Destination]]]:
+        """Buckets of one engine rank in receiving order, each with the destination of every chunk."""
+        shards: dict[str, list[EngineShard]] = defaultdict(list)
+        for shard in self.engine_shards[engine_rank % self.engine_tp]:
+            shards[shard.name].append(shard)
+        received = sorted((b for b in self.buckets if engine_rank in b.receivers), key=lambda b: (b.number, b.sender))
+        return [(bucket, [_destination(chunk, shards[chunk.name]) for chunk in bucket.chunks]) for bucket in received]
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that arrives at engine ranks, all together."""
-        return sum(bucket.nbytes * len(bucket.audience) for bucket in self.buckets)
+        """Payload that arrives at all engine ranks together."""
+        return sum(bucket.nbytes * len(bucket.receivers) for bucket in self.buckets)
 
     def __repr__(self) -> str:
         senders = len({bucket.sender for bucket in self.buckets})
         return (
             f"{len(self.buckets)} buckets from {senders} senders to {self.num_engines} engines of {self.engine_tp} ranks, "
-            f"{self.sent_bytes:,} bytes ({self.least_bytes:,} held there)"
+            f"{self.sent_bytes:,} bytes (the engines hold {self.min_bytes:,})"
         )
 
 
-def _place(piece: TensorChunk, candidates: Iterable[EngineShard]) -> Destination:
-    held = next(h for h in candidates if h.param == piece.param and h.box.intersect(piece.box) == piece.box)
-    return Destination(held.param, held.place(piece.box))
+def _destination(chunk: TensorChunk, candidates: Iterable[EngineShard]) -> Destination:
+    shard = next(s for s in candidates if s.param == chunk.param and s.box.intersect(chunk.box) == chunk.box)
+    return Destination(shard.param, shard.box_in_param(chunk.box))
 
 
 @dataclass(frozen=True)
 class TrainerShard:
-    """A box of a Hugging Face tensor and the trainer ranks that all have it."""
+    """A box of a Hugging Face tensor and the trainer ranks that each have a full copy of it."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
 def trainer_shards(
-    rows: Iterable[Row], sizes: dict[str, int], dims: ParallelDims, stage_of: Callable[[str], int]
+    rows: Iterable[ParamMapping], sizes: dict[str, int], dims: ParallelDims, stage_of: Callable[[str], int]
 ) -> dict[str, list[TrainerShard]]:
-    """Who has what, by Hugging Face name. `stage_of`: pipeline stage by Megatron's parameter name (experts numbered)."""
-    at = {rank: dims.coords(rank) for rank in range(dims.world_size)}
-    experts_at = {rank: dims.expert_coords(rank) for rank in range(dims.world_size)}
-    members: dict[tuple[int, int | None, int], tuple[int, ...]] = {}  # stage, expert group, shard (-1: any) -> ranks
+    """List the trainer's shards of every tensor, by Hugging Face name.
+
+    `stage_of` returns the pipeline stage of a Megatron parameter name (with the expert's number in it).
+    """
+    ranks_of: dict[tuple[int, int | None, int], tuple[int, ...]] = {}  # (stage, expert group, shard; -1: all) -> ranks
     for rank in range(dims.world_size):
-        etp, ep = experts_at[rank]
-        stage, tp = at[rank].pp, at[rank].tp
+        etp, ep = dims.expert_coords(rank)
+        stage, tp = dims.coords(rank).pp, dims.coords(rank).tp
         for key in ((stage, None, tp), (stage, None, -1), (stage, ep, etp), (stage, ep, -1)):
-            members[key] = (*members.get(key, ()), rank)
-    found: dict[str, list[TrainerShard]] = {}
+            ranks_of[key] = (*ranks_of.get(key, ()), rank)
+    shards: dict[str, list[TrainerShard]] = {}
     for row in rows:
         stage, group = stage_of(row.megatron), None
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
         for name, boxes in row.cut(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
-            shards = range(len(boxes)) if len(boxes) > 1 else [-1]
-            parts = [
-                TrainerShard(box, members[stage, group, s]) for box, s in zip(boxes, shards, strict=True) if box.numel
+            numbers = range(len(boxes)) if len(boxes) > 1 else [-1]
+            shards[name] = [
+                TrainerShard(box, ranks_of[stage, group, number])
+                for box, number in zip(boxes, numbers, strict=True)
+                if box.numel
             ]
-            found[name] = parts
-    return found
+    return shards
 
 
 def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
-    """Pipeline stage by Megatron's parameter name where all virtual stages have equally many layers."""
-    per_chunk = num_layers // (dims.pp * dims.vpp)
+    """Return the pipeline stage of a Megatron parameter name when all virtual stages have the same number of layers."""
+    layers_per_chunk = num_layers // (dims.pp * dims.vpp)
 
     def stage_of(name: str) -> int:
         if name.startswith("decoder.layers."):
-            return int(name.split(".")[2]) // per_chunk % dims.pp
+            return int(name.split(".")[2]) // layers_per_chunk % dims.pp
         return 0 if name.startswith("embedding.") else dims.pp - 1
 
     return stage_of
 
 
 def compile_transfer_plan(
-    owned: Mapping[str, Sequence[TrainerShard]],
+    trainer: Mapping[str, Sequence[TrainerShard]],
     layout: EngineLayout,
     num_engines: int,
     dtype_of: Callable[[str], tuple[str, int]],
     bucket_bytes: int,
 ) -> TransferPlan:
-    """Routes from trainer ranks to `num_engines` engines of one layout; `dtype_of`: (dtype, bytes) of an engine's parameter.
+    """Plan the transfer from the trainer's shards to `num_engines` engines of one layout.
 
-    Of the ranks that have a box, the one with the least to send sends it. A bucket has at most `bucket_bytes`; so has a piece,
-    and less where one piece would be much of a sender's share.
+    `dtype_of` returns (dtype, bytes per element) of an engine parameter. When several trainer ranks have a chunk, the one with
+    the fewest bytes to send so far sends it. Buckets and chunks have at most `bucket_bytes`; chunks are smaller when one would
+    otherwise be a large part of a sender's total.
     """
     tp = layout.topology.tp
-    held = tuple(layout.rank(rank) for rank in range(tp))
-    least = sum(part.box.numel * dtype_of(part.param)[1] for rank in held for part in rank)
-    senders = len({rank for parts in owned.values() for part in parts for rank in part.ranks})
-    most_bytes = min(bucket_bytes, max(GRAIN, least // (senders * PIECES_OF_A_SHARE)))
-    routes = list(_routes(owned, held, dtype_of, most_bytes))
+    engine = tuple(layout.shards(rank) for rank in range(tp))
+    min_bytes = sum(shard.box.numel * dtype_of(shard.param)[1] for shards in engine for shard in shards)
+    num_senders = len({rank for shards in trainer.values() for shard in shards for rank in shard.ranks})
+    chunk_bytes = min(bucket_bytes, max(MIN_CHUNK_BYTES, min_bytes // (num_senders * CHUNKS_PER_SENDER)))
+    routes = list(_routes(trainer, engine, dtype_of, chunk_bytes))
     load: dict[int, int] = defaultdict(int)
-    of_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
-    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # large ones first: evener
-        piece, tp_ranks, candidates = routes[order]
+    by_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
+    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # largest first balances better
+        chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
-        load[sender] += aligned(piece.nbytes)
-        audience = tuple(engine * tp + rank for engine in range(num_engines) for rank in tp_ranks)
-        of_sender[sender].append((order, piece, audience))
-    buckets = [b for sender in sorted(of_sender) for b in _buckets(sender, sorted(of_sender[sender]), bucket_bytes)]
-    return TransferPlan(tuple(buckets), held, num_engines, least * num_engines)
+        load[sender] += align(chunk.nbytes)
+        receivers = tuple(number * tp + rank for number in range(num_engines) for rank in tp_ranks)
+        by_sender[sender].append((order, chunk, receivers))
+    buckets = [b for sender in sorted(by_sender) for b in _buckets(sender, sorted(by_sender[sender]), bucket_bytes)]
+    return TransferPlan(tuple(buckets), engine, num_engines, min_bytes * num_engines)
 
 
 def _routes(
-    owned: Mapping[str, Sequence[TrainerShard]],
-    held: Sequence[Sequence[EngineShard]],
+    trainer: Mapping[str, Sequence[TrainerShard]],
+    engine: Sequence[Sequence[EngineShard]],
     dtype_of: Callable[[str], tuple[str, int]],
-    most_bytes: int,
+    chunk_bytes: int,
 ) -> Iterator[tuple[TensorChunk, tuple[int, ...], tuple[int, ...]]]:
-    """(piece, tensor-parallel ranks of an engine that need it, trainer ranks that have it), in the table's order.
+    """Yield (chunk, tensor-parallel ranks of an engine that need it, trainer ranks that have it), in the table's order.
 
-    A piece has at most `most_bytes`.
+    A chunk has at most `chunk_bytes`.
     """
-    wanted: dict[tuple[str, Box, str], list[int]] = {}  # ranks that hold the same box get the same bytes
-    for rank, parts in enumerate(held):
-        for part in parts:
-            wanted.setdefault((part.name, part.box, part.param), []).append(rank)
-    for (name, box, param), ranks in wanted.items():
+    tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}  # engine ranks with the same box receive the same bytes
+    for rank, shards in enumerate(engine):
+        for shard in shards:
+            tp_ranks_of.setdefault((shard.name, shard.box, shard.param), []).append(rank)
+    for (name, box, param), tp_ranks in tp_ranks_of.items():
         dtype, itemsize = dtype_of(param)
-        for owner in owned[name]:
-            common = box if box == owner.box else owner.box.intersect(box)
-            for part in common.pieces(max(1, most_bytes // itemsize)) if common.numel else ():
-                yield TensorChunk(name, part, param, dtype, itemsize), tuple(ranks), owner.ranks
+        for shard in trainer[name]:
+            common = box if box == shard.box else shard.box.intersect(box)
+            for part in common.pieces(max(1, chunk_bytes // itemsize)) if common.numel else ():
+                yield TensorChunk(name, part, param, dtype, itemsize), tuple(tp_ranks), shard.ranks
 
 
 def _buckets(
-    sender: int, pieces: Iterable[tuple[int, TensorChunk, tuple[int, ...]]], bucket_bytes: int
+    sender: int, chunks: Iterable[tuple[int, TensorChunk, tuple[int, ...]]], bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """A sender's pieces, in their order, in buckets of one audience each; the audiences' buckets are numbered as they fill."""
-    filling: dict[tuple[int, ...], list[TensorChunk]] = {}
-    size: dict[tuple[int, ...], int] = defaultdict(int)
+    """Group a sender's chunks, in order, into buckets whose chunks all have the same receivers; number them as they fill."""
+    open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
+    open_bytes: dict[tuple[int, ...], int] = defaultdict(int)
     number = 0
-    for _, piece, audience in pieces:
-        if filling.get(audience) and size[audience] + aligned(piece.nbytes) > bucket_bytes:
-            yield Bucket(sender, number, audience, tuple(filling.pop(audience)))
-            number, size[audience] = number + 1, 0
-        filling.setdefault(audience, []).append(piece)
-        size[audience] += aligned(piece.nbytes)
-    for audience, rest in filling.items():
-        yield Bucket(sender, number, audience, tuple(rest))
+    for _, chunk, receivers in chunks:
+        if open_chunks.get(receivers) and open_bytes[receivers] + align(chunk.nbytes) > bucket_bytes:
+            yield Bucket(sender, number, receivers, tuple(open_chunks.pop(receivers)))
+            number, open_bytes[receivers] = number + 1, 0
+        open_chunks.setdefault(receivers, []).append(chunk)
+        open_bytes[receivers] += align(chunk.nbytes)
+    for receivers, rest in open_chunks.items():
+        yield Bucket(sender, number, receivers, tuple(rest))
         number += 1
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """What the explanation assumes of the hardware, each rank for itself."""
+    """Network speeds that the cost estimate assumes for each rank."""
 
     send_gb_per_s: float
     receive_gb_per_s: float
-    message_us: float  # what a message costs besides its bytes
+    message_us: float  # fixed cost of a message, independent of its size
 
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """One rank's part of a sync."""
+    """What one rank sends or receives in a weight sync."""
 
     rank: str
     bytes: int
@@ -262,43 +262,46 @@ class RankTraffic:
 
 @dataclass(frozen=True)
 class TransferCost:
-    """A plan in numbers."""
+    """Estimated bytes, messages and seconds of a transfer plan."""
 
     senders: list[RankTraffic]
     receivers: list[RankTraffic]
     sent_bytes: int
-    least_bytes: int
+    min_bytes: int
 
     @property
     def ratio(self) -> float:
-        """Bytes that arrive over those that the engines hold."""
-        return self.sent_bytes / self.least_bytes
+        """Bytes that arrive, divided by the bytes that the engines hold."""
+        return self.sent_bytes / self.min_bytes
 
     @property
     def seconds(self) -> float:
-        """Of the whole sync, if senders and receivers work at once: the slowest rank's."""
+        """Duration of the whole sync if all senders and receivers work in parallel: that of the slowest rank."""
         return max(traffic.seconds for traffic in [*self.senders, *self.receivers])
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the sender that has most over the mean."""
+        """Bytes of the busiest sender, divided by the mean over senders."""
         sent = [traffic.bytes for traffic in self.senders]
         return max(sent) * len(sent) / sum(sent)
 
 
 def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpeeds, shared: bool) -> TransferCost:
-    """`shared`: receivers read what a sender wrote once (shared memory, CUDA IPC); else each is sent its own copy."""
+    """Estimate what a plan costs before anything runs.
+
+    `shared`: all receivers read one copy that the sender wrote (shared memory, CUDA IPC). Otherwise the sender sends one copy to
+    each receiver.
+    """
 
     def traffic(rank: str, sizes: list[int], gb_per_s: float) -> RankTraffic:
         seconds = sum(sizes) / (gb_per_s * 1e9) + len(sizes) * speeds.message_us * 1e-6
         return RankTraffic(rank, sum(sizes), len(sizes), seconds)
 
-    copies = {id(bucket): 1 if shared else len(bucket.audience) for bucket in plan.buckets}
     senders: list[list[int]] = [[] for _ in range(num_senders)]
     receivers: list[list[int]] = [[] for _ in range(plan.num_engines * plan.engine_tp)]
     for bucket in plan.buckets:
-        senders[bucket.sender] += [bucket.nbytes] * copies[id(bucket)]
-        for rank in bucket.audience:
+        senders[bucket.sender] += [bucket.nbytes] * (1 if shared else len(bucket.receivers))
+        for rank in bucket.receivers:
             receivers[rank].append(bucket.nbytes)
     return TransferCost(
         [traffic(f"trainer {n}", sizes, speeds.send_gb_per_s) for n, sizes in enumerate(senders)],
@@ -307,5 +310,5 @@ def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpe
             for n, sizes in enumerate(receivers)
         ],
         plan.sent_bytes,
-        plan.least_bytes,
+        plan.min_bytes,
     )

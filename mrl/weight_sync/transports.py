@@ -1,19 +1,23 @@
-"""How the bytes of a bucket come from a sender to the engine ranks of its audience.
+"""Transports: how the bytes of a bucket get from a sender (trainer rank) to its receivers (engine ranks).
 
-A sender lays buckets out in one of two slots in turn; a slot is used again when all have acknowledged the bucket that was there.
-Where both sides are on one machine the slots themselves are shared (memory, or CUDA memory by IPC); otherwise they are sent.
+A sender writes its buckets alternately into two slots. It reuses a slot when all receivers have acknowledged the bucket in it.
+On one machine the receivers map the slots themselves (shared memory, or GPU memory by CUDA IPC). Otherwise the bytes are sent
+through a process group.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,164 +25,234 @@ from torch import Tensor
 
 NUM_SLOTS = 2
 SHARED_MEMORY = Path("/dev/shm")
+_DEVICE_ARGUMENT = 6  # index of the device number among the arguments of torch's rebuild_cuda_tensor
+
+
+class Transport(StrEnum):
+    """Transports of a live weight sync, as weight_sync.transport names them."""
+
+    SHARED_MEMORY = "shared_memory"
+    CUDA_IPC = "cuda_ipc"
+    PROCESS_GROUP = "process_group"
+
+
+class ProcessLocation(NamedTuple):
+    """Where a rank's weights are."""
+
+    host: str
+    gpu: str | None  # UUID; None on a CPU
+
+    @classmethod
+    def of(cls, device: torch.device) -> ProcessLocation:
+        """Return the location of this process, whose weights are on `device`."""
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        return cls(socket.gethostname(), gpu)
+
+
+def choose_transport(
+    requested: str, senders: Sequence[ProcessLocation], receivers: Sequence[ProcessLocation]
+) -> Transport:
+    """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
+
+    `auto` is CUDA IPC when trainer and engines share a GPU, shared memory when all are on the CPUs of one machine, and a process
+    group otherwise. Raises ValueError when the requested transport cannot work.
+    """
+    hosts = {host for host, _ in [*senders, *receivers]}
+    gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
+    colocated = bool(gpus[0] & gpus[1])
+    if requested == "auto":
+        on_one_host = "cuda_ipc" if colocated else "process_group" if any(gpus) else "shared_memory"
+        requested = on_one_host if colocated or len(hosts) == 1 else "process_group"
+    transport = Transport(requested)
+    if transport is not Transport.PROCESS_GROUP and len(hosts) > 1:
+        raise ValueError(
+            f"weight_sync.transport={transport}: trainers and engines are on {len(hosts)} machines; use process_group if they "
+            "have separate GPUs, or disk."
+        )
+    if transport is not Transport.PROCESS_GROUP and (transport is Transport.CUDA_IPC) != all(gpus):
+        raise ValueError(f"weight_sync.transport={transport} does not fit the device that weights are on; use auto.")
+    if transport is Transport.PROCESS_GROUP and colocated:
+        raise ValueError(
+            "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
+        )
+    return transport
 
 
 class SendEnd(Protocol):
-    """A sender's end."""
+    """A sender's end of a transport."""
 
     @property
     def slots(self) -> Sequence[Tensor]:
         """[slot bytes] uint8 each."""
 
     def handle(self) -> Any:
-        """What a receiver needs to find the slots; picklable."""
+        """Return what a receiver needs to map the slots; picklable."""
 
-    def settle(self) -> None:
-        """Called when every receiver has found them."""
+    def on_connected(self) -> None:
+        """Run once, when every receiver has mapped the slots."""
 
-    def send(self, number: int, nbytes: int, audience: Sequence[int]) -> None:
-        """Bring the first bytes of the slot of bucket `number` to these engine ranks; returns before they are there."""
+    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
+        """Start sending the first bytes of bucket `number`'s slot to these engine ranks; return before they arrive."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 class RecvEnd(Protocol):
-    """A receiver's end."""
+    """A receiver's end of a transport."""
 
-    def take(self, sender: int, number: int, nbytes: int) -> Tensor:
-        """The bytes of a bucket; they may lie in the sender's slot, so they are copied before it is acknowledged."""
+    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
+        """Return a bucket's bytes. They may lie in the sender's slot: copy them before the bucket is acknowledged."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 class SharedMemorySendEnd:
-    """Slots in a file that lives in memory; it loses its name once all have mapped it, so a crash later leaves nothing behind."""
+    """Slots in a file in /dev/shm. The file is unlinked once all receivers have mapped it, so a later crash leaves no file."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.path = SHARED_MEMORY / f"mrl-weights-{uuid.uuid4().hex}"
         self.slot_bytes = slot_bytes
         try:
-            with self.path.open("xb") as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes)
-                )  # a sparse file would end in a bus error
-            self.slots = _mapped(self.path, slot_bytes)
+            with self.path.open("xb") as file:  # allocated now: writing to a sparse file on a full /dev/shm is a SIGBUS
+                os.posix_fallocate(file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes))
+            self.slots = _map_slots(self.path, slot_bytes)
         except OSError as error:
             self.path.unlink(missing_ok=True)
             raise ValueError(
-                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} beside those of other ranks "
-                f"({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
+                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} beside those of other "
+                f"ranks ({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
             ) from error
 
     def handle(self) -> tuple[str, int]:
         return str(self.path), self.slot_bytes
 
-    def settle(self) -> None:
+    def on_connected(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def send(self, number: int, nbytes: int, audience: Sequence[int]) -> None:
-        """Nothing: they see it."""
+    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
+        """Do nothing: the receivers read the slot itself."""
 
     def close(self) -> None:
-        self.settle()
+        self.path.unlink(missing_ok=True)
         self.slots = ()
 
 
-def _mapped(path: Path, slot_bytes: int) -> Sequence[Tensor]:
+def _map_slots(path: Path, slot_bytes: int) -> Sequence[Tensor]:
     return torch.from_file(str(path), shared=True, size=NUM_SLOTS * slot_bytes, dtype=torch.uint8).split(slot_bytes)
 
 
 class CudaIpcSendEnd:
-    """Slots in this GPU's memory, opened by processes on the same machine."""
+    """Slots in this GPU's memory, which processes on the same machine open by CUDA IPC."""
 
     def __init__(self, slot_bytes: int) -> None:
-        self._whole = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
-        self.slots = self._whole.split(slot_bytes)
+        self._buffer = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
+        self.slots = self._buffer.split(slot_bytes)
         self.slot_bytes = slot_bytes
 
     def handle(self) -> tuple[bytes, str, int]:
-        from torch.multiprocessing.reductions import reduce_tensor  # where CUDA is
+        from torch.multiprocessing.reductions import reduce_tensor  # initialises CUDA, so only here
 
-        rebuild, arguments = reduce_tensor(self._whole)
-        index = arguments[_DEVICE]
+        rebuild, arguments = reduce_tensor(self._buffer)
+        device = arguments[_DEVICE_ARGUMENT]
         return (
             pickle.dumps((rebuild, arguments)),
-            str(torch.cuda.get_device_properties(index).uuid),  # numbers differ between processes, this does not
+            str(torch.cuda.get_device_properties(device).uuid),  # unlike the device number, the same in every process
             self.slot_bytes,
         )
 
-    def settle(self) -> None:
-        """Nothing: CUDA counts who has it open."""
+    def on_connected(self) -> None:
+        """Do nothing: CUDA counts the processes that have the memory open."""
 
-    def send(self, number: int, nbytes: int, audience: Sequence[int]) -> None:
-        torch.cuda.current_stream().synchronize()  # the receiver reads on a stream of its own
+    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
+        torch.cuda.current_stream().synchronize()  # the receiver reads on another stream
 
     def close(self) -> None:
-        del self._whole
+        del self._buffer
         self.slots = ()
 
 
-_DEVICE = 6  # place of the device's number among the arguments of torch's rebuild_cuda_tensor
-
-
 class SharedSlotsRecvEnd:
-    """A receiver's view of its senders' shared slots."""
+    """A receiver's mapping of its senders' shared slots."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """`handles`: of SharedMemorySendEnd or CudaIpcSendEnd, by sender."""
-        self._slots = {sender: _opened(handle) for sender, handle in handles.items()}
+        """`handles`: by sender, as SharedMemorySendEnd or CudaIpcSendEnd returned them."""
+        self._slots = {sender: _open_handle(handle) for sender, handle in handles.items()}
 
-    def take(self, sender: int, number: int, nbytes: int) -> Tensor:
+    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
         return self._slots[sender][number % NUM_SLOTS][:nbytes]
 
     def close(self) -> None:
         self._slots = {}
 
 
-def _opened(handle: Any) -> Sequence[Tensor]:
+def _open_handle(handle: Any) -> Sequence[Tensor]:
     if isinstance(handle[0], str):
         if not Path(handle[0]).exists():
             raise FileNotFoundError(
                 f"{handle[0]} is not here: sender and engine are on different machines; use weight_sync.transport=process_group."
             )
-        return _mapped(Path(handle[0]), handle[1])
-    data, uuid_of_device, slot_bytes = handle
+        return _map_slots(Path(handle[0]), handle[1])
+    data, device_uuid, slot_bytes = handle
     rebuild, arguments = pickle.loads(data)
     devices = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    if uuid_of_device not in devices:
-        raise RuntimeError(f"GPU {uuid_of_device} of the sender is not visible to this engine.")
-    arguments = (*arguments[:_DEVICE], devices[uuid_of_device], *arguments[_DEVICE + 1 :])
+    if device_uuid not in devices:
+        raise RuntimeError(f"the sender's GPU {device_uuid} is not visible to this engine.")
+    arguments = (*arguments[:_DEVICE_ARGUMENT], devices[device_uuid], *arguments[_DEVICE_ARGUMENT + 1 :])
     return rebuild(*arguments).split(slot_bytes)
 
 
+@dataclass(frozen=True)
+class SharedSlotsSetup:
+    """How receivers connect to shared slots."""
+
+    handles: dict[int, Any]  # by trainer rank
+
+
+@dataclass(frozen=True)
+class ProcessGroupSetup:
+    """The process group that senders and receivers join: first all trainer ranks, then all engine ranks."""
+
+    name: str
+    backend: str
+    num_senders: int
+    num_receivers: int
+    timeout_s: float
+
+
 class ProcessGroupEnd:
-    """Sends between one group of all senders and all engine ranks; each end makes one, with its own rank."""
+    """Either end of point-to-point sends in one process group of all senders and receivers."""
 
     def __init__(
-        self, group: dist.ProcessGroup, num_senders: int, slot_bytes: int, device: torch.device, slots: int = NUM_SLOTS
+        self,
+        store: dist.Store,
+        setup: ProcessGroupSetup,
+        rank: int,
+        slot_bytes: int,
+        device: torch.device,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
-        """A receiver needs one slot."""
-        self.group, self.num_senders = group, num_senders
-        self.slots: Sequence[Tensor] = torch.empty(slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
-        self._sending: dict[int, list[dist.Work]] = {}
+        """Join the group as `rank`. A receiver needs one slot only."""
+        self.group, self.num_senders = _join_group(store, setup, rank), setup.num_senders
+        self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        self._pending: dict[int, list[dist.Work]] = {}  # slot -> its sends; kept alive until the slot is reused
 
     def handle(self) -> None:
-        """Nothing: the group is the way."""
+        """Return nothing: receivers reach the sender through the group."""
 
-    def settle(self) -> None:
-        """Nothing is shared."""
+    def on_connected(self) -> None:
+        """Do nothing: no slot is shared."""
 
-    def send(self, number: int, nbytes: int, audience: Sequence[int]) -> None:
+    def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
         data = self.slots[number % NUM_SLOTS][:nbytes]
-        self._sending[number % NUM_SLOTS] = []  # those sent from this slot before are acknowledged
-        for rank in audience:
-            with suppress(RuntimeError):  # an engine that has died; its control connection says so
+        self._pending[number % NUM_SLOTS] = []  # the slot's earlier sends were acknowledged
+        for rank in receivers:
+            with suppress(RuntimeError):  # the engine died; its HTTP connection reports that
                 work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
-                self._sending[number % NUM_SLOTS] += [work] if work else []
+                self._pending[number % NUM_SLOTS] += [work] if work else []
 
-    def take(self, sender: int, number: int, nbytes: int) -> Tensor:
+    def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
         data = self.slots[0][:nbytes]
         dist.recv(data, group=self.group, group_src=sender)
         return data
@@ -188,12 +262,10 @@ class ProcessGroupEnd:
         dist.destroy_process_group(self.group)
 
 
-def join_group(
-    store: dist.Store, name: str, backend: str, rank: int, world_size: int, timeout_s: float
-) -> dist.ProcessGroup:
-    """A group beside the default one, over processes that have none in common; torch has no public call for that.
+def _join_group(store: dist.Store, setup: ProcessGroupSetup, rank: int) -> dist.ProcessGroup:
+    """Join a process group of processes that share no default group; torch has no public call for that.
 
-    What sglang.srt.utils.common.init_custom_process_group (0.5.23) does, which costs a trainer 8 CPU-seconds to import.
+    Does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import costs a trainer 8 CPU-seconds.
     """
     from torch.distributed.distributed_c10d import (  # private: see above
         Backend,
@@ -202,9 +274,15 @@ def join_group(
         _world,
     )
 
-    timeout = timedelta(seconds=timeout_s)
+    world_size = setup.num_senders + setup.num_receivers
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), store, group_name=GroupName(name), timeout=timeout
+        world_size,
+        rank,
+        [],
+        Backend(setup.backend),
+        store,
+        group_name=GroupName(setup.name),
+        timeout=timedelta(seconds=setup.timeout_s),
     )
     assert isinstance(group, dist.ProcessGroup), f"rank {rank} of {world_size} is not in its own group: {group}"
     _world.pg_group_ranks[group] = {each: each for each in range(world_size)}

@@ -38,7 +38,7 @@ class FaultyWorker(TrainWorker):
         owner, name = {
             "data": (MicroBatch, "build"),
             "send": (P2PCommunicator, "send_forward"),
-            "sync": (BucketSender, "push"),
+            "sync": (BucketSender, "send_all"),
         }[where]
         own, fault = owner.__dict__[name], globals()[what]
 

@@ -19,8 +19,8 @@ from mrl.weight_sync import sender
 from mrl.weight_sync.disk_sync import ExpectedChecksums
 from mrl.weight_sync.engine_control import EngineControl, EngineError
 from mrl.weight_sync.engine_layout import EngineLayout, Topology
-from mrl.weight_sync.errors import SyncError, WeightMismatchError
-from mrl.weight_sync.sender import BucketSender, fill
+from mrl.weight_sync.errors import WeightSyncError, WeightMismatchError
+from mrl.weight_sync.sender import BucketSender, fill_buffer
 from mrl.weight_sync.syncer import WeightSyncer
 from mrl.weight_sync.transports import ProcessGroupEnd, SharedMemorySendEnd
 
@@ -40,7 +40,7 @@ def held_as_sglang_hashes_it(engine, client, topology) -> None:
     """The engine's own checksums of whole parameters, not ours of pieces, against the Transformers model."""
     weights = WholeModel(engine.folder, dict(engine.model.state_dict()))
     expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
-    for _ in expected.through(weights.tensors.items()):
+    for _ in expected.observe(weights.tensors.items()):
         pass
     expected.compare(client.checksums(), client.url)
 
@@ -56,7 +56,7 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
     """After every push the engine samples from the new weights, under their version."""
     size = sum(p.nbytes for p in engine.model.parameters())
     with connect(transport=transport, delta=delta) as sync:
-        assert isinstance(sync.session.outlet, SharedMemorySendEnd if transport == "shared_memory" else ProcessGroupEnd)
+        assert isinstance(sync.send_end, SharedMemorySendEnd if transport == "shared_memory" else ProcessGroupEnd)
         for number in range(3):
             perturb(engine.model)
             assert gap(engine) > TOLERANCE, "the engine cannot know these weights yet"
@@ -84,14 +84,14 @@ def corrupted(monkeypatch, times: int):
     long."""
     left = [times]
 
-    def flip(slot, bucket, tensor_of):
-        checksums = fill(slot, bucket, tensor_of)
+    def flip(slot, bucket, read):
+        checksums = fill_buffer(slot, bucket, read)
         if bucket.number == 1 and left[0]:
             left[0] -= 1
             slot[bucket.nbytes // 2] ^= 1
         return checksums
 
-    monkeypatch.setattr(sender, "fill", flip)
+    monkeypatch.setattr(sender, "fill_buffer", flip)
 
 
 @pytest.mark.extended_except("shared_memory")
@@ -122,7 +122,7 @@ def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, conne
         driver = WeightSyncer(lambda version: [sync.push(version)], lambda urls: {}, lambda urls: [], tries=3)
         driver.push(next(VERSIONS))
         perturb(engine.model)
-        monkeypatch.setattr(sync.sender, "_before", {n: t ^ 1 for n, t in sync.sender._before.items()})
+        monkeypatch.setattr(sync.sender, "_last_sent", {n: t ^ 1 for n, t in sync.sender._last_sent.items()})
         numbers = driver.push(next(VERSIONS))
         assert numbers["weight_sync/attempts"] == 2 and numbers["weight_sync/compressed_fraction"] == 1
         assert gap(engine) < TOLERANCE
@@ -136,7 +136,7 @@ def test_an_engine_that_stores_weights_otherwise_is_refused(one_rank, engine, tm
     shutil.copytree(engine.folder, tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"intermediate_size": 192}))
-    why = r"engine rank 0 stores \d+ parameters otherwise.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\], the table says"
+    why = r"engine rank 0 stores \d+ parameters differently.*layers\.0\.mlp\.down_proj\.weight is \[128, 384\], the table says"
     with pytest.raises(ValueError, match=why), connected([engine.server.url], tmp_path / "other", {}):
         pass
     engine.client.end_weight_update()
@@ -248,8 +248,8 @@ def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp
     with EngineServer(args, tmp_path / "engine.log") as server:
         server.wait_ready(timeout_s=480)
         swapped = replace(QWEN3, engine_fusions=QWEN3.engine_fusions | {"gate_up_proj.weight": UP_THEN_GATE})
-        why = r"gate_proj\.weight\[.*this engine stores weights in a form of its own"
-        with pytest.raises(SyncError, match=why), connected([server.url], engine.folder, {}, swapped):
+        why = r"gate_proj\.weight\[.*this engine stores weights in a different form"
+        with pytest.raises(WeightSyncError, match=why), connected([server.url], engine.folder, {}, swapped):
             pass
         EngineControl(server.url).end_weight_update()
         perturb(engine.model)

@@ -14,14 +14,14 @@ from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.actor import MegatronActor
 from mrl.workers.model_spec import ModelSpec
-from parallel import device, groups
+from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 path = sys.argv[1]
-device.init_process_group(0, 1, "127.0.0.1", 29511, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29511, 60)
 groups.initialize(ParallelDims(), 0)
-actor = MegatronActor(ModelSpec(path, ParallelDims(), "float32", AdamWConfig(lr=1e-3), {}))
+actor = MegatronActor(ModelSpec(path, ParallelDims(), "float32", OptimConfig(lr=1e-3), {}))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
 responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]

@@ -10,14 +10,14 @@ import sys
 import torch
 from mrl.workers.actor import MegatronActor
 from mrl.workers.model_spec import ModelSpec
-from parallel import device, groups
+from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 path, folder = sys.argv[1:]
-device.init_process_group(0, 1, "127.0.0.1", 29512, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29512, 60)
 groups.initialize(ParallelDims(), 0)
-actor = MegatronActor(ModelSpec(path, ParallelDims(), "bfloat16", AdamWConfig(lr=1e-3), {}))
+actor = MegatronActor(ModelSpec(path, ParallelDims(), "bfloat16", OptimConfig(lr=1e-3), {}))
 weights = [tensor.clone() for tensor in actor._weights()]
 torch.cuda.manual_seed(7)
 actor.begin_save(folder, asynchronous=True)  # a fork writes what was copied to the host

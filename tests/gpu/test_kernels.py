@@ -13,9 +13,9 @@ FOLDER = Path(__file__).parent
 
 ATTENTION = """
 import torch
-from parallel import device, groups
+from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
-device.init_process_group(0, 1, "127.0.0.1", 29512, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29512, 60)
 groups.initialize(ParallelDims(), 0)
 from parallel import attention
 from parallel.packing import Segment, pack
@@ -41,9 +41,9 @@ for mine, theirs in zip(fast_grads, exact_grads):
 
 LOGPROBS = """
 import torch
-from parallel import device, groups
+from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
-device.init_process_group(0, 1, "127.0.0.1", 29513, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29513, 60)
 groups.initialize(ParallelDims(), 0)
 from parallel.logprobs import linear_logprobs
 
@@ -69,8 +69,8 @@ import sys
 from dataclasses import replace
 import numpy as np
 sys.path.insert(0, sys.argv[2])
-from parallel import device, groups
-device.install()
+from parallel import collectives, device, groups
+device.patch_megatron_for_cpu()
 from mrl.workers.actor import MegatronActor
 from mrl.workers.critic import MegatronCritic
 from mrl.algorithms.losses import PPOClip
@@ -80,11 +80,11 @@ from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from mrl.workers.parity_trace import trace
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 from models_for_layouts import groups_of_responses, make
 
 dims, dtype = ParallelDims(), sys.argv[3]
-device.init_process_group(0, 1, "127.0.0.1", 29514, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29514, 60)
 groups.initialize(dims, 0)
 block, ids = groups_of_responses()
 rows = np.arange(len(ids))
@@ -95,7 +95,7 @@ for kind in ("dense", "moe"):
         found = []
         for share, tokens in ((False, 10_000), (True, 60)):
             packing = Packing(tokens, share)
-            spec = ModelSpec(f"{sys.argv[1]}/{kind}", dims, dtype, AdamWConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share)
+            spec = ModelSpec(f"{sys.argv[1]}/{kind}", dims, dtype, OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share)
             step = partition_step(batch, dims, packing, "token_mean").shares[0]
             found.append(trace(model(spec), block, step, None if model is MegatronCritic else PPOClip(), 1e-4, 0.7))
         tolerances = replace(TOLERANCES[dtype], outputs=max(1e-3, TOLERANCES[dtype].outputs))

@@ -44,18 +44,18 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
     from parallel.logprobs import linear_logprobs
     from parallel.optimizer import build_optimizer, wrap_ddp
     from parallel.packing import Segment, pack
-    from parallel.trainer_config import AdamWConfig
+    from parallel.trainer_config import OptimConfig
 
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_LIKE))
     hf, dims, tokens = HFConfig.load(str(tmp_path)), ParallelDims(), 8192
-    device.install()
+    device.patch_megatron_for_cpu()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     groups.initialize(dims, seed=0)
     chunk = build_model(hf, dims, torch.bfloat16, **overrides)[0].cuda().train()
     for param in chunk.parameters():
         torch.nn.init.normal_(param, std=0.02)
     (wrapped,) = wrap_ddp([chunk])
-    optimizer = build_optimizer([wrapped], AdamWConfig(lr=1e-6))
+    optimizer = build_optimizer([wrapped], OptimConfig(lr=1e-6))
 
     def update() -> None:
         packed = pack([Segment(1024)] * 8, torch.device("cuda"))

@@ -18,14 +18,14 @@ from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.actor import MegatronActor
 from mrl.workers.model_spec import ModelSpec
-from parallel import device, groups
+from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 from parallel.optimizer import optimizer_tensors
 
-device.init_process_group(0, 1, "127.0.0.1", 29513, 60)
+collectives.init_process_group(0, 1, "127.0.0.1", 29513, 60)
 groups.initialize(ParallelDims(), 0)
-actor = MegatronActor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", AdamWConfig(lr=1e-3), {}))
+actor = MegatronActor(ModelSpec(sys.argv[1], ParallelDims(), "bfloat16", OptimConfig(lr=1e-3), {}))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 40, 5).tolist() for _ in range(6)]
 responses = [rng.integers(0, 40, 2 + i).tolist() for i in range(6)]
@@ -55,14 +55,14 @@ assert free() - awake >= state, (free() - awake, state)
 asleep = actor.sleep(keep_weights=False)
 assert free() - awake >= weights + state, (free() - awake, weights + state)
 assert kept - asleep >= weights and asleep < 0.2 * weights, (kept, asleep, weights)
-host = [[block.data_ptr() for block in part._blocks] for part in (actor.offload._weights, actor.offload._state)]
-assert all(block.is_pinned() for part in (actor.offload._weights, actor.offload._state) for block in part._blocks)
+host = [[block.data_ptr() for block in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
+assert all(block.is_pinned() for part in (actor.offloader._weights, actor.offloader._state) for block in part._blocks)
 actor.wake()
 torch.distributed.all_reduce(total)
 assert total.item() == 1.0
 assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
 actor.sleep(keep_weights=False)
-assert host == [[b.data_ptr() for b in part._blocks] for part in (actor.offload._weights, actor.offload._state)]
+assert host == [[b.data_ptr() for b in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
 actor.wake()
 train()
 assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
@@ -72,8 +72,8 @@ ENGINE = """
 import sys, threading
 import torch
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.server import EngineServer, default_server_args
-from mrl.rollout.server_args import memory_saver_args
+from mrl.rollout.engines.server import EngineServer, default_server_args
+from mrl.rollout.engines.server_args import memory_saver_args
 from mrl.weight_sync.engine_control import EnginePoolMemory
 
 folder, log = sys.argv[1:]

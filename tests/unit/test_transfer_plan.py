@@ -1,4 +1,4 @@
-"""Which bytes go where: engine layouts against hand-made ones, and plans played through with plain tensors."""
+"""Transfer plans: engine layouts are compared with shards cut by hand, and plans are executed on plain tensors."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -33,17 +33,17 @@ def tensors_of(family, arch) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in family.hf_shapes(arch).items()}
 
 
-def held_by(layout, rank, tensors) -> dict[str, torch.Tensor]:
-    """The parameters of an engine's rank, filled from whole tensors by its layout."""
-    filled = {name: torch.zeros(shape) for name, shape in layout.shapes(rank).items()}
-    for part in layout.rank(rank):
-        place = part.place(part.box)
-        filled[part.param][place.slices] = tensors[part.name][part.box.slices].view(place.sizes)
+def engine_parameters(layout, rank, tensors) -> dict[str, torch.Tensor]:
+    """Fill the parameters of one engine rank from whole tensors, as its layout says."""
+    filled = {name: torch.zeros(shape) for name, shape in layout.param_shapes(rank).items()}
+    for shard in layout.shards(rank):
+        box = shard.box_in_param(shard.box)
+        filled[shard.param][box.slices] = tensors[shard.name][shard.box.slices].view(box.sizes)
     return filled
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_dense_projections_are_fused_by_rank(tp):
+def test_each_rank_fuses_its_shards_of_dense_projections(tp):
     arch = architecture(QWEN3)
     tensors = tensors_of(QWEN3, arch)
     q, k, v, o, gate, up = (
@@ -52,8 +52,8 @@ def test_dense_projections_are_fused_by_rank(tp):
     )
     layout = EngineLayout.of(QWEN3, arch, Topology(tp))
     for rank in range(tp):
-        filled = held_by(layout, rank, tensors)
-        heads = min(tp, KV_HEADS)  # with more ranks than key/value heads each head is there on several
+        filled = engine_parameters(layout, rank, tensors)
+        heads = min(tp, KV_HEADS)  # with more ranks than key/value heads, several ranks hold the same head
         mine = [t.chunk(n)[rank * n // tp] for t, n in ((q, tp), (k, heads), (v, heads))]
         assert torch.equal(filled["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(mine))
         assert torch.equal(filled["model.layers.1.self_attn.o_proj.weight"], o.chunk(tp, 1)[rank])
@@ -64,8 +64,8 @@ def test_dense_projections_are_fused_by_rank(tp):
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", [QWEN3_MOE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
-def test_experts_are_stacked_and_cut_as_the_engine_does(family, tp, ep):
-    """w13 [E, 2 * ffn, hidden]: each rank has its rows of gate, then its rows of up; w2 [E, hidden, ffn]: its columns.
+def test_expert_weights_are_stacked_and_sharded_as_in_the_engine(family, tp, ep):
+    """w13 [E, 2 * ffn, hidden] holds the rank's rows of gate, then its rows of up; w2 [E, hidden, ffn] holds its columns.
 
     With ep=2 and tp=4, ranks 0 and 1 share the first half of the experts.
     """
@@ -79,7 +79,7 @@ def test_experts_are_stacked_and_cut_as_the_engine_does(family, tp, ep):
     size, count, cuts = 8 * ep // tp, EXPERTS // ep, tp // ep
     layout = EngineLayout.of(family, arch, Topology(tp, ep))
     for rank in range(tp):
-        filled = held_by(layout, rank, tensors)
+        filled = engine_parameters(layout, rank, tensors)
         group, cut = rank // cuts, rank % cuts
         whole, mine = slice(group * count, (group + 1) * count), slice(cut * size, (cut + 1) * size)
         assert torch.equal(filled[f"{prefix}w13_weight"], torch.cat([gate[whole, mine], up[whole, mine]], 1))
@@ -87,7 +87,7 @@ def test_experts_are_stacked_and_cut_as_the_engine_does(family, tp, ep):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(6, 2, 3), (6, 3, 2), (3, 3, 2), (12, 3, 4)])
-def test_ranks_that_cannot_share_the_heads_are_refused(heads, kv_heads, tp):
+def test_an_engine_tp_that_does_not_divide_the_heads_is_refused(heads, kv_heads, tp):
     arch = architecture(QWEN3)
     arch = replace(arch, transformer=arch.transformer | dict(num_attention_heads=heads, num_query_groups=kv_heads))
     with pytest.raises(
@@ -96,36 +96,36 @@ def test_ranks_that_cannot_share_the_heads_are_refused(heads, kv_heads, tp):
         EngineLayout.of(QWEN3, arch, Topology(tp))
 
 
-def test_groups_of_data_parallel_attention_each_hold_all_of_it():
+def test_each_data_parallel_attention_group_holds_the_whole_attention():
     arch = architecture(QWEN3)
     tensors = tensors_of(QWEN3, arch)
     layout, alone = EngineLayout.of(QWEN3, arch, Topology(4, dp=2)), EngineLayout.of(QWEN3, arch, Topology(2))
     whole, mlp = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.down_proj.weight"
     for rank in range(4):
-        mine = held_by(layout, rank, tensors)
-        assert torch.equal(mine[whole], held_by(alone, rank % 2, tensors)[whole])
+        mine = engine_parameters(layout, rank, tensors)
+        assert torch.equal(mine[whole], engine_parameters(alone, rank % 2, tensors)[whole])
         assert torch.equal(mine[mlp], tensors[mlp].chunk(4, 1)[rank])
 
 
-def test_vocabulary_is_padded_and_then_cut():
+def test_vocabulary_rows_are_padded_before_they_are_sharded():
     arch = architecture(QWEN3)
     tensors = tensors_of(QWEN3, arch)
     padded = torch.cat([tensors["lm_head.weight"], torch.zeros(VOCAB_PADDING - VOCAB, 8)])
     layout = EngineLayout.of(QWEN3, arch, Topology(2))
-    ranks = [held_by(layout, rank, tensors)["lm_head.weight"] for rank in range(2)]
+    ranks = [engine_parameters(layout, rank, tensors)["lm_head.weight"] for rank in range(2)]
     assert torch.equal(torch.cat(ranks), padded) and len(ranks[0]) == len(ranks[1])
 
 
-def test_tied_embeddings_fill_an_output_layer_that_the_engine_keeps():
+def test_tied_embeddings_also_fill_the_engines_copy_as_output_layer():
     arch = architecture(QWEN3, tied=True)
     tensors = tensors_of(QWEN3, arch)
     layout = EngineLayout.of(QWEN3, arch, Topology(1))
-    assert "lm_head.weight" not in layout.shapes(0)
-    filled = held_by(layout.with_output_copy(), 0, tensors)
+    assert "lm_head.weight" not in layout.param_shapes(0)
+    filled = engine_parameters(layout.with_output_copy(), 0, tensors)
     assert torch.equal(filled["lm_head.weight"], filled["model.embed_tokens.weight"])
 
 
-def test_an_expert_is_not_taken_for_a_plain_mlp():
+def test_expert_projections_are_not_confused_with_those_of_a_dense_mlp():
     names = EngineLayout.of(QWEN3_MOE, architecture(QWEN3_MOE), Topology()).engine_names
     dense, moe = "model.layers.0.mlp.", "model.layers.1.mlp."
     assert names[f"{dense}up_proj.weight"] == (
@@ -153,7 +153,7 @@ dims_of = st.builds(
 
 
 def trainer_dims(axes, family) -> ParallelDims:
-    """Dimensions that Megatron would take; others are not looked at."""
+    """Parallel sizes that Megatron accepts; hypothesis skips all others."""
     if family is QWEN3:
         axes = axes | dict(ep=1, etp=None)
     if axes["pp"] == 1:
@@ -175,62 +175,61 @@ def trainer_dims(axes, family) -> ParallelDims:
     dtype=st.sampled_from(list(BYTES)),
     tied=st.booleans(),
 )
-def test_every_engine_rank_gets_every_byte_once_from_an_owner(
+def test_every_engine_rank_receives_every_byte_once_from_a_rank_that_has_it(
     axes, family, topology, num_engines, bucket_bytes, dtype, tied
 ):
     dims, arch = trainer_dims(axes, family), architecture(family, tied)
-    tensors, rows = tensors_of(family, arch), family.entries(arch)
+    tensors, rows = tensors_of(family, arch), family.param_mappings(arch)
     layout = EngineLayout.of(family, arch, Topology(*topology))
-    owned = trainer_shards(rows, SIZES, dims, even_pipeline_stages(LAYERS, dims))
-    plan = compile_transfer_plan(owned, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
-    assert all(0 < b.nbytes <= bucket_bytes + 16 * len(b.pieces) for b in plan.buckets)
+    shards = trainer_shards(rows, SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    plan = compile_transfer_plan(shards, layout, num_engines, lambda _: (dtype, BYTES[dtype]), bucket_bytes)
+    assert all(0 < b.nbytes <= bucket_bytes + 16 * len(b.chunks) for b in plan.buckets)
     for bucket in plan.buckets:
-        for piece in bucket.pieces:
-            holders = [o for o in owned[piece.name] if o.box.intersect(piece.box) == piece.box]
-            assert len(holders) == 1 and bucket.sender in holders[0].ranks, "senders send what they have"
+        for chunk in bucket.chunks:
+            sources = [s for s in shards[chunk.name] if s.box.intersect(chunk.box) == chunk.box]
+            assert len(sources) == 1 and bucket.sender in sources[0].ranks, "senders send only what they have"
     received = 0
     for engine_rank in range(num_engines * topology[0]):
-        filled = {n: torch.full(s, torch.nan) for n, s in layout.shapes(engine_rank % topology[0]).items()}
-        for bucket, places in plan.of_receiver(engine_rank):
-            for piece, place in zip(bucket.pieces, places, strict=True):
-                target = filled[place.param][place.box.slices]
+        filled = {n: torch.full(s, torch.nan) for n, s in layout.param_shapes(engine_rank % topology[0]).items()}
+        for bucket, destinations in plan.buckets_of_receiver(engine_rank):
+            for chunk, destination in zip(bucket.chunks, destinations, strict=True):
+                target = filled[destination.param][destination.box.slices]
                 assert target.isnan().all(), "nothing arrives twice"
-                target.copy_(tensors[piece.name][piece.box.slices].view(place.box.sizes))
-                received += piece.nbytes
-        for name, expected in held_by(layout, engine_rank % topology[0], tensors).items():
+                target.copy_(tensors[chunk.name][chunk.box.slices].view(destination.box.sizes))
+                received += chunk.nbytes
+        for name, expected in engine_parameters(layout, engine_rank % topology[0], tensors).items():
             assert torch.equal(filled[name].nan_to_num(0.0), expected), name
-    assert received == plan.least_bytes
+    assert received == plan.min_bytes
 
 
 @pytest.mark.parametrize("family", [QWEN3, QWEN3_MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_replicas_share_the_sending(family, dp):
-    """Every rank sends, and none more than its share and one piece."""
+def test_replicas_divide_the_sending_evenly(family, dp):
+    """Every rank sends, and two ranks of a stage differ by at most two chunks."""
     axes = dict(tp=2, pp=2, dp=dp, **(dict(ep=2, etp=1) if family is QWEN3_MOE else {}))
     dims, arch = ParallelDims(**axes), architecture(family)
-    owned = trainer_shards(family.entries(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    shards = trainer_shards(family.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
     plan = compile_transfer_plan(
-        owned, EngineLayout.of(family, arch, Topology(2)), 1, lambda _: ("float32", 4), 1 << 20
+        shards, EngineLayout.of(family, arch, Topology(2)), 1, lambda _: ("float32", 4), 1 << 20
     )
     load = defaultdict(int)
     for bucket in plan.buckets:
         load[bucket.sender] += bucket.nbytes
-    largest = max(piece.nbytes for bucket in plan.buckets for piece in bucket.pieces)
-    for stage in range(
-        2
-    ):  # stages hold different layers; replicas and, of what is not cut, tensor-parallel ranks share
+    largest = max(chunk.nbytes for bucket in plan.buckets for chunk in bucket.chunks)
+    # Stages hold different layers. Replicas divide the sending, and so do tensor-parallel ranks for unsharded tensors.
+    for stage in range(2):
         loads = [load[rank] for rank in range(dims.world_size) if dims.coords(rank).pp == stage]
         assert min(loads) > 0 and max(loads) - min(loads) <= 2 * largest
 
 
-def test_the_order_of_buckets_cannot_lock_up():
-    """Two slots a sender, receivers that take buckets one by one in plan order: everything arrives."""
+def test_the_order_of_buckets_cannot_deadlock():
+    """With two slots per sender and receivers that take one bucket at a time in plan order, every bucket arrives."""
     dims, arch = ParallelDims(tp=2, pp=2, dp=2, ep=2), architecture(QWEN3_MOE)
-    owned = trainer_shards(QWEN3_MOE.entries(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
+    shards = trainer_shards(QWEN3_MOE.param_mappings(arch), SIZES, dims, even_pipeline_stages(LAYERS, dims))
     plan = compile_transfer_plan(
-        owned, EngineLayout.of(QWEN3_MOE, arch, Topology(2, 2)), 2, lambda _: ("float32", 4), 200
+        shards, EngineLayout.of(QWEN3_MOE, arch, Topology(2, 2)), 2, lambda _: ("float32", 4), 200
     )
-    queues = {rank: [bucket for bucket, _ in plan.of_receiver(rank)] for rank in range(4)}
+    queues = {rank: [bucket for bucket, _ in plan.buckets_of_receiver(rank)] for rank in range(4)}
     taken: dict[tuple[int, int], set[int]] = defaultdict(set)
     moved = True
     while moved:
@@ -239,8 +238,8 @@ def test_the_order_of_buckets_cannot_lock_up():
             if not queue:
                 continue
             bucket = queue[0]
-            before = [b for b in plan.of_sender(bucket.sender) if b.number <= bucket.number - 2]
-            if all(taken[b.sender, b.number] == set(b.audience) for b in before):  # its slot is free
+            before = [b for b in plan.buckets_of_sender(bucket.sender) if b.number <= bucket.number - 2]
+            if all(taken[b.sender, b.number] == set(b.receivers) for b in before):  # its slot is free
                 taken[bucket.sender, bucket.number].add(rank)
                 queue.pop(0)
                 moved = True

@@ -1,6 +1,6 @@
-"""Weights between two processes on one GPU: shared slots by CUDA IPC, and hashes taken there. Run with `pytest -m gpu`.
+"""CUDA IPC transport between two processes on one GPU, and checksums computed on the GPU. Run with `pytest -m gpu`.
 
-Everything runs in processes of its own: CUDA does not survive a fork.
+Sender and receiver run in separate processes, because CUDA does not survive a fork.
 """
 
 import subprocess
@@ -13,25 +13,25 @@ import pickle, sys, time
 from pathlib import Path
 import torch
 from models.conversion.mapping import Box
-from mrl.weight_sync.sender import checksum, fill, _weighted_sum
+from mrl.weight_sync.sender import _weighted_sum, checksum, fill_buffer
 from mrl.weight_sync.transfer_plan import Bucket, TensorChunk
 from mrl.weight_sync.transports import CudaIpcSendEnd
 
 folder = Path(sys.argv[1])
 shapes = [(300, 70), (5,), (64, 64)]
-pieces = [TensorChunk(f"t{i}", Box.whole(s), "p", "bfloat16", 2) for i, s in enumerate(shapes)]
+chunks = [TensorChunk(f"t{i}", Box.whole(s), "p", "bfloat16", 2) for i, s in enumerate(shapes)]
 torch.manual_seed(0)
-tensors = {p.name: torch.randn(p.box.sizes, device="cuda") for p in pieces}
-buckets = [Bucket(0, n, (0,), tuple(pieces)) for n in range(4)]
-outlet = CudaIpcSendEnd(buckets[0].nbytes)
-(folder / "handle").write_bytes(pickle.dumps((outlet.handle(), buckets)))
+tensors = {p.name: torch.randn(p.box.sizes, device="cuda") for p in chunks}
+buckets = [Bucket(0, n, (0,), tuple(chunks)) for n in range(4)]
+send_end = CudaIpcSendEnd(buckets[0].nbytes)
+(folder / "handle").write_bytes(pickle.dumps((send_end.handle(), buckets)))
 for bucket in buckets:
-    slot = outlet.slots[bucket.number % 2]
-    hashes = fill(slot, bucket, lambda piece: tensors[piece.name] + bucket.number)
+    slot = send_end.slots[bucket.number % 2]
+    hashes = fill_buffer(slot, bucket, lambda name, box: tensors[name] + bucket.number)
     assert hashes == tuple(
-        _weighted_sum((tensors[p.name] + bucket.number).bfloat16().view(-1).view(torch.uint8).cpu()) for p in pieces
+        _weighted_sum((tensors[p.name] + bucket.number).bfloat16().view(-1).view(torch.uint8).cpu()) for p in chunks
     )
-    outlet.send(bucket.number, bucket.nbytes, [0])
+    send_end.send(bucket.number, bucket.nbytes, [0])
     (folder / f"sent.{bucket.number}.part").write_bytes(pickle.dumps(hashes))
     (folder / f"sent.{bucket.number}.part").rename(folder / f"sent.{bucket.number}")
     while not (folder / f"acknowledged.{bucket.number}").exists():
@@ -42,31 +42,31 @@ RECEIVER = """
 import pickle, sys, time
 from pathlib import Path
 import torch
-from mrl.weight_sync.sender import checksum, views
+from mrl.weight_sync.sender import checksum, chunk_views
 from mrl.weight_sync.transports import SharedSlotsRecvEnd
 
 folder = Path(sys.argv[1])
 while not (folder / "handle").exists():
     time.sleep(0.05)
 handle, buckets = pickle.loads((folder / "handle").read_bytes())
-inlet = SharedSlotsRecvEnd({0: handle})
+recv_end = SharedSlotsRecvEnd({0: handle})
 for bucket in buckets:
     while not (folder / f"sent.{bucket.number}").exists():
         time.sleep(0.01)
     hashes = pickle.loads((folder / f"sent.{bucket.number}").read_bytes())
-    data = inlet.take(0, bucket.number, bucket.nbytes)
-    mine = [torch.empty(p.box.sizes, dtype=torch.bfloat16, device="cuda") for p in bucket.pieces]
-    for target, piece in zip(mine, views(data, bucket)):
-        target.copy_(piece)
+    data = recv_end.receive(0, bucket.number, bucket.nbytes)
+    mine = [torch.empty(p.box.sizes, dtype=torch.bfloat16, device="cuda") for p in bucket.chunks]
+    for target, chunk in zip(mine, chunk_views(data, bucket)):
+        target.copy_(chunk)
     torch.cuda.current_stream().synchronize()
     assert tuple(checksum(t) for t in mine) == hashes
     (folder / f"acknowledged.{bucket.number}").touch()
-inlet.close()
+recv_end.close()
 """
 
 
 @pytest.mark.gpu
-def test_slots_are_shared_by_cuda_ipc(tmp_path):
+def test_a_receiver_reads_the_senders_slots_through_cuda_ipc(tmp_path):
     programs = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
         for code in (SENDER, RECEIVER)

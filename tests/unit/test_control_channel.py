@@ -1,4 +1,4 @@
-"""Stores listen on one address, and the weight sync believes only what this run wrote there."""
+"""Control channel: the store listens on one address, and only values that this run signed are unpickled."""
 
 import os
 import pickle
@@ -25,12 +25,12 @@ def test_a_store_listens_on_its_own_address_only():
     assert store.get("key") == b"value"
 
 
-def test_a_port_that_is_taken_is_an_error():
+def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         open_tcp_store("127.0.0.1", taken.getsockname()[1], timedelta(seconds=5))
 
 
-class Harm:
+class Malicious:
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -44,20 +44,20 @@ def channels():
     return hosted, ControlChannel.join("127.0.0.1", port, "session", 5.0)
 
 
-def test_what_one_end_puts_the_other_gets(channels):
+def test_a_value_put_at_one_end_is_read_at_the_other(channels):
     channels[0].put("plan/0", {"buckets": [1, 2]})
-    assert channels[1].get("plan/0") == {"buckets": [1, 2]} and channels[1].peek("plan/1") is None
+    assert channels[1].get("plan/0") == {"buckets": [1, 2]} and channels[1].get_if_set("plan/1") is None
 
 
-def test_a_value_that_another_wrote_is_not_unpickled(channels, tmp_path):
+def test_a_value_without_the_runs_signature_is_not_unpickled(channels, tmp_path):
     hosted, joined = channels
-    hosted.store.set("wires", pickle.dumps(Harm(tmp_path / "harm")))
-    with pytest.raises(PeerError, match="wires on the control channel was not written by this run"):
-        joined.get("wires")
+    hosted.store.set("transport", pickle.dumps(Malicious(tmp_path / "harm")))
+    with pytest.raises(PeerError, match="transport on the control channel was not written by this run"):
+        joined.get("transport")
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_value_does_not_pass_under_another_name(channels):
+def test_a_signed_value_is_refused_under_another_key(channels):
     hosted, joined = channels
     hosted.put("open", "yes")
     hosted.store.set("dead", hosted.store.get("open"))
