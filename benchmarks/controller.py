@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,9 @@ from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.config.schema import WeightSyncConfig
+from mrl.controller.colocation import MemoryScheduler
+from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
@@ -53,13 +55,12 @@ from mrl.planner.engine_queue import EngineSpeeds
 from mrl.rewards.reward_types import Response
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
-from mrl.tracking.tracker import JsonlSink, Tracker
-from mrl.weight_sync.syncer import WeightSyncer
+from mrl.tracking.tracker import JsonlSink, Startup, Tracker
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, UpdateRunner
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 SIGMA = 0.5  # of the logarithm of a response's length
 LONGEST = 4  # times the mean length
@@ -161,7 +162,7 @@ class SimulatedRanks:
         maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
         return [UpdateReport(sums if last else {}, maxima) for _ in shares[at.dp]]
 
-    def push_weights(self, rank: int, version: int) -> SyncReport:
+    def push_weights(self, rank: int, version: int, engines_were_offloaded: bool) -> SyncReport:
         """The first rank tells the engines the version."""
         if rank == 0:
             with httpx.Client(trust_env=False) as http:
@@ -293,7 +294,7 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
         test=None,
         reward=RandomReward(),
         advantage_pipeline=AdvantagePipeline(GRPO(), objective),
-        keep=None,
+        group_filter=None,
         needs_greedy=False,
         old_from_rollout=False,
         prompts_per_step=size.prompts,
@@ -343,26 +344,42 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         stack.callback(worker.close)
         worker.wait_ready(300.0)
         longest = LONGEST * size.tokens
-        updates = UpdateRunner(AdamWConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
+        updates = UpdateRunner(OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
         actor = ActorTrainer(group, objective, updates, 1.0, skip_zero_advantage=True)
         ledger = SampleLedger(Path(run_dir) / "ledger.jsonl", 0)
         stack.callback(ledger.close)
         yield Trainer(
             prompts=prompts.stream(size.prompts, 0, True),
-            generator=RolloutManager(worker, FixedEngines()),
+            rollout=RolloutManager(worker, FixedEngines()),
             scorers={"old_logprobs": actor.logprobs},
             actor=actor,
             critic=None,
             kl=KLControl({}),
-            weight_sync=WeightSyncer(partial(group.call, "push_weights"), lambda urls: {}, lambda urls: urls),
+            weight_sync=_lifecycle(worker, group, run_dir),
             phase=Phases(),
             tracker=stack.enter_context(Tracker([JsonlSink(Path(run_dir) / "metrics.jsonl"), *sinks])),
             ledger=ledger,
             saver=NoSaver(),  # type: ignore[arg-type]
             recover=_raise,
-            leaving=lambda: False,
+            preemption_requested=lambda: False,
             schedule=TrainingSchedule(size.steps),
         )
+
+
+def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
+    """Engines on their own devices, whose pushes the simulated ranks answer."""
+    lifecycle = EngineLifecycle(
+        host=worker,
+        actor=group,
+        scheduler=MemoryScheduler(frozenset()),
+        settings=WeightSyncConfig(),
+        startup=Startup(),
+        weights_dir=run_dir,
+        start_timeout_s=300.0,
+        marks_pushes_as_pauses=False,
+    )
+    lifecycle.scheduler.register_model("actor", group)
+    return lifecycle
 
 
 def _raise(error: BaseException, boundary: object) -> Any:

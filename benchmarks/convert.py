@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from models.conversion.hf_export import HFFolderWriter
-from models.conversion.partial_folder import PartialFolder, sync
+from models.conversion.hf_writer import HFFolderWriter
+from models.conversion.resumable_folder import ResumableFolder, fsync_path
 from models.families import family_of
 from models.hf_config import HFConfig
 
@@ -51,13 +51,13 @@ QWEN3_1_7B = dict(
 )
 COPY = """
 import shutil, sys
-from models.conversion.partial_folder import sync
+from models.conversion.resumable_folder import fsync_path
 from pathlib import Path
 source, target = map(Path, sys.argv[1:])
 target.mkdir()
 for path in source.iterdir():
     shutil.copyfile(path, target / path.name)
-    sync(target / path.name)
+    fsync_path(target / path.name)
 """
 CONVERT = """
 import sys
@@ -68,7 +68,7 @@ BASE = {  # the copy of the same source
     "to-megatron": "copy of the Hugging Face folder",
     "to-hf": "copy of the Megatron checkpoint",
 }
-IMPORTS = "import mrl.commands.convert, models.conversion.convert, rich.progress"
+IMPORTS = "import mrl.commands.convert, models.conversion.convert_checkpoint, rich.progress"
 PEAK = """
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """  # kB; not getrusage's, which counts what the process was before it became this program
@@ -83,7 +83,7 @@ def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
     family = family_of(hf)
     shapes = family.hf_shapes(family.read(hf))
     torch.manual_seed(0)
-    with PartialFolder.beside(folder, {}) as partial:
+    with ResumableFolder.beside(folder, {}) as partial:
         writer = HFFolderWriter(partial, {name: ("BF16", shape) for name, shape in shapes.items()}, max_shard_bytes)
         for name, shape in shapes.items():
             writer.write(name, torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02))
@@ -101,7 +101,7 @@ def run(code: str, *arguments: str) -> tuple[float, float]:
 def forget(folder: Path) -> None:
     """Drop the folder's files from the page cache."""
     for path in folder.iterdir():
-        sync(path)
+        fsync_path(path)
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from mrl.core.types import Share, TokenBlock, TrainBatch
-from mrl.workers.shares import Packing, StepPlan, plan_step
-from mrl.workers.spec import ModelSpec
+from mrl.core.types import RankBatch, TokenBlock, TrainBatch
+from mrl.workers.dp_partition import Packing, StepPartition, partition_step
+from mrl.workers.model_spec import ModelSpec
 from parallel import device
 from parallel.dims import ParallelDims
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import OptimConfig
 
 ALONE = ParallelDims()
 
@@ -50,7 +50,7 @@ class Sizes:
 
 def start() -> None:
     """One process, one thread, Megatron's groups of one."""
-    device.install()
+    device.patch_megatron_for_cpu()
     torch.set_num_threads(1)
     import mrl.workers.actor  # noqa: F401  all of Megatron, after install() and before a process group
     from parallel import groups
@@ -84,7 +84,7 @@ def write_model(sizes: Sizes) -> Path:
 
 def spec_of(folder: Path) -> ModelSpec:
     """In one process, float32, at a learning rate too small to change what is measured."""
-    return ModelSpec(str(folder), ALONE, "float32", AdamW(lr=1e-9), {})
+    return ModelSpec(str(folder), ALONE, "float32", OptimConfig(lr=1e-9), {})
 
 
 def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, TrainBatch]:
@@ -105,12 +105,12 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
     return block, replace(TrainBatch.of(block, groups), rows=rows, counted=counted)
 
 
-def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPlan:
+def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
     """The step as training plans it."""
-    return plan_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
+    return partition_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
 
 
-def gradients_of(actor, block: TokenBlock, share: Share, loss) -> dict[str, NDArray]:
+def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, NDArray]:
     """Whole gradients by Hugging Face name; no step."""
     from functools import partial  # only needed here
 

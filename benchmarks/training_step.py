@@ -2,7 +2,7 @@
 
     python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile]
 
-Ours is `Actor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, PPO's
+Ours is `MegatronActor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, PPO's
 loss, backward, optimizer step. Bare is what a user of Megatron-Core writes: the same GPTModel and modules, Megatron's
 DDP, distributed optimizer and schedule, and the same micro-batches, packed before the clock starts; its loss is Megatron's
 `vocab_parallel_cross_entropy` times a mask of weight x advantage, summed. Its gradient is PPO's in the first step.
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mrl.core.types import Share, TokenBlock
+from mrl.core.types import RankBatch, TokenBlock
 
 SIZES = {
     "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
@@ -58,10 +58,10 @@ class Bare:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from models.build import build_model
-        from models.conversion.bridge import Bridge
-        from models.conversion.hf_io import HFWeights
+        from models.conversion.hf_reader import HFWeights
+        from models.conversion.weight_bridge import Bridge
         from models.hf_config import HFConfig
+        from models.model_builder import build_model
 
         hf = HFConfig.load(folder)
         (model,) = build_model(hf, one_process.ALONE, torch.float32)
@@ -118,7 +118,7 @@ def _responses_only(*, hidden_states: Tensor, output_layer, output_weight, conte
     return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predict])
 
 
-def prepare(actor, block: TokenBlock, share: Share, with_advantages: bool) -> list[Prepared]:
+def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -> list[Prepared]:
     """Bare micro-batches of the same rows in the same packs."""
     found = []
     for micro in actor.micro_batches(block, share):
@@ -129,7 +129,7 @@ def prepare(actor, block: TokenBlock, share: Share, with_advantages: bool) -> li
     return found
 
 
-def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, shares: dict[str, Share]) -> None:
+def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, shares: dict[str, RankBatch]) -> None:
     """Same cross-entropy and same norm of its gradient everywhere; same norm of PPO's gradient."""
     from mrl.algorithms.losses import CrossEntropy, PPOClip
 
@@ -152,10 +152,10 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
     """(CPU-seconds by way, computed tokens by way)."""
     one_process.start()
     from mrl.algorithms.losses import PPOClip
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     folder = one_process.write_model(sizes)
-    actor = Actor(one_process.spec_of(folder))
+    actor = MegatronActor(one_process.spec_of(folder))
     bares = {"bare": Bare(folder, False), "bare, responses only": Bare(folder, True)}
     block, batch = one_process.make_batch(sizes)
     plans = {
@@ -164,7 +164,7 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
     }
     shares = {name: plan.shares[0] for name, plan in plans.items()}
 
-    def update(share: Share, loss):
+    def update(share: RankBatch, loss):
         return actor.update(block, [share], loss, [LR])[0]
 
     check(update, bares, actor, block, shares)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.rope import Rope, rope_of
+from parallel.rope import Rope, rope_from_parameters
 
-WITHOUT_INFLUENCE: dict[str, tuple[str, ...]] = {
+IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
     "which class reads the file; `architectures` decides for us": (
         *("model_type", "auto_map", "architectures", "is_llama_config"),
     ),
@@ -37,18 +37,18 @@ WITHOUT_INFLUENCE: dict[str, tuple[str, ...]] = {
 }
 """Fields that do not change the logits, by the reason why not."""
 
-_WITHOUT_INFLUENCE = frozenset(name for names in WITHOUT_INFLUENCE.values() for name in names)
+_IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A Hugging Face `config.json`; a field that is asked for must be there, or have a default in transformers."""
+    """A Hugging Face `config.json`; a field that is read must be there, or have a default in transformers."""
 
     path: Path
     fields: dict[str, Any]
     family: str | None = None  # where the family is, if not here: "package.module:NAME" or "/path/file.py:NAME"
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers takes for a field that is absent
-    asked: set[str] = field(default_factory=set, compare=False)  # names of the fields that were read
+    read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that were read
 
     @classmethod
     def load(cls, folder: str | Path, family: str | None = None) -> "HFConfig":
@@ -70,16 +70,16 @@ class HFConfig:
         return cls(path, fields, family)
 
     def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.read_fields.add(name)
         if name in self.fields:
             return self.fields[name]
         if name in self.defaults:
             return self.defaults[name]
         raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
 
-    def either(self, *names: str) -> Any:
+    def any_spelling(self, *names: str) -> Any:
         """A field with several spellings; raises ValueError where it has none of them, or they differ."""
-        self.asked.update(names)
+        self.read_fields.update(names)
         said = {name: self.fields[name] for name in names if name in self.fields}
         if not said:
             return self[names[0]]
@@ -101,15 +101,15 @@ class HFConfig:
 
     def start_reading(self, defaults: Mapping[str, Any]) -> "HFConfig":
         """The same config, nothing read of it yet, under a family's `defaults`."""
-        return replace(self, defaults=defaults, asked=set())
+        return replace(self, defaults=defaults, read_fields=set())
 
-    def check_all_asked(self) -> None:
+    def check_all_fields_read(self) -> None:
         """Raise ValueError at a field that nobody read and that is not known to be without influence."""
-        for name in sorted(self.fields.keys() - self.asked - _WITHOUT_INFLUENCE):
+        for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
                 f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} here, and may change what "
                 f"the model computes. Remove the field if it has no influence; otherwise a family that reads it is needed "
-                f"(docs/families.md)."
+                f"(docs/tutorials/model.md)."
             )
 
     @property
@@ -131,19 +131,19 @@ class HFConfig:
         share = found.pop("partial_rotary_factor", None)
         if partial:
             share = self["partial_rotary_factor"] if share is None else share
-            self.asked.add("partial_rotary_factor")
+            self.read_fields.add("partial_rotary_factor")
         if not partial and share not in (None, 1.0):
             raise ValueError(f"{self.path}: partial_rotary_factor={share!r} is not supported; expected 1.0.")
         if kind in ("llama3", "yarn"):
             found.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
         try:
-            return rope_of(found, int(head_dim * (1.0 if share is None else share)))
+            return rope_from_parameters(found, int(head_dim * (1.0 if share is None else share)))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _rope_parameters(self) -> dict[str, Any]:
         """`rope_parameters`, under transformers 4 `rope_scaling`; if both say something, they must say the same."""
-        self.asked.update(("rope_parameters", "rope_scaling", "rope_theta"))
+        self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
         said = [found for name in ("rope_parameters", "rope_scaling") if (found := self.fields.get(name))]
         if len(said) > 1 and said[0] != said[1]:
             raise ValueError(f"{self.path}: rope_parameters={said[0]} and rope_scaling={said[1]} differ; remove one.")

@@ -1,24 +1,34 @@
-"""Megatron's distributed checkpoints of one model and its optimizer: written by one layout, read by any."""
+"""Saves and loads Megatron's distributed checkpoints (torch_dist): any parallel layout can load what another one saved."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel import groups, optimizer_state, rng, stored
-from parallel.agreement import together
-from parallel.checked_pickle import check_checkpoint
+from parallel import groups, rng_state
+from parallel.checkpoint_validation import validate_checkpoint
+from parallel.checkpoint_writer import CheckpointSave, CheckpointSaveError
+from parallel.collectives import raise_on_all_ranks
 from parallel.dims import ParallelDims
-from parallel.disk import sync
-from parallel.saving import Save, SaveError
+from parallel.durable_files import rename_durably
+from parallel.optimizer import (
+    num_optimizer_steps,
+    restore_optimizer_state,
+    sharded_state_to_load,
+    sharded_state_to_save,
+)
 
 _STEPS = "optimizer_steps"
+_OPTIMIZER_PREFIX = "optimizer.state."
+_MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
 
 
 def begin_save(
@@ -27,16 +37,16 @@ def begin_save(
     optimizer: MegatronOptimizer,
     dims: ParallelDims,
     asynchronous: bool,
-) -> Save:
-    """Start writing weights, optimizer state and random number generators into `folder`; every rank calls this.
+) -> CheckpointSave:
+    """Start writing weights, optimizer state and RNG states into `folder`; every rank calls this.
 
-    `folder` is a checkpoint once the save is finished, which the caller does. Before the first optimizer step, too.
+    `folder` is a valid checkpoint once the caller has finished the returned save. Works before the first optimizer step too.
     """
-    weights = _weights(chunks)
-    state = {**weights, "optimizer": optimizer_state.describe(optimizer, weights)}
-    state[_STEPS] = optimizer_state.num_steps(optimizer)
-    files = {rng.file_name(dist.get_rank()): rng.snapshot(dims)}
-    return Save(Path(folder), state, files, asynchronous)
+    weights = _sharded_weights(chunks)
+    state = {**weights, "optimizer": sharded_state_to_save(optimizer, weights)}
+    state[_STEPS] = num_optimizer_steps(optimizer)
+    files = {rng_state.file_name(dist.get_rank()): rng_state.snapshot(dims)}
+    return CheckpointSave(Path(folder), state, files, asynchronous)
 
 
 def save(
@@ -46,31 +56,31 @@ def save(
     dims: ParallelDims,
     timeout_s: float = 3600,
 ) -> None:
-    """`begin_save` and its end; `folder` appears under its name only when it is complete."""
+    """Save synchronously what `begin_save` saves; `folder` appears under its name only when it is complete."""
     partial = _partial(folder)
     begin_save(partial, chunks, optimizer, dims, asynchronous=False).finish(timeout_s)
-    _rename(partial, Path(folder))
+    _rename_on_rank_0(partial, Path(folder))
 
 
 def save_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
-    """`save` without an optimizer; `chunks` are wrapped or not."""
+    """Save synchronously the weights only; `chunks` may be wrapped in DistributedDataParallel or not."""
     partial = _partial(folder)
-    Save(partial, _weights(chunks), {}, asynchronous=False).finish(timeout_s=0)
-    _rename(partial, Path(folder))
+    CheckpointSave(partial, _sharded_weights(chunks), {}, asynchronous=False).finish(timeout_s=0)
+    _rename_on_rank_0(partial, Path(folder))
 
 
 def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
-    """Restore weights alone from `folder`, with or without optimizer state in it; every rank calls this.
+    """Load the weights of `folder`, which may also contain optimizer state; every rank calls this.
 
-    `chunks` are this rank's virtual stages, wrapped or not; types are converted. What linear layers keep besides weights
-    (statistics of FP8) stays as it is: a checkpoint of another device or format does not have it. An optimizer made before
-    has copies of its own, which its `reload_model_params()` renews.
+    `chunks` are this rank's virtual stages, wrapped in DistributedDataParallel or not. Weights are cast to the model's dtype.
+    Extra states of linear layers (FP8 statistics) stay unchanged, because a checkpoint of another device or precision does not
+    contain them. An existing optimizer keeps its own copies of the weights; call its `reload_model_params()` afterwards.
 
-    Raises ValueError, before a weight is touched, when `folder` is no whole checkpoint of such a model.
+    Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of this model.
     """
     modules = _unwrapped(chunks)
-    state = {name: _tensors(described) for name, described in _weights(modules).items()}
-    _check(state, Path(folder))
+    state = {name: _without_objects(described) for name, described in _sharded_weights(modules).items()}
+    _validate(state, Path(folder))
     loaded = _read(state, Path(folder))
     for number, module in enumerate(modules):
         missing, unknown = module.load_state_dict(loaded[f"model{number}"], strict=False)
@@ -81,44 +91,100 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 def load(
     folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, dims: ParallelDims
 ) -> bool:
-    """Restore weights and optimizer state from `folder`, and, under the layout that wrote it, random number generators.
+    """Load weights and optimizer state of `folder`; also the RNG states if the same layout saved them.
 
-    Every rank calls this. Returns whether generators were restored too. Settings of the optimizer (betas, weight decay) stay
-    as they are. Raises ValueError, before a weight is touched, when `folder` is no whole checkpoint of such a model.
+    Every rank calls this. Returns whether the RNG states were restored. Hyperparameters of the optimizer (betas, weight decay)
+    keep their current values. Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of
+    this model.
     """
-    weights = _weights(chunks)
-    state = {**weights, "optimizer": optimizer_state.request(optimizer, weights)}
-    _check(state, Path(folder))
-    with together(RuntimeError):
-        generators = rng.read(folder, dims)
+    weights = _sharded_weights(chunks)
+    state = {**weights, "optimizer": sharded_state_to_load(optimizer, weights)}
+    _validate(state, Path(folder))
+    with raise_on_all_ranks(RuntimeError):
+        rng_states = rng_state.read(folder, dims)
     loaded = _read(state, Path(folder))
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{number}"])
-    optimizer_state.restore(optimizer, loaded["optimizer"], loaded[_STEPS])
-    if generators is not None:
-        rng.restore(generators)
-    return generators is not None
-
-
-def _check(state: dict, folder: Path) -> None:
-    asked: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(asked, stored.keys(state))
-    with together(RuntimeError):
-        stored.check(folder, state, set().union(*asked))
-        check_checkpoint(folder)  # after their sizes: an object that is cut short has a better name
+    restore_optimizer_state(optimizer, loaded["optimizer"], loaded[_STEPS])
+    if rng_states is not None:
+        rng_state.restore(rng_states)
+    return rng_states is not None
 
 
 def _read(state: dict, folder: Path) -> dict:
-    with together(lambda words: ValueError(f"checkpoint={folder}: not readable ({words}); copy or write it again.")):
+    with raise_on_all_ranks(
+        lambda message: ValueError(f"checkpoint={folder}: not readable ({message}); copy or write it again.")
+    ):
         try:
             return dist_checkpointing.load(state, str(folder))
-        except CheckpointException as error:  # torch's, no Exception; reads of one rank each
+        except (
+            CheckpointException
+        ) as error:  # torch's class is no subclass of Exception; it holds the failure of each rank
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(cause) from error
 
 
-def _weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
-    """Each virtual stage's weights; the keys stay in this process, files name tensors by their place in the whole model."""
+def _validate(state: dict, folder: Path) -> None:
+    """Raise ValueError on all ranks unless `folder` is a complete checkpoint with exactly the tensors that all ranks need."""
+    own_keys = {part.key for part in _sharded_parts(state) if isinstance(part, ShardedTensor)}
+    keys_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(keys_of_ranks, own_keys)
+    with raise_on_all_ranks(RuntimeError):
+        metadata = validate_checkpoint(folder)
+        _check_tensors(folder, metadata.state_dict_metadata, state, set().union(*keys_of_ranks))
+
+
+def _check_tensors(folder: Path, stored: dict, state: dict, needed: set[str]) -> None:
+    """Compare the stored tensors with what this rank loads (`state`) and with the keys that any rank needs (`needed`)."""
+    if not any(key.startswith(_OPTIMIZER_PREFIX) for key in stored) and "optimizer" in state:
+        raise ValueError(
+            f"checkpoint={folder}: it has weights but no optimizer state; expected a checkpoint of a run. To start a run from "
+            "weights, convert them with `mrl convert to-hf` and set model.path to that folder."
+        )
+    problems = {problem for part in _sharded_parts(state) if (problem := _problem(part, stored))}
+    tensors = {key for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+    extra = {key for key in tensors - needed if "optimizer" in state or not key.startswith(_OPTIMIZER_PREFIX)}
+    problems |= {f"{key} {list(stored[key].size)} is not in this model" for key in extra}
+    if problems:
+        raise ValueError(
+            f"checkpoint={folder}: it is a checkpoint of another model, {len(problems)} tensors differ: "
+            f"{'; '.join(sorted(problems)[:5])}. Name a checkpoint of this model, or the model it was written from."
+        )
+
+
+def _sharded_parts(state: dict) -> list[ShardedBase]:
+    parts = []
+    for part in nested_values(state):
+        built = part.build() if isinstance(part, ShardedTensorFactory) else part
+        parts += nested_values(built) if isinstance(built, dict | list) else [built]
+    return parts
+
+
+def _problem(part: ShardedBase, stored: dict) -> str | None:
+    """Say how the stored tensor differs from what this rank needs; None if it fits."""
+    if isinstance(part, ShardedObject):
+        return None if part.unique_key in stored else f"{part.unique_key} is missing"
+    found = stored.get(part.key)
+    if not isinstance(found, TensorStorageMetadata):
+        return f"{part.key} is missing (expected {list(part.global_shape)})"
+    if tuple(found.size) != tuple(part.global_shape) and not _differs_in_padding_only(part, tuple(found.size)):
+        return f"{part.key} is {list(found.size)}, expected {list(part.global_shape)}"
+    return None
+
+
+def _differs_in_padding_only(part: ShardedBase, found: tuple[int, ...]) -> bool:
+    """Whether the shapes differ only in padding rows of the vocabulary. This layout has fewer than tp of them."""
+    assert isinstance(part, ShardedTensor)
+    rows, *rest = part.global_shape
+    min_rows = rows - groups.tp_group().size() + 1
+    return part.allow_shape_mismatch and list(found[1:]) == rest and min_rows <= found[0] < rows + _MAX_VOCAB_PADDING
+
+
+def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
+    """Sharded state dict of each virtual stage, under keys that only this process uses.
+
+    In the files, tensors are named by their position in the whole model.
+    """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
     return {f"model{n}": module.sharded_state_dict(metadata=metadata) for n, module in enumerate(_unwrapped(chunks))}
 
@@ -127,7 +193,7 @@ def _unwrapped(chunks: Sequence[GPTModel | DistributedDataParallel]) -> list[GPT
     return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
 
 
-def _tensors(described: dict) -> dict:
+def _without_objects(described: dict) -> dict:
     return {name: part for name, part in described.items() if not isinstance(part, ShardedObject)}
 
 
@@ -135,8 +201,7 @@ def _partial(folder: str | Path) -> Path:
     return Path(folder).with_name(Path(folder).name + ".partial")
 
 
-def _rename(partial: Path, folder: Path) -> None:
-    with together(SaveError):
+def _rename_on_rank_0(partial: Path, folder: Path) -> None:
+    with raise_on_all_ranks(CheckpointSaveError):
         if dist.get_rank() == 0:
-            partial.rename(folder)
-            sync(folder.parent)
+            rename_durably(partial, folder)

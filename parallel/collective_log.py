@@ -1,8 +1,8 @@
-"""The last collective of each process group, in a file that can be read from outside, also when this process is stopped or dead.
+"""Log of the last collective of each process group, in a file that other processes can read while this one hangs or is dead.
 
-torch calls a hook of ours before it issues a collective, whatever the backend. A hook writes 48 bytes into mapped memory:
-the kernel keeps them when the process is killed. On a GPU a collective is issued before it runs; a rank that lags behind
-the others in issuing is still the one that they wait for.
+torch calls a hook before it issues a collective, with any backend. The hook writes 48 bytes into mapped memory, which the kernel
+keeps when the process is killed. On a GPU, a collective is issued before it runs. A rank that lags behind the others in issuing
+is still the one that they wait for.
 """
 
 import atexit
@@ -15,70 +15,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SLOT = struct.Struct("<QQqqqd")  # collectives, messages between two ranks, last operation, peer or root, bytes, when
+SLOT = struct.Struct("<QQqqqd")  # collectives, point-to-point messages, last operation, peer or root, bytes, time
 MAX_GROUPS = 1024
-HOOK = 0x6D726C  # "mrl": hooks are known to torch by a number
+HOOK = 0x6D726C  # "mrl" in ASCII: torch identifies hooks by a number
 
 
 @dataclass(frozen=True)
 class LastCollective:
-    """Where one rank is in one process group."""
+    """Progress of one rank in one process group."""
 
-    group: str  # torch's name, the same on all members
+    group: str  # torch's name of the group, the same on all members
     purpose: str  # Megatron's description, such as TENSOR_MODEL_PARALLEL_GROUP
-    ranks: tuple[int, ...]  # global
-    entered: int  # collectives so far; messages between two ranks are not counted
-    messages: int  # sends and receives so far
-    operation: str  # the last one, in torch's words
-    peer: int  # rank in the group: of a message its other end, of a broadcast its root; else -1
-    nbytes: int  # of its first tensor
+    ranks: tuple[int, ...]  # global ranks of the members
+    entered: int  # number of collectives so far, without point-to-point messages
+    messages: int  # number of sends and receives so far
+    operation: str  # torch's name of the last operation
+    peer: int  # group rank of the other end of a message, or of the root of a broadcast; else -1
+    nbytes: int  # bytes of its first tensor
     at: float  # time.time() when it was entered
 
 
 class CollectiveLog:
-    """This process's log; `watch` after process groups were made, `close` before they are destroyed."""
+    """Collective log of this process. Call `watch` after process groups are created, and `close` before they are destroyed."""
 
     def __init__(self, path: str | Path) -> None:
-        """Make the file `path`; the groups' names go to `path`.json."""
+        """Create the file `path`; the names of the groups are written to `path`.json."""
         self._path = Path(path)
         self._file = self._path.open("wb+")
         self._file.truncate(MAX_GROUPS * SLOT.size)
         self._memory = mmap.mmap(self._file.fileno(), MAX_GROUPS * SLOT.size)
-        self._groups: list[dict[str, Any] | None] = []  # by slot; None: nobody's
+        self._groups: list[dict[str, Any] | None] = []  # by slot; None: free slot
         self._watched: dict[Any, int] = {}  # group -> slot
-        atexit.register(self.close)  # torch crashes where hooks are left when the interpreter ends
+        atexit.register(self.close)  # torch crashes if hooks remain when the interpreter exits
 
     def watch(self) -> None:
-        """Log every process group that this process shares with others; those watched already go on, destroyed ones go."""
-        import torch.distributed as dist  # heavy, and readers of logs do without
+        """Log all process groups with more than one member: add new groups and free the slots of destroyed ones."""
+        import torch.distributed as dist  # heavy; readers of logs do not need it
         from torch._C._distributed_c10d import HookOpName
-        from torch.distributed.distributed_c10d import _world  # the only list of all groups there is
+        from torch.distributed.distributed_c10d import _world  # torch has no public list of all groups
 
         operations = {int(operation): name.lower() for name, operation in HookOpName.__members__.items()}  # type: ignore[bad-argument-type]
         messages = {number for number, name in operations.items() if name.startswith(("send", "recv"))}
 
         for group in [group for group in self._watched if group not in _world.pg_map]:
-            self._leave(group)
+            self._free(group)
         for group in list(_world.pg_map):
             ranks = dist.get_process_group_ranks(group)
             if len(ranks) == 1 or group in self._watched or (slot := self._free_slot()) is None:
                 continue
             self._groups[slot] = dict(group=_world.pg_names[group], purpose=group.group_desc, ranks=ranks)
             self._watched[group] = slot
-            group.register_pre_hook(HOOK, _hook(self._memory, slot * SLOT.size, messages))
+            group.register_pre_hook(HOOK, _make_hook(self._memory, slot * SLOT.size, messages))
         text = json.dumps(dict(operations=operations, groups=self._groups))
         self._path.with_name(self._path.name + ".json").write_text(text)
 
     def close(self) -> None:
-        """Stop logging; what was written stays."""
+        """Stop logging; the file stays."""
         for group in self._watched:
-            _unhook(group)
+            _remove_hook(group)
         self._watched.clear()
         atexit.unregister(self.close)
 
-    def _leave(self, group: Any) -> None:
+    def _free(self, group: Any) -> None:
         """Free the slot of a group that was destroyed."""
-        _unhook(group)
+        _remove_hook(group)
         slot = self._watched.pop(group)
         self._groups[slot] = None
         self._memory[slot * SLOT.size : (slot + 1) * SLOT.size] = bytes(SLOT.size)
@@ -92,20 +92,20 @@ class CollectiveLog:
         return len(self._groups) - 1
 
 
-def _unhook(group: Any) -> None:
-    with suppress(RuntimeError):  # destroyed meanwhile
+def _remove_hook(group: Any) -> None:
+    with suppress(RuntimeError):  # the group was destroyed meanwhile
         group.unregister_pre_hook(HOOK)
 
 
-def _hook(memory: mmap.mmap, offset: int, of_messages: set[int]) -> Any:
+def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> Any:
     collectives = messages = 0
 
-    def entered(
+    def on_collective(
         call: Any,
-    ) -> None:  # 4 microseconds of CPU; the operation's name in place of its number would be one more
+    ) -> None:  # takes 4 microseconds; the operation's name instead of its number would take one more
         nonlocal collectives, messages
         operation = int(call.name)
-        if operation in of_messages:
+        if operation in message_operations:
             messages += 1
         else:
             collectives += 1
@@ -113,11 +113,11 @@ def _hook(memory: mmap.mmap, offset: int, of_messages: set[int]) -> Any:
         nbytes = tensors[0].nbytes if tensors else 0
         SLOT.pack_into(memory, offset, collectives, messages, operation, call.root, nbytes, time.time())
 
-    return entered
+    return on_collective
 
 
-def read(path: str | Path) -> list[LastCollective]:
-    """What a process wrote so far, groups that it never used left out; nothing where it has no log."""
+def read_collective_log(path: str | Path) -> list[LastCollective]:
+    """Read the log of a process, without groups that it never used; empty if it has no log."""
     path = Path(path)
     with suppress(OSError, ValueError):
         known, slots = json.loads(path.with_name(path.name + ".json").read_text()), path.read_bytes()

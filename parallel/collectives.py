@@ -1,33 +1,101 @@
-"""Sums over process groups that gradients flow through."""
+"""torch.distributed helpers: rendezvous, an all-reduce that gradients flow through, and errors that all ranks share."""
 
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore
+
+from parallel.device import backend
 
 
-def sum_over(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of every rank's `values`, the same on all; all ranks call this, and backward too.
+def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
+    """Serve a key-value store from this process. It listens on `address` only; torch's own constructor listens everywhere.
 
-    Each rank's loss may depend on the sum; the losses add up over ranks, so the gradients do.
+    `port` 0 takes any free port (`store.port` tells which). With `world_size`, the call waits until that many processes have
+    joined, this one included. Raises OSError if this machine does not have the address or the port is taken.
     """
-    return _Sum.apply(values, group) if group.size() > 1 else values
+    ((family, *_), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    with socket.create_server((address, port), family=family, backlog=2048) as listener:
+        bound = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            bound,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=world_size is not None,
+            master_listen_fd=listener.detach(),  # the store closes the socket
+        )
 
 
-class _Sum(torch.autograd.Function):
+def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
+    """Join the trainer's default process group; rank 0 serves the rendezvous store on `address` only.
+
+    Raises torch's error if a peer does not join within `timeout_s` seconds.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = open_tcp_store(address, port, timeout, world_size)
+    else:
+        store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum `values` over the ranks of `group`, with a gradient. Every rank calls this, forward and backward.
+
+    The loss of each rank may depend on the sum, and the total loss is the sum over ranks. The backward pass therefore sums
+    the gradients over the group as well.
+    """
+    return _AllReduceSum.apply(values, group) if group.size() > 1 else values
+
+
+class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _added(values, group)
+        return _all_reduced(values, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[bad-override]
-        return _added(gradient, ctx.group), None
+        return _all_reduced(gradient, ctx.group), None
 
 
-def _added(values: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduced(values: Tensor, group: ProcessGroup) -> Tensor:
     total = values.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+@contextmanager
+def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]:
+    """If any rank raises inside the block, every rank raises the error of the lowest such rank at its end.
+
+    Without this, the other ranks would wait for the failed rank in their next collective. Every rank must enter and leave the
+    block. A ValueError (a mistake of the user) stays a ValueError; any other error becomes `make_error(message)`.
+    """
+    own_error: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised again below, on all ranks
+        own_error = error
+    errors: list = [None] * dist.get_world_size()
+    own_report = None if own_error is None else (isinstance(own_error, ValueError), _message(own_error))
+    dist.all_gather_object(errors, own_report)
+    failed = [rank for rank, error in enumerate(errors) if error]
+    if not failed:
+        return
+    is_value_error, message = errors[failed[0]]
+    same_everywhere = errors.count(errors[failed[0]]) == len(errors)
+    error_type = ValueError if is_value_error else make_error
+    raise error_type(message if same_everywhere else f"rank {failed[0]}: {message}") from own_error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,18 +1,23 @@
-"""The device layer: this process's device and backend, and a stand-in that lets stock Megatron-Core run on a CPU.
+"""Device layer: this process's device, backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`install()` must run before anything from Megatron is imported. It does nothing where CUDA is present.
-Megatron-Core 0.19 calls `torch.cuda` directly in places that its own process-group arguments do not reach (streams, RNG
-state, `device="cuda"` in factory calls); on a CPU those calls are answered by their `torch.cpu` counterparts.
+`patch_megatron_for_cpu()` must run before the first import from Megatron. It does nothing if CUDA is available.
+Megatron-Core 0.19 calls `torch.cuda` directly in places that its process-group arguments do not reach (streams, RNG state,
+`device="cuda"` in factory calls). On a CPU the patches redirect those calls to their `torch.cpu` counterparts.
 """
 
 import functools
+import logging
 import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._device
 
+logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
 
@@ -28,30 +33,73 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """torch.distributed backend that fits `device()`."""
+    """torch.distributed backend for `device()`."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 on the host, pinned where there is a GPU to copy to and from."""
+    """Allocate uint8 [nbytes] on the host, pinned if this process computes on a GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=has_cuda())
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was asked."""
+    """Wait until the device has finished all queued work."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
-def reserved_bytes() -> int | None:
-    """Device memory that torch holds for this process once what it only caches is given back; None on a CPU: not counted."""
+def release_cached_memory() -> int | None:
+    """Empty torch's memory cache; return the GPU bytes that torch still reserves, or None on a CPU (not counted there)."""
     if not has_cuda():
         return None
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
-class _Stream(torch.cpu.Stream):
+def set_threads() -> None:
+    """Give torch's CPU kernels one thread per rank, because ranks share the cores; OMP_NUM_THREADS overrides it."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """NVIDIA libraries that this process can use: each is used if it is installed and a GPU is present, none is required.
+
+    All are False on a CPU.
+    """
+
+    cuda: bool
+    transformer_engine: bool
+    apex: bool  # NVIDIA's Apex, built with its extensions; the package named apex on PyPI is a different one
+    fused_wgrad: bool  # weight gradients are added directly to the fp32 gradient buffers
+
+    def __str__(self) -> str:
+        kernels = "Transformer Engine" if self.transformer_engine else "torch"
+        fused = "Transformer Engine's" if self.transformer_engine else "Apex's" if self.apex else "torch's"
+        return (
+            f"{'CUDA' if self.cuda else 'CPU'}: {kernels} layers, {fused} fused Adam, "
+            f"gradient accumulation {'fused' if self.fused_wgrad else 'not fused'}"
+        )
+
+
+@cache
+def capabilities() -> Capabilities:
+    """Detect the installed NVIDIA libraries once and log them in one line."""
+    cuda = has_cuda()
+    apex = cuda and find_spec("amp_C") is not None  # an extension module that only NVIDIA's Apex provides
+    found = Capabilities(
+        cuda=cuda,
+        transformer_engine=cuda and find_spec("transformer_engine") is not None,
+        apex=apex,
+        fused_wgrad=cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    )
+    logger.info("%s", found)
+    return found
+
+
+class _CPUStream(torch.cpu.Stream):
+    """CPU stream with the constructor signature of torch.cuda.Stream."""
+
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         super().__init__()
 
@@ -60,7 +108,7 @@ class _Stream(torch.cpu.Stream):
 
 
 class _FusedAdam(torch.optim.Optimizer):
-    """AdamW with Apex's contract: the step count lives in the param group, where Megatron's checkpoints look for it."""
+    """AdamW with Apex's interface: the step count is in the param group, where Megatron's checkpoint code expects it."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unused):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -99,7 +147,7 @@ class _FusedAdam(torch.optim.Optimizer):
 
 
 def _on_cpu(factory):
-    """`factory` with `device="cuda"` and `pin_memory` answered by plain CPU memory."""
+    """Wrap a tensor factory so that `device="cuda"` and `pin_memory` give plain CPU memory."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
@@ -112,19 +160,19 @@ def _on_cpu(factory):
     return wrapped
 
 
-def _stand_in_for_cuda() -> None:
-    cuda, main = torch.cuda, _Stream()
+def _patch_torch_cuda() -> None:
+    cuda, main = torch.cuda, _CPUStream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a: None
-    cuda.synchronize = lambda *a: None  # not the same object: torch keeps a table of functions by identity
-    cuda.Stream, cuda.Event, cuda.stream = _Stream, torch.cpu.Event, torch.cpu.stream
+    cuda.synchronize = lambda *a: None  # a separate lambda: torch keeps a table of functions by identity
+    cuda.Stream, cuda.Event, cuda.stream = _CPUStream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main
     cuda.get_rng_state = lambda *a: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *a: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
-def _stand_in_for_tensors() -> None:
+def _patch_tensor_factories() -> None:
     tensor_type = torch.Tensor.type
 
     def type_(self, dtype=None, **kwargs):  # Megatron compares `p.type()` with "torch.cuda.FloatTensor"
@@ -132,15 +180,15 @@ def _stand_in_for_tensors() -> None:
             return tensor_type(self, dtype, **kwargs)
         return tensor_type(self).replace("torch.", "torch.cuda.", 1)
 
-    torch.utils._device._device_constructors()  # cached: `with torch.device(...)` must know the originals, not ours
+    torch.utils._device._device_constructors()  # fills a cache: `with torch.device(...)` must see the original factories
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self
     torch.Tensor.type = type_
 
 
-def _stand_in_for_megatron() -> None:
-    import megatron.core.optimizer as optimizer  # after the stand-ins above: Megatron reads torch.cuda on import
+def _patch_megatron_optimizer_and_rng() -> None:
+    import megatron.core.optimizer as optimizer  # after the patches above: Megatron reads torch.cuda when it is imported
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.tensor_parallel.random as random
 
@@ -151,11 +199,11 @@ def _stand_in_for_megatron() -> None:
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
 
 
-def _stand_in_for_experts() -> None:
-    """What Megatron's token exchange assumes of CUDA and NCCL."""
+def _patch_expert_communication() -> None:
+    """Replace what Megatron's token exchange between experts assumes about CUDA and NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes become numpy only when they left a GPU
+    def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes from a CPU tensor must also become numpy
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_cpu
@@ -164,7 +212,7 @@ def _stand_in_for_experts() -> None:
 
 
 def _uneven_all_gather(even):
-    """gloo wants equal shapes; unequal ones are broadcast rank by rank."""
+    """Extend gloo's all_gather, which needs equal shapes: unequal shapes are broadcast rank by rank."""
 
     @functools.wraps(even)
     def all_gather(outputs, tensor, group=None, async_op=False):
@@ -179,7 +227,7 @@ def _uneven_all_gather(even):
 
 
 def _uneven_reduce_scatter(even):
-    """gloo wants equal shapes; unequal ones are summed everywhere, and each rank keeps its own."""
+    """Extend gloo's reduce_scatter, which needs equal shapes: unequal shapes are all-reduced and each rank keeps its own."""
 
     @functools.wraps(even)
     def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -194,37 +242,13 @@ def _uneven_reduce_scatter(even):
     return reduce_scatter
 
 
-def install() -> None:
-    """Make Megatron-Core importable and runnable on this machine; idempotent, a no-op where CUDA is present."""
-    if has_cuda() or torch.cuda.Stream is _Stream:
+def patch_megatron_for_cpu() -> None:
+    """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent; does nothing if CUDA is available."""
+    if has_cuda() or torch.cuda.Stream is _CPUStream:
         return
-    # Megatron's jit_fuser is torch.compile: minutes of C++ builds on a CPU, and seconds to import what would make them.
+    # Megatron's jit_fuser is torch.compile. On a CPU it costs minutes of C++ builds, and seconds to import the compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    _stand_in_for_cuda()
-    _stand_in_for_tensors()
-    _stand_in_for_megatron()
-    _stand_in_for_experts()
-
-
-def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the trainer's process group, which meets at rank 0's `address`; nothing listens on another one.
-
-    Raises torch's error after `timeout_s` when a peer does not come.
-    """
-    from datetime import timedelta  # only needed here
-
-    from parallel.store import host_store
-
-    timeout = timedelta(seconds=timeout_s)
-    if rank == 0:
-        store = host_store(address, port, timeout, world_size)
-    else:
-        store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def set_threads() -> None:
-    """One thread for torch's CPU kernels per rank, unless OMP_NUM_THREADS says otherwise: ranks share the cores."""
-    import os  # only needed here
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _patch_torch_cuda()
+    _patch_tensor_factories()
+    _patch_megatron_optimizer_and_rng()
+    _patch_expert_communication()

@@ -1,4 +1,4 @@
-"""Sizes of the parallel dimensions, the rank arithmetic between them, and the rules they obey: pure, no torch."""
+"""Sizes of the parallel dimensions, their rules, and the arithmetic between ranks and coordinates. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Where one process stands on each axis."""
+    """Position of one process on each parallel axis."""
 
     tp: int
     cp: int
@@ -20,18 +20,18 @@ class ParallelDims:
     """Ranks along each axis; `tp * cp * dp * pp` processes train one model.
 
     Rank order is Megatron's `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
-    Experts are spread over the same processes in their own way: `ep * etp` of the `tp * cp * dp` ranks of a pipeline
-    stage hold one copy of all experts.
+    Experts have their own layout on the same processes: `ep * etp` of the `tp * cp * dp` ranks of a pipeline stage hold one
+    copy of all experts.
     """
 
-    tp: int = 1  # tensor parallel: a layer's matrices are cut over tp ranks
-    pp: int = 1  # pipeline parallel: consecutive layers on pp stages
-    vpp: int = 1  # virtual stages per pipeline rank: each holds vpp separate runs of layers
-    cp: int = 1  # context parallel: every sequence is cut over cp ranks
+    tp: int = 1  # tensor parallel: the matrices of a layer are split over tp ranks
+    pp: int = 1  # pipeline parallel: consecutive layers are on the same of pp stages
+    vpp: int = 1  # virtual pipeline stages per rank: each rank holds vpp separate runs of layers
+    cp: int = 1  # context parallel: every sequence is split over cp ranks
     dp: int = 1  # data parallel: each replica trains its own samples
-    ep: int = 1  # expert parallel: a layer's experts are spread over ep ranks
-    etp: int | None = None  # expert tensor parallel: each expert's matrices are cut over etp ranks; default: tp
-    sp: bool | None = None  # sequence parallel: activations between matrices are cut over tp; default: where tp > 1
+    ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks
+    etp: int | None = None  # expert tensor parallel: the matrices of each expert are split over etp ranks; default: tp
+    sp: bool | None = None  # sequence parallel: activations between matrices are split over tp; default: if tp > 1
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
@@ -40,7 +40,9 @@ class ParallelDims:
         if self.etp is not None and self.etp < 1:
             raise ValueError(f"parallel.etp={self.etp}: a parallel size must be 1 or more, or null for parallel.tp.")
         if self.sp and self.tp == 1:
-            raise ValueError("parallel.sp=true needs parallel.tp greater than 1: it cuts activations over those ranks.")
+            raise ValueError(
+                "parallel.sp=true needs parallel.tp greater than 1: it splits activations over those ranks."
+            )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
                 f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: it subdivides pipeline stages."
@@ -63,13 +65,13 @@ class ParallelDims:
             )
 
     @classmethod
-    def of_world(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
-        """Dimensions with `dp` filled in from the number of processes; raises ValueError where it does not factor.
+    def from_world_size(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
+        """Return dimensions with `dp` derived from the number of processes; raise ValueError if it does not factor.
 
-        Without either, there are as few replicas as the experts need ranks for.
+        Without `world_size` and `dp`, there are as many replicas as one copy of the experts needs.
         """
         if world_size is None or dp is not None:
-            dims = cls(dp=_fewest(**axes) if dp is None else dp, **axes)
+            dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)
             if world_size not in (None, dims.world_size):
                 raise ValueError(
                     f"parallel.world_size={world_size}, but tp={dims.tp} x cp={dims.cp} x pp={dims.pp} x dp={dims.dp} is "
@@ -77,15 +79,20 @@ class ParallelDims:
                 )
             return dims
         sizes: dict[str, Any] = {name: axes.get(name, 1) for name in ("tp", "cp", "pp")}
-        cls(**sizes)  # refuses a size below 1 before it divides
-        one = prod(sizes.values())
-        if world_size < 1 or world_size % one:
-            near = sorted({max(1, world_size // one) * one, (max(0, world_size // one) + 1) * one})
+        cls(**sizes)  # raises at a size below 1, before the division below
+        replica_size = prod(sizes.values())
+        if world_size < 1 or world_size % replica_size:
+            nearest = sorted(
+                {
+                    max(1, world_size // replica_size) * replica_size,
+                    (max(0, world_size // replica_size) + 1) * replica_size,
+                }
+            )
             raise ValueError(
                 f"parallel.world_size={world_size} does not factor: one replica is tp={sizes['tp']} x "
-                f"cp={sizes['cp']} x pp={sizes['pp']} = {one} processes; use {' or '.join(map(str, near))}."
+                f"cp={sizes['cp']} x pp={sizes['pp']} = {replica_size} processes; use {' or '.join(map(str, nearest))}."
             )
-        return cls(dp=world_size // one, **axes)
+        return cls(dp=world_size // replica_size, **axes)
 
     @property
     def world_size(self) -> int:
@@ -94,39 +101,39 @@ class ParallelDims:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that each expert's matrices are cut over."""
+        """Number of ranks that the matrices of each expert are split over."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between matrices are cut over the tensor-parallel ranks."""
+        """Whether activations between matrices are split over the tensor-parallel ranks."""
         return self.tp > 1 if self.sp is None else self.sp
 
     @property
     def lockstep(self) -> bool:
-        """Whether replicas exchange tokens (experts live on several of them) and so must run equally many passes."""
+        """Whether replicas must run the same number of passes, because they exchange tokens with experts of other replicas."""
         return self.tp * self.cp % (self.ep * self.expert_tp) != 0
 
     def coords(self, rank: int) -> RankCoords:
-        """Where global `rank` stands."""
+        """Return the position of global `rank` on each axis."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return RankCoords(tp, cp, dp, pp)
 
     def expert_coords(self, rank: int) -> tuple[int, int]:
-        """(place in its expert-tensor-parallel group, in its expert-parallel group) of global `rank`."""
+        """Return the rank of global `rank` in (its expert-tensor-parallel group, its expert-parallel group)."""
         rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
         return etp, rest % self.ep
 
-    def title(self, rank: int) -> str:
-        """Global `rank` and where it stands, for people: "rank 3 (tp 1, dp 0)"."""
+    def describe_rank(self, rank: int) -> str:
+        """Describe global `rank` in a message: "rank 3 (tp 1, dp 0)"."""
         coords = self.coords(rank)
         axes = [f"{name} {getattr(coords, name)}" for name in ("tp", "cp", "dp", "pp") if getattr(self, name) > 1]
         return f"rank {rank} ({', '.join(axes)})" if axes else f"rank {rank}"
 
-    def alone(self) -> "ParallelDims":
-        """One process: what every layout must be equal to."""
+    def single_process(self) -> "ParallelDims":
+        """Return the same dimensions for a single process, the reference that every layout must match."""
         return replace(self, tp=1, pp=1, vpp=1, cp=1, dp=1, ep=1, etp=None, sp=None)
 
     def __str__(self) -> str:
@@ -137,10 +144,10 @@ class ParallelDims:
         return " ".join(sizes) or "one process"
 
 
-def _fewest(*, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **others: Any) -> int:
-    """Replicas whose ranks hold one copy of the experts exactly, where no number of processes is asked for."""
+def _min_replicas(*, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **others: Any) -> int:
+    """Return the smallest number of replicas whose ranks hold complete copies of the experts."""
     need = ep * (tp if etp is None else etp)
-    return need // gcd(need, tp * cp) if min(need, tp, cp) > 0 else 1  # a size below 1 is refused elsewhere
+    return need // gcd(need, tp * cp) if min(need, tp, cp) > 0 else 1  # ParallelDims raises at a size below 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Process groups: the only place that touches Megatron's global parallel state."""
+"""Process groups of the trainer; the only module that touches Megatron's global parallel state."""
 
 import torch
 import torch.distributed as dist
@@ -8,12 +8,12 @@ from torch.distributed import ProcessGroup
 from parallel.device import device
 from parallel.dims import ParallelDims
 
-SUSPENDS = (2, 29, 7)
-"""The first NCCL whose communicators can give their memory back."""
+MIN_NCCL_FOR_SUSPEND = (2, 29, 7)
+"""First NCCL version whose communicators can release their memory."""
 
 
 def initialize(dims: ParallelDims, seed: int) -> None:
-    """Create Megatron's groups for `dims` and seed its RNG tracker; torch.distributed must be initialised."""
+    """Create Megatron's process groups for `dims` and seed its RNG tracker; torch.distributed must be initialized."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
@@ -25,76 +25,76 @@ def initialize(dims: ParallelDims, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _made[G](group: G | None) -> G:
-    assert group is not None, "parallel.groups.initialize() comes first"
+def _require[G](group: G | None) -> G:
+    assert group is not None, "call parallel.groups.initialize() first"
     return group
 
 
 def tp_group() -> ProcessGroup:
     """Ranks that hold the shards of one replica's matrices."""
-    return _made(parallel_state.get_tensor_model_parallel_group())
+    return _require(parallel_state.get_tensor_model_parallel_group())
 
 
 def cp_group() -> ProcessGroup:
-    """Ranks that hold the parts of one replica's sequences."""
-    return _made(parallel_state.get_context_parallel_group())
+    """Ranks that hold the chunks of one replica's sequences."""
+    return _require(parallel_state.get_context_parallel_group())
 
 
 def pp_group() -> ProcessGroup:
-    """Ranks that hold the stages of one replica's layers."""
-    return _made(parallel_state.get_pipeline_model_parallel_group())
+    """Ranks that hold the pipeline stages of one replica."""
+    return _require(parallel_state.get_pipeline_model_parallel_group())
 
 
 def dp_cp_group() -> ProcessGroup:
     """Ranks that hold the same shard of the weights: gradients are summed over them."""
-    return _made(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return _require(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def ep_group() -> ProcessGroup:
     """Ranks that hold different experts."""
-    return _made(parallel_state.get_expert_model_parallel_group())
+    return _require(parallel_state.get_expert_model_parallel_group())
 
 
 def etp_group() -> ProcessGroup:
     """Ranks that hold the shards of one expert's matrices."""
-    return _made(parallel_state.get_expert_tensor_parallel_group())
+    return _require(parallel_state.get_expert_tensor_parallel_group())
 
 
 def is_first_stage(vp_stage: int | None = None) -> bool:
-    """Whether this process (its virtual stage `vp_stage`) holds the embedding."""
+    """Whether this process, or its virtual stage `vp_stage`, holds the embedding."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
 def is_last_stage(vp_stage: int | None = None) -> bool:
-    """Whether this process (its virtual stage `vp_stage`) holds the output layer."""
+    """Whether this process, or its virtual stage `vp_stage`, holds the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
-def drop_scratch() -> None:
-    """Let go of the scratch memory that Megatron keeps for the next gather."""
+def free_scratch_memory() -> None:
+    """Free the scratch memory that Megatron keeps for its next gather."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
-def suspend() -> None:
-    """Have NCCL give back the device memory of all communicators, until `resume()`; nothing where it cannot, or on a CPU.
+def suspend_communicators() -> None:
+    """Make NCCL release the device memory of all communicators until `resume_communicators()`. Every rank calls this.
 
-    Every rank calls this; no collective on a GPU may come before `resume()`.
+    Between the two calls, no rank may run a collective on a GPU. Does nothing on a CPU or with an older NCCL.
     """
-    for backend in _backends():
+    for backend in _suspendable_backends():
         backend.suspend()
 
 
-def resume() -> None:
-    """Undo `suspend()`; every rank calls this."""
-    for backend in _backends():
+def resume_communicators() -> None:
+    """Undo `suspend_communicators()`. Every rank calls this."""
+    for backend in _suspendable_backends():
         backend.resume()
 
 
-def _backends() -> list[dist.ProcessGroupNCCL]:
-    """NCCL's communicators of this process, in the order in which all ranks made them; none where they cannot be suspended."""
-    if device().type != "cuda" or torch.cuda.nccl.version() < SUSPENDS:
+def _suspendable_backends() -> list[dist.ProcessGroupNCCL]:
+    """Return the NCCL backends of this process in the order of their creation, which is the same on all ranks."""
+    if device().type != "cuda" or torch.cuda.nccl.version() < MIN_NCCL_FOR_SUSPEND:
         return []
     made = parallel_state._global_process_group_list or [None]  # None is the default group
-    found = [_made(group or dist.group.WORLD)._get_backend(device()) for group in made]
+    found = [_require(group or dist.group.WORLD)._get_backend(device()) for group in made]
     nccl = {id(backend): backend for backend in found if isinstance(backend, dist.ProcessGroupNCCL)}
     return [backend for backend in nccl.values() if hasattr(backend, "suspend")]

@@ -1,15 +1,15 @@
-"""Log-probabilities and entropies straight from hidden states, with the vocabulary cut over the tensor-parallel group.
+"""Log-probabilities and entropies computed from hidden states, with the vocabulary split over the tensor-parallel group.
 
-The output layer, softmax and their gradients run over `chunk_size` positions at a time, so no more than that many rows
-of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024); the backward pass computes
-them again (as in Cut Cross-Entropy, Wijmans et al. 2024). Beyond hidden, weight and their gradients, at most three
-float32 chunks [chunk_size, V/tp] live at one time: two without entropy, two and a half if the inputs have 16 bits.
+The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most that many rows of
+logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes them again
+(as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to hidden, weight and their gradients, at most three float32 chunks
+[chunk_size, V/tp] exist at a time: two without entropy, two and a half if the inputs have 16 bits.
 
 For logits x = hidden @ weight.T / temperature, p = softmax(x), log p_j = x_j - log sum_k exp x_k:
     entropy H = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
     d log p_t / d x_j = [j = t] - p_j        d H / d x_j = -p_j (log p_j + H)
 
-Shapes: T positions, n of a chunk, H hidden size, V/tp vocabulary rows of this rank.
+Shapes: T positions, n positions of a chunk, H hidden size, V/tp vocabulary rows of this rank.
 """
 
 from dataclasses import dataclass
@@ -20,27 +20,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-# Logit of a row that only pads the vocabulary: no probability, yet finite, so that 0 * it is 0.
-PADDING = -1e30
+# Logit of a padding row of the vocabulary: its probability is 0, and it is finite so that 0 * PADDING_LOGIT is 0.
+PADDING_LOGIT = -1e30
 
 
-def linear_logprobs(  # noqa: PLR0913  the terms of one formula
-    hidden: Tensor,  # [T, H] any float dtype; its gradient is this rank's part, to be summed over the group
-    weight: Tensor,  # [V/tp, H] this rank's vocabulary rows of the output layer, of the same dtype
+def linear_logprobs(  # noqa: PLR0913  terms of one formula
+    hidden: Tensor,  # [T, H] any float dtype; its gradient is partial and must be summed over the group
+    weight: Tensor,  # [V/tp, H] vocabulary rows of the output layer on this rank, in the same dtype
     targets: Tensor,  # [T] token ids in the whole vocabulary
     group: ProcessGroup,
-    vocab_size: int,  # real tokens; rows beyond it only pad and have no probability
+    vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # rows of logits that exist at one time
+    chunk_size: int = 1024,  # rows of logits that exist at once
     needs_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (zeros if not needed)
-    """Log-probability of each target, and entropy, under softmax(hidden @ weight.T / temperature).
+) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (0 if not needed)
+    """Compute the log-probability of each target and the entropy of softmax(hidden @ weight.T / temperature).
 
-    Matrix products are in the inputs' dtype, all else and both results in float32 (float64 for float64 inputs). Both are
-    differentiable in `hidden` and `weight`. Every rank of the group gives the same T, and gets the same results.
+    Matrix products use the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).
+    Both results are differentiable with respect to `hidden` and `weight`. All ranks of the group pass the same T and get the
+    same results.
     """
     if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} leaves no logits to work on; give 1 or more, such as 1024.")
+        raise ValueError(f"chunk_size={chunk_size}: expected 1 or more, such as 1024.")
     first = group.rank() * weight.size(0)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     head = _Head(group, first, vocab_size - first, temperature, chunk_size, needs_entropy, needs_grad)
@@ -49,11 +50,11 @@ def linear_logprobs(  # noqa: PLR0913  the terms of one formula
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's part of the output layer, apart from its weight."""
+    """This rank's part of the output layer, without its weight."""
 
     group: ProcessGroup
-    first_row: int  # the token of weight row 0
-    real_rows: int  # rows from here on are padding; may lie outside this rank's rows
+    first_row: int  # token id of weight row 0
+    real_rows: int  # rows from this one on are padding; may be outside the rows of this rank
     temperature: float
     chunk_size: int
     needs_entropy: bool
@@ -63,39 +64,39 @@ class _Head:
         return [slice(i, min(i + self.chunk_size, positions)) for i in range(0, positions, self.chunk_size)]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """logits / temperature [n, V/tp] of hidden [n, H], in float32 or wider."""
+        """Return logits / temperature [n, V/tp] of hidden [n, H], in float32 or wider."""
         logits = hidden @ weight.T
-        logits = logits.to(_wide(logits.dtype))
+        logits = logits.to(_accumulation_dtype(logits.dtype))
         if self.temperature != 1.0:
             logits.div_(self.temperature)
         if self.real_rows < logits.size(1):
-            logits[:, max(self.real_rows, 0) :] = PADDING
+            logits[:, max(self.real_rows, 0) :] = PADDING_LOGIT
         return logits
 
     def softmax(self, hidden: Tensor, weight: Tensor, normalizer: Tensor) -> Tensor:
-        """exp(logits - normalizer) [n, V/tp] for the log of the sum over the whole vocabulary [n]."""
+        """Return exp(logits - normalizer) [n, V/tp]; `normalizer` [n] is the log-sum-exp over the whole vocabulary."""
         return self.logits(hidden, weight).sub_(normalizer[:, None]).exp_()
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Weight row [n, 1] of each target, and whether it is one of this rank's `rows` [n, 1] (else row is any)."""
+        """Return the weight row [n, 1] of each target and whether this rank has it [n, 1]; otherwise the row is arbitrary."""
         row = (targets - self.first_row)[:, None]
         return row.clamp(0, rows - 1), (row >= 0) & (row < rows)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Saves its inputs, [T] statistics, and the last (often the only) chunk's softmax."""
+    """Saves for the backward pass: inputs, statistics [T], and the softmax of the last (often the only) chunk."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
         positions, rows = len(hidden), len(weight)
-        sums = hidden.new_empty(4, positions, dtype=_wide(hidden.dtype))
+        sums = hidden.new_empty(4, positions, dtype=_accumulation_dtype(hidden.dtype))
         exp = sums.new_empty(0, rows)
         for chunk in head.chunks(positions):
-            del exp  # before the next chunk's logits take their place
-            exp, sums[:, chunk] = _sum_rows(
+            del exp  # frees the memory before the logits of the next chunk are computed
+            exp, sums[:, chunk] = _row_sums(
                 head.logits(hidden[chunk], weight), *head.locate(targets[chunk], rows), head.needs_entropy
             )
-        peak, chosen, total, weighted = _sum_group(sums, head.group)
+        peak, chosen, total, weighted = _sum_over_group(sums, head.group)
         log_total = total.log()
         logprobs = chosen - peak - log_total
         entropies = log_total - weighted / total if head.needs_entropy else torch.zeros_like(logprobs)
@@ -116,64 +117,67 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalizer, entropies, last_softmax = ctx.saved_tensors
         head, (needs_hidden, needs_weight, *_) = ctx.head, ctx.needs_input_grad
         d_logprobs, d_entropies = (None if grad is None else grad / head.temperature for grad in grads)
-        slopes = _Slopes.of(d_logprobs, d_entropies, entropies)
+        logit_gradient = _LogitGradient.of(d_logprobs, d_entropies, entropies)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = None
         for chunk in head.chunks(len(hidden)):
             saved = chunk.stop == len(hidden)
             softmax = last_softmax if saved else head.softmax(hidden[chunk], weight, normalizer[chunk])
-            d_logits = slopes.d_logits(chunk, softmax, *head.locate(targets[chunk], len(weight)), in_place=not saved)
+            d_logits = logit_gradient.d_logits(
+                chunk, softmax, *head.locate(targets[chunk], len(weight)), in_place=not saved
+            )
             d_logits = d_logits.to(weight.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[chunk])
             if needs_weight:
                 d_weight = _add_product(d_weight, d_logits.T, hidden[chunk])
-            del softmax, d_logits  # before the next chunk's logits take their place
+            del softmax, d_logits  # frees the memory before the logits of the next chunk are computed
         if needs_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
         return d_hidden, d_weight, None, None
 
 
 @dataclass(frozen=True)
-class _Slopes:
-    """The gradient of the loss in the logits is p_j (offset + factor log p_j) + [j = target] chosen; each [T]."""
+class _LogitGradient:
+    """Terms of the gradient with respect to the logits: p_j (offset + factor log p_j) + [j = target] chosen; each [T]."""
 
     chosen: Tensor
     offset: Tensor
     factor: Tensor | None  # None: the loss does not depend on the entropies
 
     @classmethod
-    def of(cls, d_logprobs: Tensor | None, d_entropies: Tensor | None, entropies: Tensor) -> "_Slopes":
+    def of(cls, d_logprobs: Tensor | None, d_entropies: Tensor | None, entropies: Tensor) -> "_LogitGradient":
         chosen = torch.zeros_like(entropies) if d_logprobs is None else d_logprobs
         if d_entropies is None:
             return cls(chosen, -chosen, None)
         return cls(chosen, -chosen - d_entropies * entropies, -d_entropies)
 
-    def d_logits(self, chunk: slice, softmax: Tensor, row: Tensor, mine: Tensor, in_place: bool) -> Tensor:
-        """Gradient [n, V/tp] of a chunk from its softmax [n, V/tp] and its targets' rows [n, 1]."""
+    def d_logits(self, chunk: slice, softmax: Tensor, row: Tensor, is_local: Tensor, in_place: bool) -> Tensor:
+        """Return the gradient [n, V/tp] of a chunk from its softmax [n, V/tp] and the rows of its targets [n, 1]."""
         slope = self.offset[chunk, None]
         if self.factor is not None:
             tiny = torch.finfo(softmax.dtype).tiny  # 0 log 0 = 0
             slope = softmax.clamp_min(tiny).log_().mul_(self.factor[chunk, None]).add_(slope)
         d_logits = torch.mul(softmax, slope, out=softmax if in_place else None)
-        return d_logits.scatter_add_(1, row, self.chosen[chunk, None] * mine)
+        return d_logits.scatter_add_(1, row, self.chosen[chunk, None] * is_local)
 
 
-def _sum_rows(logits: Tensor, row: Tensor, mine: Tensor, needs_entropy: bool) -> tuple[Tensor, Tensor]:
-    """exp(x - m) [n, V/tp] of logits x and their largest here m, and m, x_target, sum exp(x - m), sum exp(x - m)(x - m).
+def _row_sums(logits: Tensor, row: Tensor, is_local: Tensor, needs_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Return exp(x - m) [n, V/tp] for logits x with row maximum m on this rank, and four statistics [4, n].
 
-    The four sums are [4, n]. A target of another rank counts 0, and so does an entropy sum not needed. Uses up `logits`.
+    The statistics are m, x_target, sum exp(x - m) and sum exp(x - m)(x - m). x_target is 0 if another rank has the target, and
+    the last sum is 0 if the entropy is not needed. Overwrites `logits`.
     """
     peak = logits.amax(1)
-    chosen = (logits.gather(1, row) * mine)[:, 0]
+    chosen = (logits.gather(1, row) * is_local)[:, 0]
     logits.sub_(peak[:, None])
     exp = logits.exp() if needs_entropy else logits.exp_()
     weighted = logits.mul_(exp).sum(1) if needs_entropy else torch.zeros_like(peak)
     return exp, torch.stack([peak, chosen, exp.sum(1), weighted])
 
 
-def _sum_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """`_sum_rows` [4, T] of the whole vocabulary from those of each rank: two all-reduces, however many chunks."""
+def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
+    """Combine the `_row_sums` statistics [4, T] of all ranks with two all-reduces, independent of the number of chunks."""
     if group.size() == 1 or sums.size(1) == 0:
         return sums.unbind()
     peak, chosen, total, weighted = sums.unbind()
@@ -187,14 +191,14 @@ def _sum_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, summed in float32 or wider; in place where the dtypes allow it."""
+    """Return total + left @ right, accumulated in float32 or wider; in place if the dtypes allow it."""
     if total is None:
         return left @ right
-    if total.dtype == left.dtype == _wide(left.dtype):
+    if total.dtype == left.dtype == _accumulation_dtype(left.dtype):
         return total.addmm_(left, right)
-    return total.to(_wide(total.dtype)).add_(left @ right)
+    return total.to(_accumulation_dtype(total.dtype)).add_(left @ right)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for sums: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,11 +1,11 @@
-"""A Megatron model's memory, off its device and back bit by bit, so that processes that share a GPU can use it by turns.
+"""Offloads a Megatron model from its device to the host and loads it back bit-exactly, so that processes can share a GPU.
 
-Storages are emptied in place: every tensor over them stays the tensor it is, and views stay views (parameters of Megatron's
-flat buffers, the optimizer's shards of those). Parameters, buffers and optimizer state are copied to the host; gradients are
-dropped, because each step accumulates from zero. On a CPU the same is done with plain memory.
+Storages are resized to zero in place. Every tensor over them stays the same tensor, and views stay views (parameters of
+Megatron's flat buffers, the optimizer's shards of those). Parameters, buffers and optimizer state are copied to the host.
+Gradients are dropped, because each step accumulates from zero. On a CPU the same happens with plain memory.
 
-What a process has beside its model stays: CUDA's context, tables that layers compute once (rotary angles) and, before
-NCCL 2.29.7, the communicators' buffers; from there on they are given back too (see `parallel.groups.suspend`).
+Some device memory of the process remains: CUDA's context, tables that layers compute once (rotary angles) and, before NCCL
+2.29.7, the buffers of the communicators. Later NCCL versions release those too (see `parallel.groups.suspend_communicators`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,140 +16,144 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from parallel import groups
-from parallel.device import device, host_memory, reserved_bytes, synchronize
-from parallel.optimizer_state import tensors_of
-from parallel.residence import Residence
+from parallel.device import device, host_memory, release_cached_memory, synchronize
+from parallel.optimizer import optimizer_tensors
+from parallel.trainer_config import OffloadLevel
 
-BLOCK_BYTES = 1 << 26  # of pinned memory, which is taken in powers of two
+BLOCK_BYTES = 1 << 26  # pinned memory is allocated in powers of two
 
 
-class Offload:
-    """Moves one rank's part of a model. Every rank of the layout calls `move`, between calls that compute."""
+class ModelOffloader:
+    """Moves one rank's part of a model between device and host. Every rank calls `move_to`, not during computation."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: Callable[[], MegatronOptimizer | None]
     ) -> None:
-        """`chunks`: the rank's virtual stages; `optimizer`: the one that they have now, None where none trains them."""
-        self._chunks, self._optimizer = chunks, optimizer
-        self._weights, self._state = _Away(), _Away()
-        self._gradients: list[tuple[UntypedStorage, int]] = []  # dropped, and their bytes
+        """`chunks`: this rank's virtual stages; `optimizer`: returns their current optimizer, None if they are not trained."""
+        self._chunks, self._get_optimizer = chunks, optimizer
+        self._weights, self._state = _HostCopy(), _HostCopy()
+        self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # storage, its bytes
         self._suspended = False
 
     @property
-    def residence(self) -> Residence:
-        """What is whole on the device; of a move that failed, what is left of it."""
+    def level(self) -> OffloadLevel:
+        """What is completely on the device, also after a failed move."""
         if self._weights.storages:
-            return Residence.NOTHING
-        return Residence.WEIGHTS if self._state.storages or self._gradients else Residence.EVERYTHING
+            return OffloadLevel.FULLY_OFFLOADED
+        return (
+            OffloadLevel.WEIGHTS_LOADED
+            if self._state.storages or self._dropped_gradients
+            else OffloadLevel.FULLY_LOADED
+        )
 
-    def move(self, wanted: Residence) -> int:
-        """Bring to the device what belongs there and take away the rest; may be repeated, also after it failed.
+    def move_to(self, level: OffloadLevel) -> int:
+        """Load what `level` includes and offload the rest. Idempotent; can be called again after a failure.
 
-        Returns the bytes of device memory that torch keeps for this process (on a CPU: the bytes of the model's storages).
+        Returns the bytes of device memory that torch still reserves (on a CPU: the bytes of the model's storages).
         """
-        if wanted is Residence.NOTHING:
+        if level is OffloadLevel.FULLY_OFFLOADED:
             self._drop_gradients()
-            self._state.take(self._storages_of_state())
-            self._weights.take(_storages(_weights(self._chunks)))
-            self._suspend()
+            self._state.offload(self._storages_of_state())
+            self._weights.offload(_storages(_weight_tensors(self._chunks)))
+            self._suspend_communicators()
         else:
-            self._resume()
-            self._weights.give_back()
-            if wanted is Residence.EVERYTHING:
-                self._state.give_back()
+            self._resume_communicators()
+            self._weights.load()
+            if level is OffloadLevel.FULLY_LOADED:
+                self._state.load()
                 self._restore_gradients()
             else:
                 self._drop_gradients()
-                self._state.take(self._storages_of_state())
-        return self._bytes_left()
+                self._state.offload(self._storages_of_state())
+        return self._remaining_bytes()
 
     def _storages_of_state(self) -> list[UntypedStorage]:
-        """Of main parameters and moments; those of fp32 weights are the weights themselves."""
-        optimizer = self._optimizer()
-        weights = _storages(_weights(self._chunks))
-        found = _storages(tensors_of(optimizer)) if optimizer else []
+        """Storages of master parameters and moments. The master parameters of fp32 weights are the weights and are left out."""
+        optimizer = self._get_optimizer()
+        weights = _storages(_weight_tensors(self._chunks))
+        found = _storages(optimizer_tensors(optimizer)) if optimizer else []
         return _without(found, weights)
 
     def _storages_of_gradients(self) -> list[UntypedStorage]:
-        return _without(_storages(_gradients(self._chunks)), _storages(_weights(self._chunks)))
+        return _without(_storages(_gradient_tensors(self._chunks)), _storages(_weight_tensors(self._chunks)))
 
     def _drop_gradients(self) -> None:
-        optimizer = self._optimizer()
+        optimizer = self._get_optimizer()
         if optimizer is not None:
-            optimizer.zero_grad()  # the main parameters' gradients
+            optimizer.zero_grad()  # drops the gradients of the master parameters
         for storage in self._storages_of_gradients():
-            if _movable(storage):
-                self._gradients.append((storage, storage.nbytes()))
+            if _can_offload(storage):
+                self._dropped_gradients.append((storage, storage.nbytes()))
                 storage.resize_(0)
 
     def _restore_gradients(self) -> None:
-        while self._gradients:
-            storage, nbytes = self._gradients[-1]
+        while self._dropped_gradients:
+            storage, nbytes = self._dropped_gradients[-1]
             storage.resize_(nbytes)
             _bytes_of(storage).zero_()
-            self._gradients.pop()
+            self._dropped_gradients.pop()
 
-    def _suspend(self) -> None:
+    def _suspend_communicators(self) -> None:
         if not self._suspended:
-            groups.drop_scratch()
-            groups.suspend()
+            groups.free_scratch_memory()
+            groups.suspend_communicators()
             self._suspended = True
 
-    def _resume(self) -> None:
+    def _resume_communicators(self) -> None:
         if self._suspended:
-            groups.resume()
+            groups.resume_communicators()
             self._suspended = False
 
-    def _bytes_left(self) -> int:
-        reserved = reserved_bytes()
+    def _remaining_bytes(self) -> int:
+        reserved = release_cached_memory()
         if reserved is not None:
             return reserved
-        ours = [*_storages(_weights(self._chunks)), *self._storages_of_state(), *self._storages_of_gradients()]
+        ours = [*_storages(_weight_tensors(self._chunks)), *self._storages_of_state(), *self._storages_of_gradients()]
         return sum(storage.nbytes() for storage in ours)
 
 
-class _Away:
-    """Storages whose bytes are on the host. The host's memory is kept for the next time."""
+class _HostCopy:
+    """Host copies of offloaded storages. The host memory stays allocated for the next offload."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._used = 0  # bytes of the blocks
-        self._held: list[tuple[UntypedStorage, int, list[Tensor]]] = []  # with their bytes, and where these are now
+        self._used = 0  # bytes used in the blocks
+        self._offloaded: list[tuple[UntypedStorage, int, list[Tensor]]] = []  # storage, its bytes, their host copies
 
     @property
     def storages(self) -> list[UntypedStorage]:
-        return [storage for storage, _, _ in self._held]
+        return [storage for storage, _, _ in self._offloaded]
 
-    def take(self, storages: Iterable[UntypedStorage]) -> None:
-        """Copy the bytes of these to the host and empty them; those that are empty, or cannot be emptied, stay as they are."""
-        used, taken = self._used, []
+    def offload(self, storages: Iterable[UntypedStorage]) -> None:
+        """Copy storages to the host, then resize them to zero. Storages that are empty or not resizable stay unchanged."""
+        used, copied = self._used, []
         try:
-            for storage in filter(_movable, storages):
+            for storage in filter(_can_offload, storages):
                 spans = list(self._spans(storage.nbytes()))
                 for span, piece in zip(spans, _pieces(storage, spans), strict=True):
                     span.copy_(piece, non_blocking=True)
-                taken.append((storage, storage.nbytes(), spans))
+                copied.append((storage, storage.nbytes(), spans))
             synchronize()
-        except BaseException:  # no memory on the host: nothing was emptied yet
+        except BaseException:  # for example no host memory: no storage has been resized yet
             self._used = used
             raise
-        for storage, _, _ in taken:
+        for storage, _, _ in copied:
             storage.resize_(0)
-        self._held += taken
+        self._offloaded += copied
 
-    def give_back(self) -> None:
-        """Fill all that were emptied."""
-        while self._held:
-            storage, nbytes, spans = self._held[-1]
+    def load(self) -> None:
+        """Restore the size and the bytes of all offloaded storages."""
+        while self._offloaded:
+            storage, nbytes, spans = self._offloaded[-1]
             storage.resize_(nbytes)
             for span, piece in zip(spans, _pieces(storage, spans), strict=True):
                 piece.copy_(span, non_blocking=True)
-            self._held.pop()
+            self._offloaded.pop()
         self._used = 0
-        synchronize()  # before the host's memory is written again
+        synchronize()  # before the host memory is overwritten
 
     def _spans(self, nbytes: int) -> Iterator[Tensor]:
-        """The next `nbytes` of the host's memory, in order."""
+        """Yield the next `nbytes` bytes of host memory in spans that do not cross blocks."""
         while nbytes:
             number, start = divmod(self._used, BLOCK_BYTES)
             if number == len(self._blocks):
@@ -159,14 +163,14 @@ class _Away:
             yield span
 
 
-def _weights(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Parameters, the flat buffers that they are views of, and what modules keep besides."""
+def _weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
+    """Yield parameters, the flat buffers that they are views of, and buffers of modules."""
     for chunk in chunks:
         yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
         yield from (b.param_data for b in _flat_buffers(chunk) if b.param_data is not None)
 
 
-def _gradients(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
+def _gradient_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
     for chunk in chunks:
         for buffer in _flat_buffers(chunk):
             yield from (buffer.grad_data, *buffer.extra_main_grads)
@@ -177,23 +181,23 @@ def _flat_buffers(chunk: DistributedDataParallel) -> list:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each storage on this process's device once."""
+    """Return each storage on this process's device once."""
     found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device().type)
-    return list({_key(storage): storage for storage in found}.values())
+    return list({_storage_id(storage): storage for storage in found}.values())
 
 
 def _without(storages: Iterable[UntypedStorage], others: Iterable[UntypedStorage]) -> list[UntypedStorage]:
-    known = {_key(other) for other in others}
-    return [storage for storage in storages if _key(storage) not in known]
+    known = {_storage_id(other) for other in others}
+    return [storage for storage in storages if _storage_id(storage) not in known]
 
 
-def _key(storage: UntypedStorage) -> int:
-    """The same for all tensors over one storage, also while it is empty."""
+def _storage_id(storage: UntypedStorage) -> int:
+    """Return an identity that all tensors over one storage share, also while it is empty."""
     return storage._cdata
 
 
-def _movable(storage: UntypedStorage) -> bool:
-    """Not empty, and no memory of others: what NumPy has seen cannot be emptied."""
+def _can_offload(storage: UntypedStorage) -> bool:
+    """Whether the storage has bytes and can be resized. NumPy makes a storage that it references not resizable."""
     return storage.nbytes() > 0 and storage.resizable()
 
 
@@ -202,5 +206,5 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _pieces(storage: UntypedStorage, spans: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A storage's bytes cut as these spans are."""
+    """Split the bytes of a storage into pieces of the sizes of `spans`."""
     return _bytes_of(storage).split([span.numel() for span in spans])

@@ -1,30 +1,45 @@
-"""Megatron's gradient buffers and (distributed) optimizer around a model."""
+"""Megatron's distributed optimizer: gradient buffers, construction, and its state as checkpoints store it.
 
+A checkpoint stores optimizer state per parameter, in the parameter's shape, so any layout can load it. The format is Megatron's
+`fully_reshardable`. Megatron writes it by gathering the whole state on every data-parallel rank several times. Here each rank
+writes the parameters that lie in its shard of the flat buffer, without a copy. A parameter that crosses the border between two
+shards is assembled on the rank that holds its beginning.
+"""
+
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
-from parallel.optimizer_settings import AdamW
+from parallel.trainer_config import OptimConfig
 
 
-def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Give each virtual stage Megatron's flat gradient buffers; gradients are summed, never averaged, over replicas."""
+def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Wrap each virtual stage with Megatron's flat gradient buffers; gradients are summed over replicas, never averaged."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
-    with _in_common_buckets(chunks):
+    with _shared_embeddings_in_common_buckets(chunks):
         wrapped = [
             DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    # Losses carry their global denominators already: no scaling by token counts when gradients are reduced.
+    # Losses are divided by global denominators already, so gradients are not scaled by token counts when they are reduced.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
@@ -32,11 +47,11 @@ def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
 
 
 @contextmanager
-def _in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
-    """Keep a tied embedding's two copies from having a bucket of their own while buffers are laid out.
+def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
+    """Prevent Megatron from giving the two copies of a tied embedding their own bucket while it lays out the buffers.
 
-    Megatron 0.19 saves optimizer state by offsets that leave out a bucket's padding, and reads it by offsets that count it:
-    with more than one bucket the state comes back shifted.
+    Megatron 0.19 saves optimizer state at offsets without the padding of buckets and loads it at offsets with the padding. With
+    more than one bucket, the loaded state would be shifted.
     """
     tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
     for param in tied:
@@ -48,8 +63,8 @@ def _in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
             param.shared_embedding = True
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], settings: AdamW) -> MegatronOptimizer:
-    """The distributed optimizer over the chunks' buffers, fp32 master weights included; hooked into Megatron's schedule."""
+def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
+    """Build the distributed optimizer over the buffers of `chunks`, with fp32 master weights; register its loss scaling."""
     config = chunks[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -70,7 +85,148 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: AdamW) -> M
     return optimizer
 
 
-def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Learning rate of the next step."""
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+ShardedDescription = ShardedTensor | ShardedTensorFactory
+
+
+def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
+    """Return the number of optimizer steps taken. Parameter groups store it, and an empty group does not count."""
+    return max((int(group.get("step", 0)) for group in _groups(optimizer)), default=0)
+
+
+def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
+    """Return the sharded tensors that this rank writes; they share memory with the optimizer. Every rank calls this.
+
+    `weights` are the sharded weights of all virtual stages of this rank. Missing state (before the first step) is created as
+    zeros.
+    """
+    initialize_optimizer_state(optimizer)
+    description_of_param = _description_of_param(weights)
+    return {
+        number: dict(_sharded_states(part, description_of_param)) for number, part in enumerate(_optimizers(optimizer))
+    }
+
+
+def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
+    """Return the tensors that this rank reads: the whole state of each parameter that lies partly in its buffers."""
+    initialize_optimizer_state(optimizer)
+    state = {}
+    for number, part in enumerate(_optimizers(optimizer)):
+        state[number] = part.sharded_param_state_fully_reshardable(weights, is_loading=True, metadata={})
+    return state
+
+
+def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: int) -> None:
+    """Install the loaded tensors of `sharded_state_to_load`. Hyperparameters such as betas keep their current values."""
+    for group in _groups(optimizer):
+        group["step"] = steps
+    with torch.no_grad():
+        for number, part in enumerate(_optimizers(optimizer)):
+            part.load_parameter_state_from_fully_reshardable(state[number])
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield the tensors that a step updates: master parameters (views of the weights if those are fp32) and moments."""
+    for part in _optimizers(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from (param.data for param in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def initialize_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Create the state that the first step would create."""
+    for part in _optimizers(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+
+
+def _optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """Return the optimizers of the dense parameters and of the experts, which have different data-parallel groups."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if not part.is_stub_optimizer]  # a pipeline stage may have no experts
+
+
+def _groups(optimizer: MegatronOptimizer) -> list[dict]:
+    return [group for part in _optimizers(optimizer) for group in part.optimizer.param_groups]
+
+
+def _description_of_param(weights: dict) -> dict[Tensor, ShardedDescription]:
+    described, _ = extract_sharded_tensors_and_factories(weights)
+    return {one.data: one for one in nested_values(described)}
+
+
+@dataclass(frozen=True)
+class _ParamShard:
+    """Elements [start, end) of a flattened parameter, which the optimizer of data-parallel rank `rank` updates."""
+
+    rank: int
+    start: int
+    end: int
+
+
+def _sharded_states(
+    part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
+) -> Iterator[tuple[str, ShardedDescription]]:
+    """Yield (name within this rank, sharded tensor). Stacked layers share one key in the file."""
+    group = part.data_parallel_group
+    for number, (param, shards) in enumerate(_param_shards(part)):
+        if all(shard.rank != group.rank() for shard in shards):
+            continue
+        tensors = part._get_main_param_and_optimizer_states(param)
+        if len(shards) > 1:
+            tensors = {key: _assembled(tensor, shards, group) for key, tensor in tensors.items()}
+        if shards[0].rank == group.rank():
+            for key, tensor in tensors.items():
+                yield f"{number}.{key}", _described_like(description_of_param[param], key, tensor, group.rank())
+
+
+def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_ParamShard]]]:
+    """Yield each parameter with its shards, sorted by position. The order is the same on all ranks."""
+    ranges_of_ranks: list = [None] * part.data_parallel_group.size()
+    dist.all_gather_object(
+        ranges_of_ranks, [list(_own_ranges(part, n)) for n in range(len(part.buffers))], part.data_parallel_group
+    )
+    for number, buffer in enumerate(part.buffers):
+        for index, param in enumerate(buffer.param_index_map):
+            found = [(rank, ranges[number][index]) for rank, ranges in enumerate(ranges_of_ranks)]
+            shards = [_ParamShard(rank, *bounds) for rank, bounds in found if bounds is not None]
+            yield param, sorted(shards, key=lambda shard: shard.start)
+
+
+def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, int] | None]:
+    (buckets,) = part.gbuf_ranges[number].values()
+    mine = ChainMap(*(bucket["param_map"] for bucket in buckets))
+    for param in part.buffers[number].param_index_map:
+        yield (mine[param]["param"].start, mine[param]["param"].end) if param in mine else None
+
+
+def _assembled(mine: Tensor, shards: list[_ParamShard], group: dist.ProcessGroup) -> Tensor:
+    """Assemble the flat tensor in host memory on the rank of its first shard; other ranks send their shard and return it."""
+    if shards[0].rank != group.rank():
+        dist.send(mine.detach().contiguous(), group=group, group_dst=shards[0].rank)
+        return mine
+    whole = torch.empty(shards[-1].end, dtype=mine.dtype)  # on the host: a whole embedding may not fit on the GPU
+    whole[: shards[0].end] = mine.detach()
+    for shard in shards[1:]:
+        part = mine.new_empty(shard.end - shard.start)
+        dist.recv(part, group=group, group_src=shard.rank)
+        whole[shard.start : shard.end] = part
+    return whole
+
+
+def _described_like(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
+    """Describe the state `flat` of this rank with the shape and location of `weight`.
+
+    Every data-parallel rank has a replica of the weight, and rank 0 writes it. Only this rank has the state, so it writes it.
+    """
+    *others, replica = weight.replica_id
+    assert replica == rank, f"{weight.key}: replica {weight.replica_id} on data-parallel rank {rank}"
+    found = dict(key=f"optimizer.state.{key}.{weight.key}", data=flat.view(weight.data.shape), replica_id=(*others, 0))
+    if isinstance(weight, ShardedTensor):
+        found["dtype"] = flat.dtype
+    return replace(weight, **found)

@@ -1,13 +1,13 @@
-"""Ragged batches: many sequences laid end to end in one row of tokens. Pure: no torch.distributed.
+"""Packed sequences: many sequences of different lengths in one row of tokens, without padding. No torch.distributed.
 
-A pack is made of segments. A segment attends causally to itself and wholly to its parent and the parent's parents, so a
-plain sequence is one segment, and a prompt with its G responses is one segment and G children: the prompt is computed once.
+A pack consists of segments. A segment attends causally to itself and fully to its parent, its parent's parent and so on. A plain
+sequence is one segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
 
-Context parallelism cuts every segment into 2 * cp chunks of equal length, of which rank r holds numbers r and 2 * cp - 1 - r
-(zig-zag: early tokens attend to little, late ones to much). A segment whose length 2 * cp does not divide is lengthened by
-tokens that nobody attends to; they are made and dropped here, and no caller sees them.
+Context parallelism splits every segment into 2 * cp chunks of equal length. Rank r holds chunks r and 2 * cp - 1 - r (zig-zag),
+because early tokens attend to few tokens and late ones to many. A segment whose length is not a multiple of 2 * cp is extended by
+padding tokens that no other token attends to. This module adds and removes them, so callers do not see them.
 
-Shapes: S real tokens of all segments, L tokens that this rank holds, padding included.
+Shapes: S real tokens of all segments, L tokens on this rank, padding included.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of a pack."""
+    """A consecutive run of tokens in a pack."""
 
     length: int
-    parent: int | None = None  # the segment, earlier in the pack, that this one continues
+    parent: int | None = None  # number of the earlier segment in the pack that this one continues
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Pieces of like shape: one batched call. Every query sees the first `num_keys - num_queries` keys, and then its own."""
+    """One batched attention call over `count` chunks of equal shape.
+
+    Query i of a chunk attends to the first `num_keys - num_queries + i + 1` keys.
+    """
 
     count: int
     num_queries: int
@@ -42,27 +45,29 @@ class AttentionCall:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, and what our own attention and RoPE read instead of its `cu_seqlens`.
+    """Megatron's description of a pack, extended by what PackedAttention and PackedRotaryEmbedding read.
 
-    `cu_seqlens_q` and its like are set for Transformer Engine alone: Megatron's own RoPE turns to them where they are.
+    `cu_seqlens_q` and the related fields are set for Transformer Engine only: Megatron's own RoPE uses them if they are set.
     """
 
-    position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position inside its own sequence
-    source: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [L] which of the S tokens; -1: padding
+    position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position of each token in its sequence
+    source: Ints = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # [L] index of the real token (0 to S-1); -1: padding
     calls: tuple[AttentionCall, ...] = ()
-    query_index: Tensor | None = None  # [L] the order in which the calls take queries; None: as they lie
-    key_index: Tensor | None = None  # [K] rows of the cp ranks' gathered keys, call after call; None: as they lie
-    padding: Tensor | None = None  # [L] True where a token only pads; None: on no rank
+    query_index: Tensor | None = None  # [L] order in which the calls read queries; None: unchanged
+    key_index: Tensor | None = None  # [K] rows of the gathered keys that the calls read in order; None: unchanged
+    padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
-    max_position: int = 0  # of position_ids
+    max_position: int = 0  # largest position in the pack
 
     @property
     def local_of(self) -> Ints:
-        """[S] where each real token lies on this rank, -1 where it lies on another."""
-        where = np.full(self.num_tokens, -1, np.int64)
+        """Index on this rank of each real token [S]; -1 if the token is on another rank."""
+        local = np.full(self.num_tokens, -1, np.int64)
         real = np.flatnonzero(self.source >= 0)
-        where[self.source[real]] = real
-        return where
+        local[self.source[real]] = real
+        return local
 
 
 def pack(
@@ -74,16 +79,15 @@ def pack(
     multiple: int = 1,
     cu_seqlens: bool = False,
 ) -> PackedSequences:
-    """Describe what rank `cp_rank` holds of a pack of these segments.
+    """Describe the part of a pack of these segments that context-parallel rank `cp_rank` holds.
 
-    `multiple`: L must divide by it (the tensor-parallel size under sequence parallelism, more for FP8 kernels); the last
-    segment is lengthened.
-    `cu_seqlens`: describe it for Transformer Engine's attention, which knows no parents.
-    Raises ValueError at an empty pack, an empty segment, or a parent that does not come first.
+    `multiple`: L is a multiple of it (the tensor-parallel size under sequence parallelism, more for FP8 kernels); the last
+    segment is padded. `cu_seqlens`: set the fields of Transformer Engine's attention, which does not support parents.
+    Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
     """
-    _check(segments)
+    _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
-    layout = _Layout.of(segments, cp_size, multiple)
+    layout = _PackLayout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
     order = sorted(range(len(shapes)), key=lambda piece: shapes[piece])
@@ -113,7 +117,7 @@ def pack(
     return packed
 
 
-def _check(segments: Sequence[Segment]) -> None:
+def _check_segments(segments: Sequence[Segment]) -> None:
     lengths = [s.length for s in segments]
     if not lengths or min(lengths) < 1:
         raise ValueError(f"a pack needs at least one segment and no empty one, got lengths {lengths[:8]}.")
@@ -123,7 +127,7 @@ def _check(segments: Sequence[Segment]) -> None:
 
 
 def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
-    """All parts in one index, or None where that only counts 0 ... size - 1."""
+    """Concatenate the parts to one index; return None if it is the identity 0 ... size - 1."""
     whole = np.concatenate(parts)
     if len(whole) == size and (whole == np.arange(size)).all():
         return None
@@ -131,18 +135,18 @@ def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Where the tokens of each segment lie; all arrays [segments]."""
+class _PackLayout:
+    """Position of the tokens of each segment in the pack; all arrays have shape [segments]."""
 
-    lengths: Ints  # real tokens
-    padded: Ints  # with those that only pad
-    starts: Ints  # first of the S tokens
+    lengths: Ints  # number of real tokens
+    padded: Ints  # number of tokens, padding included
+    starts: Ints  # index of the first of the S real tokens
     offsets: Ints  # position of the first token in its sequence
-    ancestors: list[list[int]]  # parents' parents first
+    ancestors: list[list[int]]  # numbers of all ancestors, the root first
     cp_size: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "_Layout":
+    def of(cls, segments: Sequence[Segment], cp_size: int, multiple: int) -> "_PackLayout":
         lengths = np.array([s.length for s in segments], np.int64)
         chunks = 2 * cp_size if cp_size > 1 else 1
         padded = -(-lengths // chunks) * chunks
@@ -158,11 +162,11 @@ class _Layout:
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
     def chunks_of(self, rank: int) -> list[int]:
-        """Numbers of the chunks of every segment that `rank` holds."""
+        """Return the numbers of the chunks that `rank` holds of every segment."""
         return [rank, 2 * self.cp_size - 1 - rank] if self.cp_size > 1 else [0]
 
     def tokens(self, rank: int) -> tuple[Ints, Ints]:
-        """([L] which of the S tokens or -1, [L] position in its sequence) on `rank`."""
+        """Return ([L] index of the real token or -1, [L] position in its sequence) on `rank`."""
         sizes = self.padded // self.num_chunks
         inside = np.concatenate([np.arange(c * n, (c + 1) * n) for n in sizes for c in self.chunks_of(rank)])
         segment = np.repeat(np.arange(len(sizes)), self.padded // self.cp_size)
@@ -170,31 +174,33 @@ class _Layout:
         return source, self.offsets[segment] + inside
 
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
-        """For each chunk on `rank`: (queries, keys), its tokens on this rank, and its keys' rows after a gather."""
+        """Return for each chunk on `rank`: (number of queries, of keys), rows of its queries, gathered rows of its keys."""
         local = int(self.padded.sum()) // self.cp_size
-        first = (np.cumsum(self.padded) - self.padded) // self.cp_size  # of each segment, on any rank
+        first = (
+            np.cumsum(self.padded) - self.padded
+        ) // self.cp_size  # first row of each segment, the same on every rank
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
-            seen = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
+            ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]
             own = self._rows(segment, int(self.padded[segment]), first, local)
-            for place, chunk in enumerate(self.chunks_of(rank)):
-                rows = np.concatenate([*seen, own[: (chunk + 1) * size]])
+            for position, chunk in enumerate(self.chunks_of(rank)):
+                rows = np.concatenate([*ancestor_rows, own[: (chunk + 1) * size]])
                 shapes.append((size, len(rows)))
-                queries.append(first[segment] + place * size + np.arange(size))
+                queries.append(first[segment] + position * size + np.arange(size))
                 keys.append(rows)
         return shapes, queries, keys
 
     def _rows(self, segment: int, count: int, first: Ints, local: int) -> Ints:
-        """Rows of the first `count` tokens of a segment, where all ranks' tokens are laid end to end."""
+        """Return the rows of the first `count` tokens of a segment in the concatenation of the tokens of all ranks."""
         inside = np.arange(count)
         if self.cp_size == 1:
             return first[segment] + inside
         size = self.padded[segment] // self.num_chunks
-        chunk, within = np.divmod(inside, size)
+        chunk, offset_in_chunk = np.divmod(inside, size)
         late = chunk >= self.cp_size
         rank = np.where(late, self.num_chunks - 1 - chunk, chunk)
-        return rank * local + first[segment] + late * size + within
+        return rank * local + first[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Running sum as Transformer Engine reads it: over all context-parallel ranks, padding counted as tokens."""
+        """Return cumulative lengths for Transformer Engine: over all context-parallel ranks, padding included."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)

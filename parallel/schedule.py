@@ -1,4 +1,4 @@
-"""Runs forward and backward passes over the micro-batches of one optimizer step, through Megatron's schedules."""
+"""Runs the forward and backward passes of all micro-batches of one optimizer step through Megatron's pipeline schedules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -8,101 +8,100 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from parallel import groups, routing
+from parallel import groups, moe_router
 from parallel.packing import PackedSequences
 
-Report = dict[str, Tensor]
 
-
-class Pack(Protocol):
-    """What a micro-batch brings."""
+class PackedMicroBatch(Protocol):
+    """What a micro-batch must provide."""
 
     @property
-    def tokens(self) -> Tensor: ...  # [L] on this rank, padding included
+    def tokens(self) -> Tensor: ...  # [L] token ids of this rank, padding included
 
     @property
     def packed(self) -> PackedSequences: ...
 
     @property
-    def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to take, see parallel.routing
+    def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to replay, see parallel.moe_router
 
 
-# The last stage's hidden states [L, H] (cut over tp under sequence parallelism), the output layer, a tied embedding's weight
-# or None, and the micro-batch -> what the loss is made of
-Head = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Tensor]
-# What the head made of the micro-batch -> (loss to add up, numbers to report)
-LossOf = Callable[[Tensor, Any], tuple[Tensor, Report]]
+# (hidden states of the last stage [L, H], or [L/tp, H] under sequence parallelism; the output layer; the weight of a tied
+# embedding or None; the micro-batch) -> the input of the loss function
+OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Tensor]
+# (result of the head, micro-batch) -> (loss, outputs to return)
+type LossFunction[O] = Callable[[Tensor, Any], tuple[Tensor, O]]
 
 
-def run(
+def run_forward_backward[O](
     chunks: list[DistributedDataParallel],
-    micro_batches: Sequence[Pack],
-    head: Head,
-    loss_of: LossOf,
+    micro_batches: Sequence[PackedMicroBatch],
+    head: OutputHead,
+    loss_function: LossFunction[O],
     *,
     forward_only: bool = False,
     aux_scale: float = 1.0,
-    whole_gradients: bool = False,
-) -> list[Report]:
-    """Accumulate gradients of the summed losses of all micro-batches; the last stage returns each one's reported numbers.
+    all_reduce_gradients: bool = False,
+) -> list[O]:
+    """Accumulate the gradients of the summed losses of all micro-batches; on the last stage, return the outputs of each one.
 
-    `chunks` are this rank's virtual stages. A rank without any micro-batch still takes part in the gradient reduction, so
-    replicas may hold any number of them (unless they exchange tokens, see ParallelDims.lockstep). `aux_scale` multiplies
-    the experts' balancing losses, which Megatron weighs by tokens: 1 / (tokens of the step) makes their mean.
-    `whole_gradients` leaves every replica with the whole summed gradient, not only the part that its optimizer steps.
+    `chunks` are this rank's virtual stages. A rank without micro-batches still takes part in the gradient reduction. Replicas
+    may therefore have different numbers of micro-batches, unless they exchange tokens (see ParallelDims.lockstep).
+    `aux_scale` multiplies the load-balancing losses of the experts, which Megatron weights by tokens: 1 / (tokens of the step)
+    gives their mean. `all_reduce_gradients` leaves the whole summed gradient on every replica, not only the shard that its
+    optimizer updates.
     """
     config = chunks[0].config
     config.moe_grad_scale_func = lambda: aux_scale
     if not micro_batches:
         if not forward_only:
-            config.finalize_model_grads_func(chunks, force_all_reduce=whole_gradients)
+            config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)
         return []
     try:
-        return _run(chunks, micro_batches, head, loss_of, forward_only, whole_gradients)
+        return _run(chunks, micro_batches, head, loss_function, forward_only, all_reduce_gradients)
     finally:
-        routing.forget(chunks)
+        moe_router.stop_replay(chunks)
 
 
-def _run(
+def _run[O](
     chunks: list[DistributedDataParallel],
-    micro_batches: Sequence[Pack],
-    head: Head,
-    loss_of: LossOf,
+    micro_batches: Sequence[PackedMicroBatch],
+    head: OutputHead,
+    loss_function: LossFunction[O],
     forward_only: bool,
-    whole_gradients: bool,
-) -> list[Report]:
+    all_reduce_gradients: bool,
+) -> list[O]:
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=_forward_step(head, loss_of),
+        forward_step_func=_forward_step(head, loss_function),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=1,  # variable: each pack brings its own
+        seq_length=1,  # ignored: each pack has its own length
         micro_batch_size=1,
         forward_only=forward_only,
-        force_all_reduce=whole_gradients,
+        force_all_reduce=all_reduce_gradients,
     )
 
 
-def _forward_step(head: Head, loss_of: LossOf) -> Callable:
-    def process(*, hidden_states: Tensor, output_layer, output_weight, context, **unused) -> Tensor:
+def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callable:
+    def output_processor(*, hidden_states: Tensor, output_layer, output_weight, context, **unused) -> Tensor:
         return head(hidden_states[:, 0], output_layer, output_weight, context)
 
     def forward_step(iterator, module):
         micro = next(iterator)
-        with routing.replayed(module, micro.routing):
+        with moe_router.replay_routing(module, micro.routing):
             output = module(
                 micro.tokens[None],
                 micro.packed.position_ids[None],
                 None,
                 packed_seq_params=micro.packed,
                 padding_mask=_padding(micro, module),
-                output_processor=process,
+                output_processor=output_processor,
                 output_processor_context=micro,
             )
 
         def loss_func(output: Tensor):
-            loss, report = loss_of(output, micro)
+            loss, report = loss_function(output, micro)
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
         return output, loss_func
@@ -110,8 +109,11 @@ def _forward_step(head: Head, loss_of: LossOf) -> Callable:
     return forward_step
 
 
-def _padding(micro: Pack, module: DistributedDataParallel) -> Tensor | None:
-    """[1, L] which tokens only pad, for the experts' statistics; Megatron cuts it over tp on the first stage only."""
+def _padding(micro: PackedMicroBatch, module: DistributedDataParallel) -> Tensor | None:
+    """Return the mask [1, L] of padding tokens for the statistics of the experts; None for a dense model or without padding.
+
+    Megatron splits the mask over tp on the first pipeline stage only, so other stages split it here.
+    """
     padding = micro.packed.padding
     if padding is None or not module.config.num_moe_experts:
         return None

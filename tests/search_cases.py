@@ -6,15 +6,15 @@ from pathlib import Path
 
 from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 
+from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.spec import Architecture
 from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
-from mrl.planner.layout_search import STALENESS, Fits, Search, fits_of
-from mrl.planner.layout_space import Machine, Space
+from mrl.planner.layout_search import STALENESS, FitsInMemory, LayoutSearch, memory_check
+from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.sizes import ModelSizes
-from mrl.planner.step_workload import Lengths, Workload
+from mrl.planner.sizes import ModelShape
+from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_memory import TrainerSettings
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
@@ -37,23 +37,23 @@ H100 = dict(
 __all__ = ["DEEPSEEK_V3", "H100", "QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_235B_A22B"]
 
 
-def model_of(fields: dict) -> tuple[Architecture, ModelSizes]:
+def model_of(fields: dict) -> tuple[Architecture, ModelShape]:
     """Of the contents of a config.json."""
     return _model_of(json.dumps(fields))
 
 
 @cache
-def _model_of(fields: str) -> tuple[Architecture, ModelSizes]:
+def _model_of(fields: str) -> tuple[Architecture, ModelShape]:
     config = HFConfig(Path("config.json"), ANY | json.loads(fields))
     family = family_of(config)
     arch = family.read(config)
-    return arch, ModelSizes.of(family, arch)
+    return arch, ModelShape.of(family, arch)
 
 
-def machine_of(nodes: int, gpus_per_node: int = 8, **changes) -> Machine:
+def machine_of(nodes: int, gpus_per_node: int = 8, **changes) -> GpuCluster:
     """So many nodes of H100."""
     hardware = HardwareConfig(**H100 | changes)
-    return Machine.of(ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, hardware=hardware), PlanConfig())
+    return GpuCluster.of(ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, hardware=hardware), PlanConfig())
 
 
 def small_moe() -> dict:
@@ -71,19 +71,19 @@ def search_of(  # noqa: PLR0913 - a question has so many parts
     prompts: int = 128,
     responses: int = 16,
     max_tokens: int = 16_384,
-    fits: Fits | None = None,
+    fits: FitsInMemory | None = None,
     fixed: dict | None = None,
     modes: tuple[str, ...] = tuple(STALENESS),
     **hardware,
-) -> Search:
+) -> LayoutSearch:
     """A search for steps of responses of 16,384 tokens at most."""
     arch, sizes = model_of(fields)
     machine = machine_of(nodes, **hardware)
-    work = Workload(Lengths.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1)
+    work = StepWorkload(LengthDistribution.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1)
     if fits is None:
         settings = TrainerSettings(max_tokens=max(max_tokens, int(work.lengths.longest)))
-        fits = fits_of(ModelShape.of(family_of(HFConfig(Path("config.json"), ANY | fields)), arch), machine, settings)
-    return Search(Space(arch, sizes, machine, work.lengths.longest, fixed or {}), work, fits, modes=modes)
+        fits = memory_check(ModelShape.of(family_of(HFConfig(Path("config.json"), ANY | fields)), arch), machine, settings)
+    return LayoutSearch(LayoutSpace(arch, sizes, machine, work.lengths.longest, fixed or {}), work, fits, modes=modes)
 
 
 def write_model(folder: Path, fields: dict) -> Path:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from operator import add
 from typing import TYPE_CHECKING, Literal
 
-from models.conversion.box import Box
+# FROM: Boxes: the part of a tensor that a rank holds, as a range along every dim. Pure arithmetic on index ranges.
 
 if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and needs no torch for it
     from torch import Tensor
@@ -24,7 +26,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class ParamMapping:
     """One Megatron parameter and the Hugging Face tensor it holds, same layout."""
 
     megatron: str  # parameter name; {layer}, {expert} for their numbers in the whole model
@@ -36,7 +38,7 @@ class Mapping:
     part: str | None = None  # only models that have this part have the row, see Architecture.parts
     expert: int | None = None  # which expert's, once written out; expert tensor parallelism cuts it then
 
-    def at(self, layer: int, expert: int | None = None) -> Mapping:
+    def at(self, layer: int, expert: int | None = None) -> ParamMapping:
         """This row with the numbers filled in."""
 
         def fill(name: str) -> str:
@@ -92,7 +94,7 @@ class Mapping:
 
 
 @dataclass(frozen=True)
-class VocabMapping(Mapping):
+class VocabMapping(ParamMapping):
     """A table with one row per token; Megatron pads the vocabulary to a multiple of the tensor-parallel size."""
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
@@ -104,7 +106,7 @@ class VocabMapping(Mapping):
 
 
 @dataclass(frozen=True)
-class QKVMapping(Mapping):
+class QKVMapping(ParamMapping):
     """Query, key and value projections [heads*d, ...] <-> Megatron's one tensor, ordered by key/value group.
 
     For each group: its query heads, its key head, its value head.
@@ -123,7 +125,7 @@ class QKVMapping(Mapping):
 
 
 @dataclass(frozen=True)
-class GatedMLPMapping(Mapping):
+class GatedMLPMapping(ParamMapping):
     """Gate and up projections <-> Megatron's one tensor: on each rank its gate shard, then its up shard."""
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
@@ -131,3 +133,59 @@ class GatedMLPMapping(Mapping):
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         return list(tensor.chunk(2, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Indices `starts[d] <= i < starts[d] + sizes[d]` along every dim d."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """To index a tensor with."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def narrow(self, dim: int, start: int, end: int) -> Box:
+        """The part between two absolute indices of `dim`; empty where they lie outside."""
+        low = min(max(start, self.starts[dim]), self.starts[dim] + self.sizes[dim])
+        high = max(low, min(end, self.starts[dim] + self.sizes[dim]))
+        return Box(_put(self.starts, dim, low), _put(self.sizes, dim, high - low))
+
+    def intersect(self, other: Box) -> Box:
+        """What both hold; may be empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = map(min, self._ends, other._ends)
+        return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.starts, self.sizes))
+
+    def within(self, outer: Box) -> Box:
+        """The same part, counted from the beginning of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+
+    def pieces(self, most: int) -> list[Box]:
+        """Cut along the first dims into boxes of at most `most` elements, at least one each."""
+        if self.numel <= most:
+            return [self]
+        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        step = max(1, most // (self.numel // self.sizes[dim]))
+        first, end = self.starts[dim], self.starts[dim] + self.sizes[dim]
+        parts = [self.narrow(dim, start, start + step) for start in range(first, end, step)]
+        return [piece for part in parts for piece in part.pieces(most)]
+
+
+def _put(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])

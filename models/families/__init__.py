@@ -7,15 +7,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from models.architecture import Family
 from models.families.deepseek_v3 import DEEPSEEK_V3
 from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
 from models.families.mixtral import MIXTRAL
 from models.families.qwen2 import QWEN2
-from models.families.qwen3 import QWEN3
-from models.families.qwen3_moe import QWEN3_MOE
+from models.families.qwen3 import QWEN3, QWEN3_MOE
 from models.hf_config import HFConfig
-from models.spec import Family
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family for family in (DEEPSEEK_V3, GLM4_MOE, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
@@ -33,7 +32,7 @@ def family_of(config: HFConfig) -> Family:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(
                 f"{config.path}: architecture {config.architecture!r} is not supported; known: {known}. "
-                "model.family can name a family of your own (docs/families.md)."
+                "model.family can name a family of your own (docs/tutorials/model.md)."
             )
         return FAMILIES[config.architecture]
     family = load_family(config.family)
@@ -65,11 +64,13 @@ def load_family(reference: str) -> Family:
         raise ValueError(f"model.family={reference}: {place} has no {name}; a Family is expected under that name.")
     family = vars(module)[name]
     if not isinstance(family, Family):
-        raise ValueError(f"model.family={reference}: is a {type(family).__name__}; a models.spec.Family is expected.")
+        raise ValueError(
+            f"model.family={reference}: is a {type(family).__name__}; a models.architecture.Family is expected."
+        )
     return family
 
 
-def located(reference: str) -> str:
+def resolve_family_path(reference: str) -> str:
     """The same reference for a process with another working directory."""
     place, _, name = reference.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference

@@ -6,36 +6,72 @@ the published configs say.
 
 from dataclasses import replace
 
-from models.conversion.mapping import Mapping
-from models.families.decoder import DEFAULTS, DENSE_MLP, EMBEDDINGS, read_decoder
-from models.families.sigmoid_experts import (
+from models.architecture import Architecture, Family
+from models.conversion.mapping import ParamMapping
+from models.families.decoder_blocks import (
+    DEFAULTS,
+    DENSE_MLP,
+    EMBEDDINGS,
     SIGMOID_EXPERTS,
     SIGMOID_EXPERTS_DEFAULTS,
     SIGMOID_EXPERTS_FUSIONS,
+    read_decoder,
     read_sigmoid_experts,
     sigmoid_experts_parts,
 )
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
 from parallel.rope import Rope, YarnRope
 
-_MLAYER, _LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
-_MATTN, _ATTN = f"{_MLAYER}.self_attention", f"{_LAYER}.self_attn"
+_MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
 
 # q: all heads' queries; kv_a: the short vector and the shared rotated part of the keys; kv_b: all heads' other parts of keys,
 # and values; o: all heads' values
 LATENT_ATTENTION = (
-    Mapping(f"{_MLAYER}.input_layernorm.weight", (f"{_LAYER}.input_layernorm.weight",), (("hidden",),)),
-    Mapping(f"{_MATTN}.linear_q_proj.weight", (f"{_ATTN}.q_proj.weight",), (("q", "hidden"),), 0, part="q_direct"),
-    Mapping(
-        f"{_MATTN}.linear_q_down_proj.weight", (f"{_ATTN}.q_a_proj.weight",), (("q_lora", "hidden"),), part="q_lora"
+    ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_q_proj.weight",
+        (f"{_HF_ATTENTION}.q_proj.weight",),
+        (("q", "hidden"),),
+        0,
+        part="q_direct",
     ),
-    Mapping(f"{_MATTN}.q_layernorm.weight", (f"{_ATTN}.q_a_layernorm.weight",), (("q_lora",),), part="q_lora"),
-    Mapping(f"{_MATTN}.linear_q_up_proj.weight", (f"{_ATTN}.q_b_proj.weight",), (("q", "q_lora"),), 0, part="q_lora"),
-    Mapping(f"{_MATTN}.linear_kv_down_proj.weight", (f"{_ATTN}.kv_a_proj_with_mqa.weight",), (("kv_a", "hidden"),)),
-    Mapping(f"{_MATTN}.kv_layernorm.weight", (f"{_ATTN}.kv_a_layernorm.weight",), (("kv_lora",),)),
-    Mapping(f"{_MATTN}.linear_kv_up_proj.weight", (f"{_ATTN}.kv_b_proj.weight",), (("kv_b", "kv_lora"),), 0),
-    Mapping(f"{_MATTN}.linear_proj.weight", (f"{_ATTN}.o_proj.weight",), (("hidden", "o"),), 1),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_q_down_proj.weight",
+        (f"{_HF_ATTENTION}.q_a_proj.weight",),
+        (("q_lora", "hidden"),),
+        part="q_lora",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.q_layernorm.weight",
+        (f"{_HF_ATTENTION}.q_a_layernorm.weight",),
+        (("q_lora",),),
+        part="q_lora",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_q_up_proj.weight",
+        (f"{_HF_ATTENTION}.q_b_proj.weight",),
+        (("q", "q_lora"),),
+        0,
+        part="q_lora",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_kv_down_proj.weight",
+        (f"{_HF_ATTENTION}.kv_a_proj_with_mqa.weight",),
+        (("kv_a", "hidden"),),
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.kv_layernorm.weight", (f"{_HF_ATTENTION}.kv_a_layernorm.weight",), (("kv_lora",),)
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_kv_up_proj.weight",
+        (f"{_HF_ATTENTION}.kv_b_proj.weight",),
+        (("kv_b", "kv_lora"),),
+        0,
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_proj.weight", (f"{_HF_ATTENTION}.o_proj.weight",), (("hidden", "o"),), 1
+    ),
 )
 
 
@@ -43,7 +79,7 @@ def translate(config: HFConfig) -> Architecture:
     """Translate a DeepSeek-V3 config; raises ValueError at a flag whose meaning this family does not implement."""
     config.expect(attention_bias=False, rope_interleave=True, quantization_config=None, moe_layer_freq=1)
     config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
-    config.asked.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # how it was pretrained
+    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # how it was pretrained
     nope, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     config.expect(head_dim=(None, turned), qk_head_dim=(None, nope + turned))  # transformers 5 writes them as well
     heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
@@ -101,6 +137,6 @@ DEEPSEEK_V3 = Family(
         topk_group=4,
         first_k_dense_replace=3,
     ),
-    engine_reads=("moe_layer_freq", "scoring_func", "topk_method"),
+    engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
     extra_layers=True,
 )

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from models.families.decoder import (
+from models.architecture import Architecture, Family
+from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     DENSE_MLP,
@@ -10,17 +11,14 @@ from models.families.decoder import (
     ENGINE_FUSIONS,
     QK_NORMS,
     QKV_BIAS,
-    read_decoder,
-)
-from models.families.sigmoid_experts import (
     SIGMOID_EXPERTS,
     SIGMOID_EXPERTS_DEFAULTS,
     SIGMOID_EXPERTS_FUSIONS,
+    read_decoder,
     read_sigmoid_experts,
     sigmoid_experts_parts,
 )
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
 
 
 def translate(config: HFConfig) -> Architecture:

@@ -1,6 +1,7 @@
 """Llama (2 and 3): RMSNorm, grouped-query attention, gated SiLU MLP, RoPE; biases by two flags."""
 
-from models.families.decoder import (
+from models.architecture import Architecture, Family
+from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     DENSE_MLP,
@@ -13,7 +14,6 @@ from models.families.decoder import (
     read_decoder,
 )
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
 
 
 def translate(config: HFConfig) -> Architecture:
@@ -30,5 +30,5 @@ LLAMA = Family(
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS
     | dict(attention_bias=False, mlp_bias=False, head_dim=None, num_key_value_heads=None, rope_interleaved=False),
-    engine_lacks=frozenset(["mlp_bias"]),
+    engine_unsupported_parts=frozenset(["mlp_bias"]),
 )

@@ -1,8 +1,16 @@
 """Mixtral: experts in every layer, softmax over the chosen ones, no query/key norms."""
 
-from models.families.decoder import ATTENTION, DEFAULTS, EMBEDDINGS, ENGINE_FUSIONS, moe_fusions, moe_mlp, read_decoder
+from models.architecture import Architecture, Family
+from models.families.decoder_blocks import (
+    ATTENTION,
+    DEFAULTS,
+    EMBEDDINGS,
+    ENGINE_FUSIONS,
+    moe_fusions,
+    moe_mlp,
+    read_decoder,
+)
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
 
 
 def translate(config: HFConfig) -> Architecture:
@@ -10,7 +18,7 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(sliding_window=None, router_jitter_noise=0.0)
     return read_decoder(
         config,
-        num_moe_experts=config.either("num_experts", "num_local_experts"),
+        num_moe_experts=config.any_spelling("num_experts", "num_local_experts"),
         moe_ffn_hidden_size=config["intermediate_size"],
         moe_layer_freq=[1] * config["num_hidden_layers"],
         moe_router_topk=config["num_experts_per_tok"],

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (dense): as Llama, with biases of queries, keys and values, none of the output projection."""
 
-from models.families.decoder import (
+from models.architecture import Architecture, Family
+from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     DENSE_MLP,
@@ -12,7 +13,6 @@ from models.families.decoder import (
     read_decoder,
 )
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
 
 
 def translate(config: HFConfig) -> Architecture:

@@ -1,6 +1,7 @@
-"""Qwen3 (dense): RMSNorm, grouped-query attention with query/key norms, gated SiLU MLP, RoPE."""
+"""Qwen3-MoE: Qwen3 with experts in most layers, the chosen ones' weights normalised to sum to 1 (or not, by a flag)."""
 
-from models.families.decoder import (
+from models.architecture import Architecture, Family
+from models.families.decoder_blocks import (
     ATTENTION,
     DEFAULTS,
     DENSE_MLP,
@@ -12,10 +13,51 @@ from models.families.decoder import (
     QKV_BIAS,
     attention_parts,
     check_full_attention,
+    moe_fusions,
+    moe_mlp,
     read_decoder,
 )
 from models.hf_config import HFConfig
-from models.spec import Architecture, Family
+
+# FROM: Qwen3 (dense): RMSNorm, grouped-query attention with query/key norms, gated SiLU MLP, RoPE.
+
+
+def translate_moe(config: HFConfig) -> Architecture:
+    """Translate a Qwen3-MoE config; raises ValueError at a flag whose meaning this family does not implement."""
+    check_full_attention(config)
+    dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+    return read_decoder(
+        config,
+        parts=attention_parts(config),
+        qk_layernorm=True,
+        num_moe_experts=config.any_spelling("num_experts", "num_local_experts"),
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        moe_layer_freq=[int(n not in dense and (n + 1) % step == 0) for n in range(config["num_hidden_layers"])],
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_router_pre_softmax=not config["norm_topk_prob"],  # softmax over all experts, or over the chosen ones
+    )
+
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    translate=translate_moe,
+    table=(
+        *EMBEDDINGS,
+        *(*ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS),
+        *(*DENSE_MLP, *moe_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
+    ),
+    engine_fusions=ENGINE_FUSIONS | moe_fusions("gate_proj", "up_proj", "down_proj"),
+    defaults=DEFAULTS
+    | FULL_ATTENTION_DEFAULTS
+    | dict(
+        attention_bias=False,
+        head_dim=None,
+        num_key_value_heads=4,
+        mlp_only_layers=None,
+        decoder_sparse_step=1,
+        norm_topk_prob=False,
+    ),
+)
 
 
 def translate(config: HFConfig) -> Architecture:

@@ -1,4 +1,4 @@
-"""`mrl plan search`: the quickest layout, placement and share of GPUs for a model on a cluster, and why."""
+"""`mrl plan search`: finds the layout, placement and division of GPUs with the shortest predicted step, and explains it."""
 
 import json
 import sys
@@ -12,32 +12,33 @@ from rich.table import Table
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.algorithms.parts import build_algorithm
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.planner.layout_search import Candidate, Found, Search, fits_of, limits, losses
-from mrl.planner.layout_space import Machine, Space
+from mrl.planner.engine_memory import MEM_FRACTION
+from mrl.planner.layout_search import LayoutSearch, RunCandidate, SearchResult, compare, limits, memory_check
+from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import FRACTION, trainer_settings
+from mrl.planner.run_memory import kv_itemsize, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
-from mrl.planner.sizes import ModelSizes
-from mrl.planner.step_workload import Lengths, Workload
+from mrl.planner.step_workload import LengthDistribution, StepWorkload
+from mrl.planner.trainer_time import WEIGHT_BYTES
 
 USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N [KEY=VALUE ...] [--json]
 
-Searches every layout of the trainers, every share of the GPUs, both placements and all modes of rollout for the one whose
-steps are predicted to be quickest, and says why (docs/plan_search.md). Needs the model's config.json only. Starts nothing.
+Searches all layouts of the trainers, all divisions of the GPUs, both placements and all rollout modes for the one with the
+shortest predicted step, and explains it (docs/how_to/out_of_memory.md). Needs only the model's config.json. Starts no process.
 
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
 
-  cluster, cluster.hardware.*                 the machines: a100, h100, h200, b200; cluster.nodes: how many
-  plan.fix                                    keys or sections to leave as they are: [parallel.tp, rollout, placement]
-  plan.lengths                                a run's folder, or a jsonl file of lists of tokens: whose responses' lengths
-  plan.prompt_tokens, plan.response_tokens    without it: of prompts, and the median of log-normal responses,
-  plan.response_sigma                         which are spread so far, and cut at rollout.max_response_tokens
-  plan.top                                    answers to show
-  plan.*_efficiency, plan.latency_us          what the machines reach of their vendor's numbers
-  --json                                      all of it for programs
+  cluster, cluster.hardware.*                 hardware of the nodes (a100, h100, h200, b200); cluster.nodes: their number
+  plan.fix                                    keys or sections that the search does not change: [parallel.tp, rollout, placement]
+  plan.lengths                                response lengths: a run directory, or a jsonl file of lists of tokens
+  plan.prompt_tokens, plan.response_tokens    without plan.lengths: length of prompts, and median of log-normal responses,
+  plan.response_sigma                         whose logarithm has this sigma, truncated at rollout.max_response_tokens
+  plan.top                                    number of results
+  plan.efficiency, plan.latency_us            attained fraction of the vendor's peak numbers; latency of a collective
+  --json                                      print the result as JSON
 """
 
 FIXABLE = {
@@ -47,24 +48,25 @@ FIXABLE = {
     "rollout.mode": "mode",
     "placement": "placement",
 }
-"""What plan.fix may name, and what the search calls it."""
-TYPICAL_PROMPT = 512  # tokens, where nothing says how long prompts are
-EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "expert_efficiency", "bandwidth_efficiency")
+"""Config keys that plan.fix may name -> names in LayoutSpace.fixed."""
+DEFAULT_PROMPT_TOKENS = 512  # if neither plan.prompt_tokens nor data.max_prompt_tokens is set
 
 
-def fixed_of(config: Config) -> dict[str, Any]:
-    """The values that plan.fix leaves as they are; raises ValueError at a key that the search does not set."""
-    found: dict[str, Any] = {}
+def fixed_values(config: Config) -> dict[str, Any]:
+    """Return the values that plan.fix keeps. Raises ValueError for a key that the search does not set."""
+    fixed: dict[str, Any] = {}
     for key in config.plan.fix:
         names = [name for name in FIXABLE if name == key or name.startswith(f"{key}.")]
         if not names:
-            raise ValueError(f"plan.fix: {key!r} is not searched; expected some of {', '.join(FIXABLE)}, or a section.")
+            raise ValueError(
+                f"plan.fix: the search does not set {key!r}; expected some of {', '.join(FIXABLE)}, or a section."
+            )
         for name in names:
-            found[FIXABLE[name]] = _configured(config, name)
-    return {name: value for name, value in found.items() if value is not None}
+            fixed[FIXABLE[name]] = _configured_value(config, name)
+    return {name: value for name, value in fixed.items() if value is not None}
 
 
-def _configured(config: Config, key: str) -> Any:
+def _configured_value(config: Config, key: str) -> Any:
     if key == "placement":
         roles = [set(pool["roles"] if isinstance(pool, dict) else pool) for pool in config.placement.pools.values()]
         return "colocated" if any({"actor", "engines"} <= of_pool for of_pool in roles) else "disaggregated"
@@ -73,22 +75,23 @@ def _configured(config: Config, key: str) -> Any:
     return config.parallel.tp if key == "parallel.etp" and value is None else value
 
 
-def lengths_of(config: Config) -> Lengths:
-    """Of plan.lengths, or log-normal. Raises ValueError."""
+def length_distribution(config: Config) -> LengthDistribution:
+    """Return the lengths in plan.lengths, or a log-normal distribution. Raises ValueError."""
     plan, longest = config.plan, config.rollout.max_response_tokens
-    prompt = plan.prompt_tokens or config.data.max_prompt_tokens or TYPICAL_PROMPT
+    prompt = plan.prompt_tokens or config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
     if plan.lengths is None:
-        return Lengths.log_normal(prompt, plan.response_tokens or longest / 4, plan.response_sigma, longest)
+        median = plan.response_tokens or longest / 4
+        return LengthDistribution.log_normal(prompt, median, plan.response_sigma, longest)
     path = Path(plan.lengths)
     groups = read_run(path).groups if path.is_dir() else read_lengths(path, prompt)
-    return Lengths.of(groups.prompts, groups.responses)
+    return LengthDistribution.of(groups.prompts, groups.responses)
 
 
-def workload_of(config: Config) -> Workload:
-    """A step of the run that this config describes. Raises ValueError."""
+def step_workload(config: Config) -> StepWorkload:
+    """Return the work of one step of the run. Raises ValueError."""
     needs = build_algorithm(config).needs
-    return Workload(
-        lengths_of(config),
+    return StepWorkload(
+        length_distribution(config),
         prompts=config.rollout.prompts_per_step,
         responses_per_prompt=config.rollout.responses_per_prompt,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
@@ -100,128 +103,135 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def search_of(config: Config) -> Search:
-    """The search that this config asks for; raises ValueError."""
+def make_search(config: Config) -> LayoutSearch:
+    """Build the search for a config. Raises ValueError."""
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
-    machine, work, fixed = Machine.of(config.cluster, config.plan), workload_of(config), fixed_of(config)
-    sizes = ModelSizes.of(family, arch)
+    shape = ModelShape.of(family, arch)
+    cluster, work, fixed = GpuCluster.of(config.cluster, config.plan), step_workload(config), fixed_values(config)
     options: dict[str, Any] = dict(modes=(fixed["mode"],)) if "mode" in fixed else {}
     if config.rollout.max_staleness is not None:
         options["staleness"] = config.rollout.max_staleness
-    return Search(
-        Space(arch, sizes, machine, work.lengths.longest, fixed),
+    return LayoutSearch(
+        LayoutSpace(arch, shape, cluster, work.lengths.longest, fixed),
         work,
-        fits_of(ModelShape.of(family, arch), machine, trainer_settings(config, arch.max_position_embeddings)),
+        memory_check(shape, cluster, trainer_settings(config, arch.max_position_embeddings)),
         bucket_bytes=config.weight_sync.bucket_bytes,
-        memory_fraction=config.sglang.get("mem_fraction_static") or FRACTION,
-        most_running=config.sglang.get("max_running_requests"),
+        memory_fraction=config.sglang.get("mem_fraction_static") or MEM_FRACTION,
+        max_requests=config.sglang.get("max_running_requests"),
+        kv_itemsize=kv_itemsize(config, WEIGHT_BYTES),
         **options,
     )
 
 
-def overrides(search: Search, answer: Candidate) -> list[str]:
-    """What to add to `mrl train` for an answer."""
-    layout, work = answer.trainers.layout, search.work
-    keys = layout.overrides(answer.trainers.replicas, search.space.sizes.experts > 0)
-    keys |= {"rollout.num_engines": answer.num_engines, "rollout.engine_tp": answer.engine_tp}
-    if answer.mode != "sync":
-        keys["rollout.mode"] = answer.mode
+def overrides(search: LayoutSearch, candidate: RunCandidate) -> list[str]:
+    """Return the arguments of `mrl train` that select a candidate."""
+    layout, work = candidate.trainers.layout, search.work
+    keys = layout.overrides(candidate.trainers.replicas, search.space.shape.num_experts > 0)
+    keys |= {"rollout.num_engines": candidate.num_engines, "rollout.engine_tp": candidate.engine_tp}
+    if candidate.mode != "sync":
+        keys["rollout.mode"] = candidate.mode
     words = [f"{key}={value}" for key, value in keys.items()]
-    if work.critic and answer.placement == "disaggregated":
+    if work.critic and candidate.placement == "disaggregated":
         return [*words, "'placement.pools={train: [actor, critic], serve: [engines]}'"]
-    return [*words, f"placement={answer.placement}"]
+    return [*words, f"placement={candidate.placement}"]
 
 
-def as_json(config: Config, search: Search, found: Found) -> dict[str, Any]:
-    """All that is known, in plain types; seconds."""
+def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[str, Any]:
+    """Return the result in plain types; times in seconds."""
 
-    def plain(answer: Candidate) -> dict[str, Any]:
+    def plain(candidate: RunCandidate) -> dict[str, Any]:
         return dict(
-            step_s=answer.step_s,
-            parts_s=search.parts(answer),
-            train_s=answer.trainers.seconds,
-            placement=answer.placement,
-            mode=answer.mode,
-            gpus=answer.gpus,
-            trainer_gpus=answer.trainers.gpus,
-            engine_gpus=answer.engine_gpus,
-            overrides=overrides(search, answer),
+            step_s=candidate.step_s,
+            parts_s=search.parts(candidate),
+            train_s=candidate.trainers.seconds,
+            placement=candidate.placement,
+            mode=candidate.mode,
+            gpus=candidate.gpus,
+            trainer_gpus=candidate.trainers.gpus,
+            engine_gpus=candidate.engine_gpus,
+            overrides=overrides(search, candidate),
         )
 
     return dict(
         hardware=vars(config.cluster.hardware),
         nodes=config.cluster.nodes,
         gpus_per_node=config.cluster.gpus_per_node,
-        assumed={name: getattr(config.plan, name) for name in (*EFFICIENCIES, "latency_us", "pcie_gb_per_s")},
-        best=[plain(answer) for answer in found.best],
-        best_of_each=[plain(answer) for answer in found.of_each],
-        limits=limits(search, found.best[0]),
-        looked_at=found.looked_at,
-        excluded=dict(found.excluded),
+        assumed=dict(
+            efficiency=config.plan.efficiency,
+            latency_us=config.plan.latency_us,
+            pcie_gb_per_s=config.plan.pcie_gb_per_s,
+        ),
+        best=[plain(candidate) for candidate in result.best],
+        best_of_each=[plain(candidate) for candidate in result.best_of_each],
+        limits=limits(search, result.best[0]),
+        evaluated=result.evaluated,
+        excluded=dict(result.excluded),
     )
 
 
-def show(config: Config, search: Search, found: Found) -> None:
-    """Tables of the best, what limits the first, what others lose, what was left out, and what to paste."""
+def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
+    """Print tables of the best candidates, what limits the first, how others differ, what is excluded, and overrides to use."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    cluster, work, best = config.cluster, search.work, found.best[0]
+    cluster, work, best = config.cluster, search.work, result.best[0]
     console.print(
-        f"{search.space.sizes.parameters / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
+        f"{search.space.shape.num_weights / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
         f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step: {work.prompts} prompts x "
         f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens in the mean, "
         f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most"
     )
-    assumed = ", ".join(f"{name.removesuffix('_efficiency')} {getattr(config.plan, name):.0%}" for name in EFFICIENCIES)
-    console.print(f"assumed, not measured: {assumed} of the vendor's numbers; a message {config.plan.latency_us:g} us")
+    assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
     console.print(
-        _table(found.best, f"the best {len(found.best)} of {found.looked_at:,} layouts and sizes of trainers")
+        f"assumed, not measured: {assumed} of the vendor's numbers; {config.plan.latency_us:g} us latency of a collective"
     )
+    title = f"the best {len(result.best)} of {result.evaluated:,} trainer layouts and numbers of replicas"
+    console.print(_candidate_table(result.best, title))
     for text in limits(search, best):
         console.print(f"1: {text}")
-    for number, answer in enumerate(found.best[1:], 2):
-        console.print(f"{number} against 1: {losses(search, best, answer)}")
-    others = [answer for answer in found.of_each if answer.shape != best.shape]
+    for number, candidate in enumerate(result.best[1:], 2):
+        console.print(f"{number} against 1: {compare(search, best, candidate)}")
+    others = [candidate for candidate in result.best_of_each if candidate.kind != best.kind]
     if others:
-        console.print(_table(others, "the best of each other placement and mode"))
-    left_out = ", ".join(f"{reason}: {number:,}" for reason, number in found.excluded.most_common())
-    console.print(f"left out: {left_out or 'nothing'}\n\nto train as 1:")
+        console.print(_candidate_table(others, "the best of each other placement and mode"))
+    excluded = ", ".join(f"{reason}: {number:,}" for reason, number in result.excluded.most_common())
+    console.print(f"excluded: {excluded or 'nothing'}\n\nto train as 1:")
     sys.stdout.write(f"  {' '.join(overrides(search, best))}\n")
 
 
-def _table(answers: list[Candidate], title: str) -> Table:
+def _candidate_table(candidates: list[RunCandidate], title: str) -> Table:
     table = Table("", "s/step", title=title, title_justify="left")
-    for column in ("sampling", "training", "weights", "switches", "trainers", "engines", "placement"):
+    for column in ("sampling", "training", "push", "switch", "trainers", "engines", "placement"):
         table.add_column(column, justify="left" if column in ("trainers", "engines", "placement") else "right")
-    for number, answer in enumerate(answers, 1):
-        trainers, mode = answer.trainers, "" if answer.placement == "colocated" else f", {answer.mode}"
-        seconds = (answer.step_s, answer.rollout_s, trainers.seconds, answer.push_s, answer.switch_s)
+    for number, candidate in enumerate(candidates, 1):
+        trainers, mode = candidate.trainers, "" if candidate.placement == "colocated" else f", {candidate.mode}"
+        seconds = (candidate.step_s, candidate.rollout_s, trainers.seconds, candidate.push_s, candidate.switch_s)
         table.add_row(
             str(number),
             *(f"{value:.4g}" for value in seconds),
             f"{trainers.gpus}: dp{trainers.replicas} {trainers.layout}",
-            f"{answer.engine_gpus}: {answer.num_engines} x tp{answer.engine_tp}",
-            f"{answer.placement}{mode}",
+            f"{candidate.engine_gpus}: {candidate.num_engines} x tp{candidate.engine_tp}",
+            f"{candidate.placement}{mode}",
         )
     return table
 
 
-def explain(as_program: bool, config: Config) -> None:
-    """Search, and print what was found."""
-    with hydra_app.as_user_error():
-        search = search_of(config)
-        found = search.run(config.plan.top)
-    if as_program:
-        sys.stdout.write(json.dumps(as_json(config, search, found)) + "\n")
+def explain_search(print_json: bool, config: Config) -> None:
+    """Run the search and print its result."""
+    with hydra_entry.exit_on_user_error():
+        search = make_search(config)
+        result = search.run(config.plan.top)
+    if print_json:
+        sys.stdout.write(json.dumps(as_json(config, search, result)) + "\n")
     else:
-        show(config, search, found)
+        show(config, search, result)
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan search`."""
     words = [word for word in argv if word != "--json"]
-    return hydra_app.run([*words, *hydra_app.NO_OUTPUT], partial(explain, len(words) < len(argv)), USAGE)
+    job = partial(explain_search, len(words) < len(argv))
+    return hydra_entry.run([*words, *hydra_entry.NO_OUTPUT], job, USAGE)
 
 
 if __name__ == "__main__":

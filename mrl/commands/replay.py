@@ -9,17 +9,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mrl.algorithms.parts import make_objective
-from mrl.commands.hydra_app import as_user_error, refuse
+from mrl.algorithms.parts import build_objective
+from mrl.config.hydra_entry import exit_on_user_error, exit_with_error
 from mrl.config.schema import Config, ParallelConfig
 from mrl.config.validate import from_hydra
 from mrl.controller import build
-from mrl.controller import plan_train as planning
-from mrl.core.errors import Lost
+from mrl.controller import plan_tools as planning
+from mrl.core.run_errors import ProcessesLostError, StartError
 from mrl.diagnostics.replay import Found, Verdict
 from mrl.diagnostics.replay_picture import draw
 from mrl.diagnostics.step_dump import Capsule, Weights
-from mrl.workers.group import StartError
 from parallel.dims import ParallelDims
 
 USAGE = """usage: mrl replay CAPSULE [parallel.KEY=N ...] [against [parallel.KEY=N ...]] [KEY=VALUE ...]
@@ -28,8 +27,8 @@ Runs the step in the folder CAPSULE again under two layouts, and says whether th
 log-probability, the loss and every gradient; where they do not, which layer is the first that differs; and where numbers are
 not finite, in which layer and at which token that begins. No weight changes, no engine starts.
 
-  CAPSULE          a folder such as RUN/capsules/step_000007. A run writes one for the steps in capsule.steps, for every
-                   step whose gradient is not finite, and for steps whose gradient norm is a spike (capsule.spike)
+  CAPSULE          a folder such as RUN/capsules/step_000007. A run writes one for the steps in step_dump.steps, for every
+                   step whose gradient is not finite, and for steps whose gradient norm is a spike (step_dump.spike_factor)
   parallel.KEY=N   the layout to look at: tp, sp, pp, vpp, cp, dp, ep, etp; default: the one that the run had
   against          what follows is the layout to compare with; default: one process
 
@@ -95,7 +94,7 @@ def main(argv: list[str]) -> int:
     if not argv or any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(USAGE)
         return 0 if argv else 2
-    with as_user_error():
+    with exit_on_user_error():
         request = Request.parse(argv)
         capsule = Capsule.read(request.capsule.resolve())
         dims = _dims(request.layout) if request.layout else capsule.content.dims
@@ -103,21 +102,24 @@ def main(argv: list[str]) -> int:
         config, weights = _config(request, capsule), _weights(request, capsule)
         folder = capsule.folder_of(weights)
         plan = planning.plan_replay(config, weights.like if weights.checkpoint else str(folder), dims, against)
-        objective = make_objective(config)
+        objective = build_objective(config)
     if capsule.content.kl_coef is not None:
         objective = objective.with_kl_coef(capsule.content.kl_coef)
     sys.stdout.write(_introduction(capsule, weights, dims, against))
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that every process is ended
     try:
         found = build.replay(plan, capsule, weights, objective, against)
-    except (StartError, Lost) as error:  # what only the trainer processes can find; or one of them is gone or hangs
-        refuse(error)
+    except (
+        StartError,
+        ProcessesLostError,
+    ) as error:  # what only the trainer processes can find; or one of them is gone or hangs
+        exit_with_error(error)
     _report(found, capsule, f"{dims} / {against}", Path(config.run.dir))
     return 0 if found.equal else 1
 
 
 def _dims(sizes: dict[str, Any]) -> ParallelDims:
-    return ParallelDims.of_world(**(vars(ParallelConfig()) | sizes))
+    return ParallelDims.from_world_size(**(vars(ParallelConfig()) | sizes))
 
 
 def _config(request: Request, capsule: Capsule) -> Config:
@@ -160,7 +162,7 @@ def _report(found: Verdict, capsule: Capsule, title: str, folder: Path) -> None:
         layouts=title,
         equal=found.equal,
         first_different=asdict(found.first_different) if found.first_different else None,
-        first_not_finite=asdict(found.first_broken) if found.first_broken else None,
+        first_not_finite=asdict(found.first_nonfinite) if found.first_nonfinite else None,
         gradients_not_finite=found.broken_gradients,
         grad_norm=found.grad_norms,
         loss=found.losses,
@@ -191,17 +193,19 @@ def _conclusion(found: Verdict, capsule: Capsule) -> list[str]:
     seen, number = capsule.content.grad_norms, capsule.content.mini_batch
     in_run = f"; the run saw {seen[number]:.6g}" if number < len(seen) else ""
     lines = [f"gradient norm {found.grad_norms[0]:.6g}, the other layout's {found.grad_norms[1]:.6g}{in_run}"]
-    if found.first_broken:
-        lines.append(f"NOT FINITE: first in {_where(found.first_broken)}")
+    if found.first_nonfinite:
+        lines.append(f"NOT FINITE: first in {_where(found.first_nonfinite)}")
     elif found.broken_gradients:
         lines.append(
             "NOT FINITE: every activation is finite, but not these gradients, of which the last ones are computed first: "
             + ", ".join(found.broken_gradients[-3:])
         )
-    if found.first_different and not (found.first_broken and found.first_broken.name == found.first_different.name):
+    if found.first_different and not (
+        found.first_nonfinite and found.first_nonfinite.name == found.first_different.name
+    ):
         lines.append(f"NOT EQUAL: the first that differs is {_where(found.first_different)}")
     wrong = [d for d in found.numbers if not d.within]
-    if wrong and not found.first_different and not found.first_broken:
+    if wrong and not found.first_different and not found.first_nonfinite:
         lines.append(f"NOT EQUAL: hidden states agree, but {wrong[0].name} does not ({wrong[0].relative:.1e})")
     return lines if not found.equal else [*lines, "equal: every hidden state, log-probability and gradient agrees"]
 

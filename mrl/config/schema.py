@@ -1,422 +1,438 @@
-"""Every key we own: its type, unit, default and effect. The yaml groups in conf/ mirror this file.
+"""The config schema: every key of a run with its type, default, unit, bounds and description.
 
-A value of type `Node` names a class or function by Hydra's `_target_`; it is built, and its arguments checked, in
-mrl/controller/build.py before any process starts. Unknown keys are errors (mrl/config/validate.py).
+The dataclasses are Hydra structured configs (registered by mrl/config/hydra_entry.py), so OmegaConf checks the types, and
+`mrl config` and docs/reference/config.md are generated from the fields' metadata. A value of type `Node` names a class or function by
+Hydra's `_target_`; mrl/config/instantiate.py builds it before any process starts.
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
 
+from mrl.config.command_schema import (
+    CertifyConfig,
+    Dtype,
+    EvaluateConfig,
+    GenerateConfig,
+    PlanConfig,
+    SweepConfig,
+)
+from parallel.trainer_config import LrSchedule, OptimConfig
+from parallel.trainer_config import config_field as key
+
 Node = dict[str, Any]
 ASYNC_STALENESS = 2
+
+RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # a class body cannot define `async`
+
+
+class GroupOrder(StrEnum):
+    """Order in which sampled groups are trained."""
+
+    dispatched = "dispatched"
+    completed = "completed"
+
+
+class RowPolicy(StrEnum):
+    """Handling of rows that cannot be used."""
+
+    error = "error"
+    skip = "skip"
+
+
+class Aggregation(StrEnum):
+    """How the loss is averaged over tokens."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    fixed_length = "fixed_length"
+
+
+class OldLogprobs(StrEnum):
+    """Source of the old policy's log-probabilities."""
+
+    recompute = "recompute"
+    rollout = "rollout"
+
+
+class Transport(StrEnum):
+    """How weights travel from trainer ranks to engines."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    cuda_ipc = "cuda_ipc"
+    process_group = "process_group"
+    disk = "disk"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests during a weight sync."""
+
+    retract = "retract"
+    abort = "abort"
+    in_place = "in_place"
+
+
+class Scheduler(StrEnum):
+    """Cluster schedulers that `mrl train` can submit to."""
+
+    slurm = "slurm"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    name: str = "run"  # names the run in wandb and in the default folder
-    dir: str = MISSING  # everything of a run goes here: metrics, logs, rollouts, checkpoints, picture
-    seed: int = 0  # order of prompts, sampling, initialisation
+    """Identity of the run."""
+
+    name: str = key("run", "name in wandb and in the default run directory")
+    dir: str = key(MISSING, "run directory: metrics, logs, checkpoints, rollouts, learning curve")
+    seed: int = key(0, "seed of prompt order, sampling and initialization", least=0)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = MISSING  # Hugging Face folder: config.json, *.safetensors, tokenizer
-    dtype: str = "bfloat16"  # of weights and activations: bfloat16 or float32
-    family: str | None = None  # a family of your own: "package.module:NAME" or "/path/file.py:NAME" (docs/families.md)
+    """The policy (actor)."""
+
+    path: str = key(MISSING, "Hugging Face folder: config.json, *.safetensors, tokenizer")
+    dtype: Dtype = key(Dtype.bfloat16, "precision of weights and activations")
+    family: str | None = key(
+        None, "your own model family: package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)"
+    )
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of one weight."""
         return {"bfloat16": 2, "float32": 4}[self.dtype]
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    inputs: Node | None = None  # callable run once before anything is read: makes the files named below
-    train: list[str] = field(default_factory=list)  # prompts: jsonl or parquet files, folders of datasets' save_to_disk
-    mixture: Node = field(default_factory=dict)  # in place of train: name -> {files, weight, columns, system}
-    dataset: Node | None = None  # in place of train: an object of your own that gives rows (docs/data.md)
-    test: list[str] = field(default_factory=list)  # held-out prompts, likewise; without any no evaluation
-    test_sets: Node = field(default_factory=dict)  # more of them, by name: name -> files, or as in mixture
-    columns: Node = field(default_factory=dict)  # prompt, ground_truth, data_source, extra_info -> your names of them
-    system: str | None = None  # system message of prompts that begin with none
-    chat_template: str | None = None  # Jinja file in place of the model's own chat template
-    template_args: Node = field(default_factory=dict)  # variables of the chat template, such as enable_thinking
-    bad_rows: str = "error"  # rows that cannot be used: error, or skip; all are listed in run.dir/bad_rows_*.jsonl
-    overlong: str = "error"  # prompts longer than allowed: error, or skip; listed there too
-    shuffle: bool = True  # a new order every epoch, from run.seed
-    max_prompt_tokens: int | None = None  # longest allowed prompt; default: the model's context less the response
+    """Prompts (docs/tutorials/data.md)."""
+
+    inputs: Node | None = key(dict, "callable that creates missing input files before anything is read")
+    train: list[str] = key(list, "training prompts: jsonl or parquet files, or folders of datasets' save_to_disk")
+    mixture: Node = key(dict, "weighted training sources instead of train: name -> {files, weight, columns, system}")
+    dataset: Node | None = key(dict, "your own dataset object instead of train")
+    test: list[str] = key(list, "held-out prompts, in the formats of train; empty: no evaluation")
+    test_sets: Node = key(dict, "further held-out sets: name -> files, or a source as in mixture")
+    columns: Node = key(dict, "column names: prompt, ground_truth, data_source, extra_info -> name in your files")
+    system: str | None = key(None, "system message for prompts that do not start with one")
+    chat_template: str | None = key(None, "Jinja file that replaces the model's chat template")
+    template_args: Node = key(dict, "variables of the chat template, such as enable_thinking")
+    bad_rows: RowPolicy = key(
+        RowPolicy.error, "handling of invalid rows; all of them are listed in run.dir/bad_rows_*.jsonl"
+    )
+    overlong: RowPolicy = key(RowPolicy.error, "handling of prompts longer than max_prompt_tokens; listed there too")
+    shuffle: bool = key(True, "new prompt order in every epoch, derived from run.seed")
+    max_prompt_tokens: int | None = key(
+        None,
+        "longest allowed prompt; default: the model's context minus rollout.max_response_tokens",
+        "tokens",
+        least=1,
+    )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    prompts_per_step: int = 32  # N: distinct prompts sampled in one step
-    responses_per_prompt: int = 8  # G: responses to each prompt
-    max_response_tokens: int = 512  # a longer response is cut
-    temperature: float = 1.0  # of sampling, and of the log-probabilities in training
-    mode: str = "sync"  # sync; one_step_off: sampled while the step before is trained; async (docs/asynchrony.md)
-    max_staleness: int | None = None  # async: weight versions a token may be older than those it trains; default: 2
-    order: str | None = (
-        None  # steps train groups as they were drawn, or as finished (async's default, favours the quick)
+    """Sampling with SGLang engines (docs/concepts/asynchrony.md, docs/tutorials/agent.md)."""
+
+    prompts_per_step: int = key(32, "distinct prompts in one step", "prompts", least=1)
+    responses_per_prompt: int = key(8, "group size: responses to each prompt", "responses", least=1)
+    max_response_tokens: int = key(512, "longest response; longer ones are truncated", "tokens", least=1)
+    temperature: float = key(1.0, "temperature of sampling and of the log-probabilities in training", above=0)
+    mode: RolloutMode = key(
+        RolloutMode("sync"), "sync; one_step_off: sample the next step during training; async: sample continuously"
     )
-    over_sampling: float = (
-        0.0  # groups in the making beyond those needed, as a share of a step's; the slowest are dropped
+    max_staleness: int | None = key(
+        None, "async: largest age of a trained token; default: 2", "weight versions", least=0
     )
-    filter: Node | None = None  # rewards of a group -> whether it is trained; others are replaced by new prompts
-    max_sampling_rounds: int = (
-        10  # at most so many times prompts_per_step are drawn for a step; then it has fewer groups
+    group_order: GroupOrder | None = key(
+        None, "train groups in the order dispatched or completed; default: completed if async or over-sampled"
     )
-    agent: Node | None = None  # responses of several turns, in which the policy calls tools (docs/agents.md)
-    num_engines: int = 1  # SGLang servers
-    engine_tp: int = 1  # tensor-parallel size of each engine
-    engine_urls: list[str] = field(default_factory=list)  # SGLang servers that run already, in place of our own
-    deterministic: bool = False  # each response from a seed of its own (run.seed, step, place); slower (docs/faults.md)
-    routing_replay: bool = (
-        False  # train with the experts that the engine chose for each token (a mixture of experts only)
+    over_sample_rate: float = key(
+        0.0, "fraction of extra groups in flight; the slowest are dropped when a step has enough", least=0
     )
-    start_timeout_s: float = 600.0  # until every engine answers
-    request_timeout_s: float = 600.0  # for one batch of responses
-    record: bool = False  # keep each step's tokens in run.dir/rollouts/step_N.npz
-    replay: str | None = None  # folder of such files: train on them, without any engine
+    filter: Node | None = key(dict, "rewards of a group -> whether to train on it; rejected groups are resampled")
+    max_sampling_rounds: int = key(
+        10, "limit of prompts drawn for a step, as a multiple of prompts_per_step, when filter rejects groups", least=1
+    )
+    agent: Node | None = key(dict, "multi-turn agent with tool calls")
+    num_engines: int = key(1, "number of SGLang servers", "engines", least=1)
+    engine_tp: int = key(1, "tensor-parallel size of each engine", "GPUs", least=1)
+    engine_urls: list[str] = key(list, "running SGLang servers to use instead of starting engines")
+    deterministic: bool = key(
+        False, "one seed for each response (run.seed, step, index); slower (docs/how_to/resume.md)"
+    )
+    routing_replay: bool = key(False, "mixture of experts: train with the experts that the engine selected per token")
+    request_timeout_s: float = key(600.0, "timeout of one batch of responses", "s", above=0)
+    record: bool = key(False, "save the tokens of each step in run.dir/rollouts/step_N.npz")
+    replay: str | None = key(None, "folder of recorded rollouts to train on, without engines")
 
     @property
     def staleness(self) -> int:
-        """Weight versions that a token may be older than those it trains."""
+        """Largest age of a trained token, in weight versions."""
         ahead = ASYNC_STALENESS if self.max_staleness is None else self.max_staleness
         return {"sync": 0, "one_step_off": 1}.get(self.mode, ahead)
 
     @property
     def in_order(self) -> bool:
-        """Whether steps train groups in the order they were drawn."""
-        return self.order == "drawn" or (self.order is None and self.mode != "async" and not self.over_sampling)
+        """Whether steps train groups in the order they were dispatched."""
+        if self.group_order is not None:
+            return self.group_order == "dispatched"
+        return self.mode != "async" and not self.over_sample_rate
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.mode != "async":
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} with rollout.mode={self.mode}: only async has a choice; "
+                "sync has 0 and one_step_off 1."
+            )
+        if self.over_sample_rate and self.group_order == "dispatched":
+            raise ValueError(
+                f"rollout.over_sample_rate={self.over_sample_rate} with rollout.group_order=dispatched, which waits for "
+                "every group; use 0, or group_order=completed."
+            )
 
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """How the reward is run; its own settings are in `reward`."""
+    """Execution of the reward function; `reward` selects the function (docs/tutorials/reward.md)."""
 
-    workers: int | None = None  # processes for rewards that could fail; default: one for each core, 8 at most
-    sample_timeout_s: float = 10.0  # for one response; a worker that takes longer is ended, and the response failed
-    memory_gb: float = 4.0  # of one worker; what needs more fails
-    timeout_s: float = 300.0  # for all responses of a step; those without a reward by then have failed
+    workers: int | None = key(
+        None, "processes for rewards that may crash; default: one for each core, at most 8", "processes", least=1
+    )
+    sample_timeout_s: float = key(
+        10.0, "timeout of one response; then its worker is killed and the score failed", "s", above=0
+    )
+    memory_gb: float = key(4.0, "memory limit of one worker", "GiB", above=0)
+    timeout_s: float = key(
+        300.0, "timeout of all responses of a step; those without a score then have failed", "s", above=0
+    )
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: Node = MISSING  # rewards -> advantages of responses or tokens
-    loss: Node = MISSING  # policy loss per sampled token
-    aggregation: str = "token_mean"  # how tokens are averaged: token_mean, sequence_mean or fixed_length
-    # weights of tokens against the gap between trainer and engine, or older weights; default: none where rollout.mode=sync,
-    # else truncated importance sampling
-    correction: Node | None = None
-    kl_in_loss: Node | None = None  # KL to the weights that reinforcement started from, added to the loss
-    kl_in_reward: Node | None = None  # the same, taken from the rewards
-    entropy_coef: float = 0.0  # of the mean entropy, which is raised; 0: none
-    whiten: bool = False  # advantages to mean 0 and standard deviation 1 over all sampled tokens of the step
-    mask_truncated: bool = False  # leave responses that were cut at the token limit out of the loss
-    old_logprobs: str = (
-        "recompute"  # of the old policy, where they are needed: recompute, or take the engine's (rollout)
+    """Advantages and loss (docs/concepts/algorithms.md); the files in conf/algorithm are the published algorithms."""
+
+    advantage: Node = key(MISSING, "advantage estimator: rewards -> advantages of responses or tokens")
+    loss: Node = key(MISSING, "policy loss of each sampled token")
+    aggregation: Aggregation = key(Aggregation.token_mean, "average of the loss over tokens")
+    correction: Node | None = key(
+        dict, "off-policy correction of token weights; default: truncated importance sampling unless rollout.mode=sync"
     )
-    skip_zero_advantage: bool = True  # leave out responses that cannot change the gradient (same loss, less work)
-    mini_batches: int = 1  # optimizer steps on each pass over a rollout, over whole groups
-    epochs: int = 1  # passes over each rollout
-    lr: float = 1e-6  # learning rate after warm-up
-    lr_schedule: str = (
-        "constant"  # after warm-up: constant, linear or cosine, over lr_decay_steps; or wsd: drop at the end
+    kl_in_loss: Node | None = key(dict, "KL penalty to the reference (initial) policy, added to the loss")
+    kl_in_reward: Node | None = key(dict, "KL penalty to the reference policy, subtracted from the rewards")
+    entropy_coef: float = key(0.0, "coefficient of the entropy bonus")
+    whiten: bool = key(False, "normalize advantages to mean 0 and standard deviation 1 over all tokens of the step")
+    mask_truncated: bool = key(False, "exclude truncated responses from the loss")
+    old_logprobs: OldLogprobs = key(
+        OldLogprobs.recompute, "old log-probabilities: recomputed by the trainer, or those of the rollout engine"
     )
-    lr_decay_steps: int = 0  # optimizer steps until the learning rate is lr_min; warm-up included
-    lr_min: float = 0.0  # learning rate in the end
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
-    warmup_steps: int = 0  # optimizer steps of linear learning-rate warm-up
-
-
-@dataclass(frozen=True)
-class OwnParallelConfig:
-    """The layout of a second model; what is not set is as in the parallel section."""
-
-    tp: int | None = None
-    sp: bool | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    dp: int | None = None
-    world_size: int | None = None
-
-
-@dataclass(frozen=True)
-class CriticConfig:
-    """The value function of algorithms that have one (algorithm=ppo)."""
-
-    path: str | None = None  # Hugging Face folder it starts from; default: the actor's
-    lr: float = 1e-5  # learning rate, constant
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    value_clip: float = (
-        0.2  # values move at most so far in one rollout's updates before their loss is flat; 0: no limit
-    )
-    warmup_steps: int = 0  # first steps, in which only the critic learns
-    mini_batches: int | None = None  # optimizer steps on each pass over a rollout; default: the actor's
-    epochs: int | None = None  # passes over each rollout; default: the actor's
-    parallel: OwnParallelConfig = field(default_factory=OwnParallelConfig)
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """The model that algorithms of distillation learn from (algorithm=distill)."""
-
-    path: str | None = None  # Hugging Face folder; same tokens as the actor
-    parallel: OwnParallelConfig = field(default_factory=OwnParallelConfig)
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    train: str | None = None  # parquet or jsonl file with columns prompt (messages), response (text); none: no stage
-    output: str | None = None  # Hugging Face folder to write; `mrl train` skips the stage where it exists already
-    steps: int = 200  # optimizer steps
-    batch_size: int = 128  # rows per step
-    lr: float = 1e-5  # learning rate, decaying linearly to a tenth
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    warmup_steps: int = 0
+    skip_zero_advantage: bool = key(True, "skip responses without effect on the gradient: same loss, less compute")
+    mini_batches: int = key(1, "optimizer steps in one pass over a rollout, split by groups", least=1)
+    epochs: int = key(1, "passes over each rollout", least=1)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tp: int = 1  # tensor-parallel size: each layer's matrices are cut over tp processes
-    sp: bool | None = None  # sequence parallelism over the same processes; default: where tp > 1
-    pp: int = 1  # pipeline stages
-    vpp: int = 1  # virtual stages on each pipeline process
-    cp: int = 1  # context-parallel size: each sequence is cut over cp processes
-    ep: int = 1  # expert-parallel size: a layer's experts are spread over ep processes
-    etp: int | None = None  # expert-tensor-parallel size; default: tp
-    dp: int | None = None  # data-parallel replicas; default: world_size / (tp * pp * cp), or as few as the experts need
-    world_size: int | None = None  # trainer processes in all, in place of dp
+    """Parallel layout of the trainer ranks (docs/tutorials/model.md)."""
+
+    tp: int = key(1, "tensor-parallel size", "ranks", least=1)
+    sp: bool | None = key(None, "sequence parallelism within the tensor-parallel group; default: if tp > 1")
+    pp: int = key(1, "pipeline-parallel size", "stages", least=1)
+    vpp: int = key(1, "virtual pipeline stages on each pipeline rank", "stages", least=1)
+    cp: int = key(1, "context-parallel size: ranks that share one sequence", "ranks", least=1)
+    ep: int = key(1, "expert-parallel size", "ranks", least=1)
+    etp: int | None = key(None, "expert-tensor-parallel size; default: tp", "ranks", least=1)
+    dp: int | None = key(
+        None, "data-parallel size; default: from world_size, or the smallest that ep allows", "replicas", least=1
+    )
+    world_size: int | None = key(None, "number of trainer ranks, instead of dp", "ranks", least=1)
+
+
+def _critic_optim() -> OptimConfig:
+    return OptimConfig(lr=1e-5)
+
+
+def _sft_optim() -> OptimConfig:
+    return OptimConfig(lr=1e-5, lr_schedule=LrSchedule.linear_to_tenth)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of actor-critic algorithms (algorithm=ppo)."""
+
+    path: str | None = key(None, "Hugging Face folder of the initial weights; default: the actor's")
+    optim: OptimConfig = key(_critic_optim, "optimizer of the critic")
+    value_clip: float = key(0.2, "largest change of a value within one rollout's updates; 0: no limit", least=0)
+    warmup_steps: int = key(0, "first steps, in which only the critic is updated", "steps", least=0)
+    mini_batches: int | None = key(None, "optimizer steps in one pass over a rollout; default: the actor's", least=1)
+    epochs: int | None = key(None, "passes over each rollout; default: the actor's", least=1)
+    parallel: Node = key(dict, "layout keys that differ from the section parallel, such as {tp: 2}")
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The teacher of distillation (algorithm=distill)."""
+
+    path: str | None = key(None, "Hugging Face folder; the teacher has the actor's tokenizer")
+    parallel: Node = key(dict, "layout keys that differ from the section parallel, such as {tp: 2}")
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning: the job of `mrl sft`, and the warm start of `mrl train` (docs/tutorials/data.md)."""
+
+    train: str | None = key(None, "parquet or jsonl file with the columns prompt and response; none: no warm start")
+    output: str | None = key(None, "Hugging Face folder to write; `mrl train` reuses one that exists")
+    steps: int = key(200, "number of optimizer steps", "optimizer steps", least=1)
+    batch_size: int = key(128, "rows in one step", "rows", least=1)
+    optim: OptimConfig = key(_sft_optim, "optimizer of supervised fine-tuning; lr_decay_steps=0: steps")
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    max_steps: int = 1000  # steps of rollout and update; fewer end the run early and cleanly
-    stop_reward: float | None = None  # end when the mean reward of the last `stop_window` steps reaches this
-    stop_window: int = 5  # steps
-    max_tokens_per_micro_batch: int = 8192  # tokens in one packed forward pass, per replica
-    share_prompts: bool = True  # compute a prompt once for all responses to it in a pack (same gradients, less work)
-    logprob_chunk: int = 1024  # tokens whose logits exist at one time
-    eval_every: int = 0  # steps between evaluations on data.test; 0: only before and after
-    eval_rows: int | None = None  # evaluate on the first rows of data.test only
-    save: bool = True  # write checkpoint/ and hf/ at the end
-    timeout_s: float = 1800.0  # for any one call to the trainer processes
+    """The training loop."""
+
+    max_steps: int = key(1000, "number of steps of rollout and update", "steps", least=0)
+    stop_reward: float | None = key(None, "stop when the mean reward of the last 5 steps reaches this")
+    max_tokens_per_micro_batch: int = key(8192, "tokens of one packed forward pass on one replica", "tokens", least=1)
+    share_prompts: bool = key(True, "compute the prompt once for all responses of a group: same gradient, less compute")
+    logprob_chunk: int = key(1024, "tokens whose logits are in memory at one time", "tokens", least=1)
+    eval_every: int = key(
+        0, "steps between evaluations on data.test; 0: only before and after training", "steps", least=0
+    )
+    eval_rows: int | None = key(None, "evaluate on the first rows of data.test only; default: all", "rows", least=1)
+    save: bool = key(True, "write a checkpoint and the Hugging Face folder hf/ at the end")
+    timeout_s: float = key(
+        1800.0, "timeout of one call to the trainer ranks, and of writing one checkpoint", "s", above=0
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run while it goes on: all that `resume` needs (docs/resume.md)."""
+    """Checkpoints in run.dir/checkpoints (docs/how_to/resume.md)."""
 
-    every: int = 50  # steps between checkpoints in run.dir/checkpoints; 0: at the end only
-    keep_last: int = 2  # checkpoints; older ones are removed
-    keep_best: int = 0  # besides, those with the highest `best_metric`
-    best_metric: str = "reward/mean"  # of the step the checkpoint was written after
-    asynchronous: bool = True  # training goes on while a checkpoint is written; at most one is
-    timeout_s: float = 1800.0  # for one checkpoint to be written
-    export_every: int = 0  # steps between Hugging Face folders in run.dir/exports; 0: none
-    copy_to: str | None = None  # any fsspec URL: each checkpoint that is whole is copied there too
-
-
-@dataclass(frozen=True)
-class FaultsConfig:
-    """What a run does when processes fail (docs/faults.md)."""
-
-    max_restarts: int = 5  # of trainer or rollout processes without a new checkpoint in between; then the run ends
-    engine_stall_s: float = 60.0  # an engine that makes no progress for so long is replaced
-    engine_tries: int = 3  # of one response, on other engines, before the run ends
-    grace_s: float = 60.0  # after SIGTERM or USR1: a step that may take longer is abandoned
+    every: int = key(50, "steps between checkpoints; 0: only at the end", "steps", least=0)
+    keep_last: int = key(2, "number of latest checkpoints to keep", "checkpoints", least=1)
+    keep_best: int = key(
+        0, "number of further checkpoints to keep, those with the best best_metric", "checkpoints", least=0
+    )
+    best_metric: str = key("reward/mean", "metric of the step after which a checkpoint is written")
+    asynchronous: bool = key(True, "training continues while a checkpoint is written")
+    export_every: int = key(0, "steps between Hugging Face folders in run.dir/exports; 0: none", "steps", least=0)
+    copy_to: str | None = key(None, "fsspec URL to which each complete checkpoint is copied")
 
 
 @dataclass(frozen=True)
-class CapsuleConfig:
-    """Steps that are kept whole, for `mrl replay` (docs/replay.md)."""
+class FaultToleranceConfig:
+    """Recovery from failed processes, and preemption (docs/how_to/resume.md)."""
 
-    steps: list[int] = field(default_factory=list)  # these; a step with a NaN always is
-    spike: float = 10.0  # and one whose gradient norm is so many times the median of the last `window`; 0: none
-    window: int = 20  # steps
-    keep: int = 3  # capsules of spikes; later ones are not written
+    max_restarts: int = key(
+        5, "restarts of failed workers without a new checkpoint in between; then the run fails", least=0
+    )
+    engine_stall_timeout_s: float = key(60.0, "an engine without progress for this long is replaced", "s", above=0)
+    max_response_attempts: int = key(3, "attempts to sample one response, each on another engine", least=1)
+    preemption_grace_s: float = key(
+        60.0, "after SIGTERM or USR1: a step that would take longer is abandoned", "s", least=0
+    )
+
+
+@dataclass(frozen=True)
+class StepDumpConfig:
+    """Dumps of whole steps for `mrl replay` (docs/how_to/hangs.md); a step with a NaN is always dumped."""
+
+    steps: list[int] = key(list, "numbers of the steps to dump", least=0)
+    spike_factor: float = key(
+        10.0, "dump steps whose gradient norm is this multiple of the recent median; 0: no detection of spikes", least=0
+    )
+    spike_window: int = key(20, "steps of the median", "steps", least=1)
+    max_spikes: int = key(3, "limit of dumps because of spikes", "dumps", least=0)
 
 
 @dataclass(frozen=True)
 class WeightSyncConfig:
-    transport: str = "auto"  # shared_memory, cuda_ipc, process_group or disk; auto: by where trainers and engines are
-    bucket_bytes: int = 64 * 1024 * 1024  # weights travel in buckets of at most this size; each sender has two
-    pause_mode: str = (
-        "retract"  # running requests: retract (recompute), abort (end) or in_place (keep their old KV cache)
+    """Transfer of weights from trainer ranks to engines (docs/concepts/placement.md)."""
+
+    transport: Transport = key(Transport.auto, "transport; auto: chosen by where trainer ranks and engines run")
+    bucket_bytes: int = key(64 * 1024 * 1024, "size of a bucket; each sender holds two", "bytes", least=1)
+    pause_mode: PauseMode = key(
+        PauseMode.retract, "running requests: retract (recompute), abort (end) or in_place (keep the old KV cache)"
     )
-    delta: bool = False  # send what changed since the last version, compressed; each sender keeps a copy of its share
-    timeout_s: float = 300.0  # for each wait of a sync: an engine that does not answer for so long is replaced
-    tries: int = 3  # pushes of one version, with new engines in place of those that fail, before the run ends
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """`mrl generate`: responses to the prompts of data.test, by model.path."""
-
-    output: str | None = None  # folder of parquet files; default: generated/ in run.dir. Name it to go on after a stop
-    samples: int = 8  # responses to each prompt
-    temperature: float = 1.0  # of sampling; 0: the likeliest token each time, and then samples must be 1
-    top_p: float = 1.0  # sample from the likeliest tokens that have this probability together; 1: from all
-    top_k: int = -1  # sample from so many likeliest tokens; -1: from all
-    max_response_tokens: int | None = None  # a longer response is cut; default: rollout.max_response_tokens
-    deterministic: bool = (
-        True  # each response from a seed of its own, with SGLang's deterministic kernels; false: faster
+    delta: bool = key(False, "send compressed differences to the last version; each sender keeps a copy of its shard")
+    timeout_s: float = key(300.0, "timeout of an engine in a weight sync; then it is replaced", "s", above=0)
+    max_attempts: int = key(
+        3, "attempts to push one version, with failed engines replaced, before the run fails", least=1
     )
-    rows: int | None = None  # the first rows of each file only
-    base: str | None = (
-        None  # where model.path is a Megatron checkpoint: Hugging Face folder with its config and tokenizer
-    )
-    logprobs: bool = False  # also keep the log-probability of every sampled token
-    score: bool = True  # also keep what `reward` gives
-    prompts_per_file: int = 64  # a file appears when all its prompts are answered: what a stop can cost
-    requests_in_flight: int = 256  # responses that an engine is asked for at one time
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """`mrl evaluate`: pass@k, maj@k and mean score of the responses of `mrl generate`."""
-
-    input: str | None = None  # folder of a finished `mrl generate`; default: generate first, by the section above
-    output: str | None = None  # folder of evaluation.json, evaluation.png and scores.parquet; default: run.dir
-    k: list[int] = field(default_factory=list)  # of pass@k and maj@k; default: 1, 2, 4, ... and all samples
-    threshold: float = 1.0  # a response passes when its score is this or more
-    confidence: float = 0.95  # of the intervals
-    rescore: bool = False  # score again by `reward`; default: only what has no score yet
-
-
-@dataclass(frozen=True)
-class CertifyConfig:
-    """`mrl certify`: one step under the layout, and in one process."""
-
-    prompts: int = 8  # groups of the batch, of random tokens
-    responses_per_prompt: int = 4
-    prompt_tokens: int = 24  # longest prompt; lengths are drawn
-    response_tokens: int = 40  # longest response; lengths are drawn
-    critic: bool = False  # a critic with a value head in place of the actor
-    lr: float = 1e-4  # of the one step
-    dtype: str = "float32"  # of both sides, whatever model.dtype is; bfloat16 hides mistakes in its round-off
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """What `mrl plan` assumes of the hardware."""
-
-    send_gb_per_s: float = 25.0  # of one trainer rank; a 200 Gbit/s network card
-    receive_gb_per_s: float = 25.0  # of one engine rank
-    message_us: float = 50.0  # what a message costs besides its bytes
-    check_memory: bool = True  # refuse a run that the machines of cluster.hardware cannot hold
-    reserve_gb: float = 2.0  # GiB of a GPU that each process keeps besides: CUDA's context, NCCL's buffers, fragments
-    prompt_tokens: int | None = None  # a typical prompt; default: data.max_prompt_tokens, or as long as a response
-    expert_imbalance: float = 1.5  # tokens that the busiest rank's experts get, over the mean
-    picture: str | None = None  # `mrl plan placement` also draws into this PNG
-    top: int = 5  # answers of `mrl plan search`
-    fix: list[str] = field(default_factory=list)  # keys or sections that it leaves as they are: parallel, rollout.mode
-    lengths: str | None = None  # of responses: a run's folder, or a jsonl file of lists of tokens; default: log-normal
-    response_tokens: int | None = None  # median, log-normal; default: a quarter of rollout.max_response_tokens
-    response_sigma: float = 0.8  # of the log-normal lengths; 0: all as long
-    matmul_efficiency: float = 0.5  # share of the GPU's TFLOP/s that matrices reach
-    attention_efficiency: float = 0.4  # and attention
-    expert_efficiency: float = 0.35  # and grouped experts, uneven routing included
-    bandwidth_efficiency: float = 0.75  # share of memory's, NVLink's and the network's GB/s that is reached
-    latency_us: float = 10.0  # of a collective, besides its bytes
-    pcie_gb_per_s: float = 50.0  # of one GPU to its host, each direction
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    wandb: bool = True  # offline unless a key is set; never asks for a login
-    project: str = "mrl"  # wandb project
-    group: str | None = None  # wandb group; the points of a sweep have one together
+    """Where metrics go besides the run directory."""
 
-
-@dataclass(frozen=True)
-class SweepConfig:
-    """`mrl train -m`: many runs with other values of some keys (docs/sweeps.md)."""
-
-    params: Node = field(default_factory=dict)  # key -> its values ("1e-4,3e-4", "range(1,4)", "interval(0,1)")
-    metric: str = (
-        "reward/mean"  # what points are compared by: the last steps' mean, or the last evaluation's (eval/...)
-    )
-    maximize: bool = True  # the largest is the best
-    at_once: int = 1  # points that run at one time
-    trials: int | None = (
-        None  # so many points, chosen by what earlier ones achieved (Optuna); default: every combination
-    )
+    wandb: bool = key(True, "log to Weights & Biases; offline without an API key")
+    project: str = key("mrl", "wandb project")
+    group: str | None = key(None, "wandb group; a sweep sets it for its points")
 
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """The machines of the cluster, for `mrl plan`: cluster=h100 and the like fill it in. 0: not known, so no limit."""
+    """The machines of the cluster; cluster=h100 and the like fill it in. 0: unknown, so there is no limit."""
 
-    name: str | None = None  # of the GPU
-    gpu_memory_gb: float = 0.0  # GiB of one GPU that processes can use
-    tflops_bf16: float = 0.0  # dense matrix products in bfloat16, TFLOP/s of one GPU
-    hbm_gb_per_s: float = 0.0  # of a GPU's own memory
-    nvlink_gb_per_s: float = 0.0  # of one GPU to the others of its node, both directions together
-    network_gb_per_s: float = 0.0  # of one GPU to other nodes, each direction
-    host_memory_gb: float = 0.0  # GiB of one node
-
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if key != "name" and value < 0:
-                raise ValueError(f"cluster.hardware.{key}={value}: must be 0 or more; 0 says that it is not known.")
+    name: str | None = key(None, "name of the GPU")
+    gpu_memory_gb: float = key(0.0, "usable memory of one GPU", "GiB", least=0)
+    tflops_bf16: float = key(0.0, "peak of dense bfloat16 matrix products of one GPU", "TFLOP/s", least=0)
+    hbm_gb_per_s: float = key(0.0, "memory bandwidth of one GPU", "GB/s", least=0)
+    nvlink_gb_per_s: float = key(0.0, "NVLink bandwidth of one GPU, both directions together", "GB/s", least=0)
+    network_gb_per_s: float = key(0.0, "network bandwidth of one GPU, each direction", "GB/s", least=0)
+    host_memory_gb: float = key(0.0, "memory of one node", "GiB", least=0)
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    address: str | None = None  # of a running Ray cluster; default: start one on this machine
-    start_timeout_s: float = 600.0  # until all trainer processes have their model
-    scheduler: str | None = None  # slurm: the command submits the run as a job (docs/slurm.md); none: it runs
-    nodes: int | None = None  # of the job, or that `mrl plan` may use; default: as many as the run needs
-    gpus_per_node: int = 8  # 0: none, and each CPU of a job is a place for a process
-    partition: str | None = None  # of the job; default: the cluster's
-    time: str | None = None  # limit of the job, such as "4:00:00" or "2-12" (days-hours); default: the partition's
-    slurm: Node = field(default_factory=dict)  # any other option of sbatch, with _ for -; true: without a value
-    components: list[Node] = field(default_factory=list)  # further parts of a heterogeneous job: what differs in each
-    dry_run: bool = False  # show the job and submit nothing; `mrl train --dry-run` sets it
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """Ray cluster and Slurm job (docs/tutorials/slurm.md)."""
+
+    address: str | None = key(None, "address of a running Ray cluster; default: start Ray on this machine")
+    start_timeout_s: float = key(600.0, "timeout until all engines and trainer ranks are ready", "s", above=0)
+    scheduler: Scheduler | None = key(None, "slurm: submit the run as a job; default: run on this machine")
+    nodes: int | None = key(None, "nodes of the job and of `mrl plan`; default: as many as needed", "nodes", least=1)
+    gpus_per_node: int = key(8, "GPUs of a node; 0: a CPU job, one process for each CPU", "GPUs", least=0)
+    slurm: Node = key(dict, "options of sbatch with _ for -, such as partition, time, account; true: without a value")
+    components: list[Node] = key(list, "further parts of a heterogeneous job: the options that differ in each")
+    dry_run: bool = key(False, "print the job and submit nothing; --dry-run sets it")
+    hardware: HardwareConfig = key(HardwareConfig, "the machines")
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Which processes run on which devices (docs/placement.md)."""
+    """Assignment of models and engines to GPUs (docs/concepts/placement.md)."""
 
-    pools: Node = field(default_factory=dict)  # name -> roles, or {roles, gpus, strategy}; none: one for each role
+    pools: Node = key(dict, "pool name -> roles, or {roles, gpus, strategy}; empty: one pool for each role")
 
 
 @dataclass(frozen=True)
 class Config:
+    """All keys; a section is a dataclass of its own."""
+
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: Node = MISSING  # responses -> rewards
+    reward: Node = key(MISSING, "reward function: responses -> rewards (docs/tutorials/reward.md)")
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optim: OptimConfig = key(OptimConfig, "optimizer of the actor")
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    sft: SftConfig = field(default_factory=SftConfig)  # the job of `mrl sft`; in `mrl train` a warm start
+    sft: SftConfig = field(default_factory=SftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    faults: FaultsConfig = field(default_factory=FaultsConfig)
-    capsule: CapsuleConfig = field(default_factory=CapsuleConfig)
-    resume: str = "auto"  # auto: go on where run.dir has a run; never: refuse that; or a checkpoint of another run
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    step_dump: StepDumpConfig = field(default_factory=StepDumpConfig)
+    resume: str = key("auto", "auto: continue the run in run.dir; never: refuse that; PATH: start from this checkpoint")
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     certify: CertifyConfig = field(default_factory=CertifyConfig)
@@ -425,5 +441,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sglang: Node = field(default_factory=dict)  # any ServerArgs field of SGLang, passed on
-    megatron: Node = field(default_factory=dict)  # any TransformerConfig field of Megatron, passed on
+    sglang: Node = key(dict, "any field of SGLang's ServerArgs")
+    megatron: Node = key(dict, "any field of Megatron-Core's TransformerConfig")

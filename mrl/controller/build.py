@@ -1,44 +1,47 @@
-"""The composition root: a TrainPlan -> processes and a wired Trainer. The only place that knows concrete classes."""
+"""Composition root: builds the Trainer of a TrainPlan, and the jobs of `mrl certify` and `mrl replay`, with their processes."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.megatron_fields import OF_LAYOUT
+from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
-from mrl.checkpoint.resume import plain, sizes
-from mrl.checkpoint.run_dir import own_run_dir
+from mrl.checkpoint.resume import ResumePoint, model_sizes
+from mrl.checkpoint.run_dir import lock_run_dir
 from mrl.checkpoint.sample_ledger import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
-from mrl.controller.plan_train import ModelPlan, TrainPlan
-from mrl.controller.processes import REFERENCE, Processes, model_spec, started
-from mrl.controller.recovery import Recovery
+from mrl.config.secrets import config_as_json
+from mrl.controller.plan_models import ModelPlan
+from mrl.controller.plan_train import TrainPlan
+from mrl.controller.processes import REFERENCE, RunProcesses, run_processes
+from mrl.controller.recovery import ProcessRecovery
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
-from mrl.core.preemption import PreemptionHandler
+from mrl.controller.worker_groups import model_spec
+from mrl.core.run_errors import PreemptionHandler, StartError
+from mrl.core.types import Handle, Rollouts
 from mrl.diagnostics.dump_policy import Recorder
 from mrl.diagnostics.parity import Certification
 from mrl.diagnostics.replay import Replay, Verdict
 from mrl.diagnostics.step_dump import Capsule, Weights
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.tracking.tracker import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
-from mrl.weight_sync.syncer import WeightSyncer
-from mrl.workers.group import StartError, WorkerGroup
+from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
 from parallel.dims import ParallelDims
 
 
 def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
-    """Every difference between one step under the plan's layout and in one process; without a loss, of a critic."""
+    """Compare one training step under the plan's layout with one process; without a `loss` the model is a critic."""
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
-    with own_run_dir(run_dir, "certify", plain(config)), ray_cluster(config.cluster.address) as options:
+    with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster.address) as options:
         job = Certification(
             settings=config.certify,
             arch=plan.arch,
@@ -55,7 +58,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
 
 
 def replay(plan: ModelPlan, capsule: Capsule, weights: Weights, loss: Loss, against: ParallelDims) -> Verdict:
-    """A kept step under the plan's layout and under another."""
+    """Repeat a dumped step under the plan's layout and under another one, and compare."""
     config = plan.config
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     with ray_cluster(config.cluster.address) as options:
@@ -76,18 +79,18 @@ def replay(plan: ModelPlan, capsule: Capsule, weights: Weights, loss: Loss, agai
 def _trainers(
     plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
 ) -> Iterator[WorkerGroup]:
-    """Trainer processes of the plan's model under another layout, ended with the context."""
+    """Start trainer ranks of the plan's model under another layout, and end them with the context."""
     config = plan.config
     group = WorkerGroup(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
     )
     try:
-        # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
-        assert plan.optimizer is not None, "one step is taken"
+        # The first step of Adam divides each gradient by its own size. A large eps keeps round-off from becoming a full step.
+        assert plan.optimizer is not None, "the job takes one optimizer step"
         optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
-            spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in OF_LAYOUT})
+            spec = replace(spec, overrides={k: v for k, v in spec.overrides.items() if k not in LAYOUT_FIELDS})
         group.start(spec, config.run.seed, config.cluster.start_timeout_s, critic)
         group.wait_ready(config.cluster.start_timeout_s)
         yield group
@@ -95,64 +98,96 @@ def _trainers(
         group.close()
 
 
-class _Parts(NamedTuple):
-    """What of a Trainer is made before it."""
-
-    tracker: Tracker
-    ledger: SampleLedger
-    saver: CheckpointSaver
-    recovery: Recovery
-    leaving: PreemptionHandler
-
-
 @contextmanager
-def trainer(plan: TrainPlan, leaving: PreemptionHandler) -> Iterator[Trainer]:
-    """A Trainer whose processes are up, in the state that the run goes on from; everything ends with the context."""
-    config = plan.config
-    leaving.abandons = lambda: True  # nothing is lost yet
-    with started(plan, "train") as processes:
+def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]:
+    """Start the processes of a run and yield its Trainer, in the state to continue from. Everything ends with the context."""
+    config, checkpoint = plan.config, plan.resume.checkpoint
+    preemption.may_abandon = lambda: True  # no step is running that could be lost
+    with run_processes(plan) as processes:
         held_out = f"; held out: {plan.test.report}" if plan.test else ""
         processes.startup.ready(f"prompts read ({plan.train.report}{held_out}), Ray is up")
         saver = _saver(plan, processes)
-        newest, planned = saver.store.latest(), None if plan.resume.of_another_run else plan.resume.checkpoint
-        if newest and (planned is None or newest.step != planned.step):
-            raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
-        recovery = Recovery(processes, saver.store, plan.resume.checkpoint, config.faults.max_restarts, saver.resumed)
+        _check_still_newest(plan.resume, saver.store)
+        recovery = ProcessRecovery(
+            processes, saver.store, checkpoint, config.fault_tolerance.max_restarts, saver.resumed
+        )
         recovery.begin()
-        last_step = plan.resume.checkpoint.step if plan.resume.checkpoint else 0
+        last_step = checkpoint.step if checkpoint else 0
         with ExitStack() as stack:
             tracker = stack.enter_context(Tracker(_sinks(config, last_step)))
             ledger = SampleLedger(Path(config.run.dir) / "ledger.jsonl", last_step)
             stack.callback(ledger.close)
-            wired = _wire(plan, processes, _Parts(tracker, ledger, saver, recovery, leaving))
-            recovery.initial = wired.state_dict()
-            if plan.resume.checkpoint:
+            models = _build_models(plan, processes, saver.store)
+            built = Trainer(
+                prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
+                rollout=processes.rollout,
+                scorers={name: compute for name, compute in models.scorers.items() if name in plan.algorithm.needs},
+                actor=models.actor,
+                critic=models.critic,
+                kl=KLControl(plan.algorithm.penalties),
+                weight_sync=processes.engines,
+                phase=Phases(),
+                tracker=tracker,
+                ledger=ledger,
+                saver=saver,
+                recover=recovery,
+                preemption_requested=preemption,
+                placement_metrics=processes.scheduler.metrics,
+                schedule=_schedule(plan),
+            )
+            recovery.initial = built.state_dict()
+            if checkpoint:
                 if not plan.resume.of_another_run:
-                    saver.resumed(plan.resume.checkpoint)
-                wired.load_state_dict(dict(plan.resume.checkpoint.state))
-            leaving.abandons = partial(wired.abandons, config.faults.grace_s)
-            yield wired
+                    saver.resumed(checkpoint)
+                built.load_state_dict(dict(checkpoint.state))
+            preemption.may_abandon = partial(built.should_abandon_step, config.fault_tolerance.preemption_grace_s)
+            yield built
+
+
+def _check_still_newest(resume: ResumePoint, store: CheckpointStore) -> None:
+    """Raise StartError if the run directory has a newer checkpoint than the plan found."""
+    newest, planned = store.latest(), None if resume.of_another_run else resume.checkpoint
+    if newest and (planned is None or newest.step != planned.step):
+        raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
+
+
+def _schedule(plan: TrainPlan) -> TrainingSchedule:
+    trainer = plan.config.trainer
+    return TrainingSchedule(
+        max_steps=trainer.max_steps,
+        stop_reward=trainer.stop_reward,
+        eval_every=trainer.eval_every,
+        critic_steps=plan.config.critic.warmup_steps if plan.critic else 0,
+    )
 
 
 def _sinks(config: Config, last_step: int) -> list[Sink]:
-    """Where numbers go; files that are there keep what was logged up to `last_step`."""
+    """Build the outputs of metrics. Files of an earlier part of the run keep their lines up to `last_step`."""
     folder, run = Path(config.run.dir), config.run
     metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
-    evaluations = JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step or -1)  # 0 is evaluated anew
+    evaluations = JsonlSink(
+        folder / "eval.jsonl", evaluations=True, last_step=last_step or -1
+    )  # step 0 is evaluated again
     curve = CurveSink(folder / "curve.png", title=run.name)
     curve.read([folder / "metrics.jsonl", folder / "eval.jsonl"])
     sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
     if config.tracking.wandb:
-        named = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
-        sinks.append(WandbSink(folder, **named, config=plain(config)))
+        names = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
+        sinks.append(WandbSink(folder, **names, config=config_as_json(config)))
     return sinks
 
 
-def _wire(plan: TrainPlan, processes: Processes, parts: _Parts) -> Trainer:
-    config, behaviours = plan.config, plan.behaviours
-    assert processes.generator is not None, "a trainer samples"
-    assert plan.optimizer is not None, "an actor is trained"
-    algorithm, critic = config.algorithm, None
+class _Models(NamedTuple):
+    """Driver-side objects that train and score with the worker groups."""
+
+    actor: ActorTrainer
+    critic: CriticTrainer | None
+    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # column [R] -> who computes it
+
+
+def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:
+    assert plan.optimizer is not None, "the actor is trained"
+    config, algorithm, groups = plan.config, plan.config.algorithm, processes.models.groups
     updates = UpdateRunner(
         plan.optimizer,
         plan.packing,
@@ -162,84 +197,61 @@ def _wire(plan: TrainPlan, processes: Processes, parts: _Parts) -> Trainer:
         algorithm.epochs,
     )
     actor = ActorTrainer(
-        processes.group,
-        behaviours.objective,
-        replace(updates, recorder=_recorder(plan, parts.saver.store)),
+        processes.models.actor,
+        plan.algorithm.objective,
+        replace(updates, recorder=_step_dump_recorder(plan, store)),
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    scorers: dict[str, Any] = dict(old_logprobs=actor.logprobs, ref_logprobs=actor.reference_logprobs)
+    critic, scorers = None, dict[str, Any](old_logprobs=actor.logprobs, ref_logprobs=actor.reference_logprobs)
     if plan.critic:
-        assert plan.critic.optimizer is not None, "a critic is trained"
-        own = replace(
-            updates,
-            optimizer=plan.critic.optimizer,
-            packing=plan.critic.packing,
-            mini_batches=config.critic.mini_batches or updates.mini_batches,
-            epochs=config.critic.epochs or updates.epochs,
-        )
-        critic = CriticTrainer(processes.others["critic"], ValueLoss(config.critic.value_clip), own)
+        critic = _build_critic(plan.critic, groups["critic"], updates)
         scorers["values"] = critic.values
     if plan.teacher:
-        teacher = TeacherScorer(processes.others["teacher"], plan.teacher.packing, config.rollout.temperature)
+        teacher = TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature)
         scorers["teacher_logprobs"] = teacher.logprobs
     if algorithm.old_logprobs == "rollout":
         del scorers["old_logprobs"]
-    turns = processes.turns
-    weight_sync = WeightSyncer(
-        push_weights=lambda version: turns.push(partial(processes.group.call, "push_weights", version)),
-        connect=processes.connect_engines,
-        replace_engines=processes.replace_engines,
-        tries=config.weight_sync.tries,
-        held=processes.generator.worker.paused if config.rollout.staleness else nullcontext,
-    )
-    processes.restore = weight_sync.restore
-    turns.bring = weight_sync.again
-    return Trainer(
-        prompts=plan.train.stream(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle),
-        generator=processes.generator,
-        scorers={name: compute for name, compute in scorers.items() if name in behaviours.needs},
-        actor=actor,
-        critic=critic,
-        kl=KLControl(behaviours.penalties),
-        weight_sync=weight_sync,
-        phase=Phases(),
-        tracker=parts.tracker,
-        ledger=parts.ledger,
-        saver=parts.saver,
-        recover=parts.recovery,
-        leaving=parts.leaving,
-        sharing=turns.metrics,
-        schedule=TrainingSchedule(
-            config.trainer.max_steps,
-            config.trainer.stop_reward,
-            config.trainer.stop_window,
-            config.trainer.eval_every,
-            config.critic.warmup_steps if plan.critic else 0,
-        ),
-    )
+    return _Models(actor, critic, scorers)
 
 
-def _saver(plan: TrainPlan, processes: Processes) -> CheckpointSaver:
-    c, run_dir = plan.config.checkpoint, processes.run_dir
-    assert processes.generator is not None, "a trainer samples"
+def _build_critic(plan: ModelPlan, group: WorkerGroup, actor_updates: UpdateRunner) -> CriticTrainer:
+    assert plan.optimizer is not None, "a critic is trained"
+    critic = plan.config.critic
+    updates = replace(
+        actor_updates,
+        optimizer=plan.optimizer,
+        packing=plan.packing,
+        mini_batches=critic.mini_batches or actor_updates.mini_batches,
+        epochs=critic.epochs or actor_updates.epochs,
+    )
+    return CriticTrainer(group, ValueLoss(critic.value_clip), updates)
+
+
+def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
+    config, run_dir = plan.config.checkpoint, processes.run_dir
     return CheckpointSaver(
-        store=CheckpointStore(run_dir / "checkpoints", c.keep_last, c.keep_best, c.copy_to),
-        models=processes.trained,
-        constant={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.behaviours.needs else {},
-        cadence=CheckpointSchedule(
-            c.every, c.export_every, c.asynchronous, c.timeout_s, plan.config.trainer.save, c.best_metric
+        store=CheckpointStore(run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to),
+        models=processes.models.trained,
+        constant={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
+        schedule=CheckpointSchedule(
+            config.every,
+            config.export_every,
+            config.asynchronous,
+            plan.config.trainer.timeout_s,
+            plan.config.trainer.save,
+            config.best_metric,
         ),
-        notes=dict(model=sizes(plan.arch), layout=vars(plan.dims), config=plain(plan.config)),
-        forget=processes.generator.discard_log,
+        notes=dict(model=model_sizes(plan.arch), layout=vars(plan.dims), config=config_as_json(plan.config)),
+        discard_rollout_log=processes.rollout.discard_log,
         export=processes.export_weights,
         run_dir=run_dir,
     )
 
 
-def _recorder(plan: TrainPlan, store: CheckpointStore) -> Recorder:
+def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> Recorder:
     config = plan.config
-    warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that nobody kept
+    warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that is not stored
     start = Weights(str(Path(warm).resolve()), 0) if warm else None
 
     def latest() -> Weights | None:
@@ -248,9 +260,9 @@ def _recorder(plan: TrainPlan, store: CheckpointStore) -> Recorder:
 
     return Recorder(
         folder=Path(config.run.dir).resolve() / "capsules",
-        settings=config.capsule,
+        settings=config.step_dump,
         layout=asdict(plan.dims),
-        config=plain(config),
+        config=config_as_json(config),
         latest=latest,
         first_step=config.critic.warmup_steps if plan.critic else 0,
     )

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from models.spec import Architecture
+from models.architecture import Architecture
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.losses import Loss
 from mrl.config.schema import CertifyConfig
-from mrl.core.types import Column, Share, TokenBlock, TrainBatch
-from mrl.workers.certificate import TOLERANCES, Difference, Trace, compare
+from mrl.core.types import Column, RankBatch, TokenBlock, TrainBatch
+from mrl.workers.dp_partition import Packing, StepPartition, merge_rank_batches, partition_step
 from mrl.workers.group import WorkerGroup
-from mrl.workers.shares import Packing, StepPlan, in_one_process, plan_step
+from mrl.workers.trace_comparison import TOLERANCES, ParityDifference, StepTrace, compare
 from parallel.dims import ParallelDims
 
 
@@ -33,7 +33,7 @@ class Certification:
     routing: bool  # experts are replayed
     start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
 
-    def run(self, dims: ParallelDims) -> list[Difference]:
+    def run(self, dims: ParallelDims) -> list[ParityDifference]:
         """All differences, in the order in which a step makes the numbers."""
         block, groups = random_groups(self.settings, self.arch.vocab_size)
         if self.routing:
@@ -42,9 +42,9 @@ class Certification:
         drawn = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
         block = block.with_columns(advantages=drawn, returns=drawn)
         step = TrainBatch.of(block, groups)
-        plan = plan_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
+        plan = partition_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
         alone = self._alone(step, plan)
-        with self.start(dims.alone()) as group:
+        with self.start(dims.single_process()) as group:
             now = group.look(block, [alone], temperature=self.temperature)
             block = self._off_policy(block, np.concatenate([now[row] for row in range(len(now))]), groups, rng)
             expected = self._trace(group, block, [alone], "one_process")
@@ -68,14 +68,14 @@ class Certification:
             columns |= loss.extra_columns(inputs, advantages, rng)
         return block.with_columns(**columns)
 
-    def _alone(self, step: TrainBatch, plan: StepPlan) -> Share:
+    def _alone(self, step: TrainBatch, plan: StepPartition) -> RankBatch:
         """What one process computes: everything the plain way, in one pack, unless packs are part of the loss."""
         if self.balanced:
-            return in_one_process(plan)
+            return merge_rank_batches(plan)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
-        return plan_step(step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens).shares[0]
+        return partition_step(step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens).shares[0]
 
-    def _trace(self, group: WorkerGroup, block: TokenBlock, shares: Sequence[Share], name: str) -> Trace:
+    def _trace(self, group: WorkerGroup, block: TokenBlock, shares: Sequence[RankBatch], name: str) -> StepTrace:
         return group.trace(
             block,
             shares,

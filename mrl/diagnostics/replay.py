@@ -7,12 +7,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mrl.algorithms.losses import Loss
-from mrl.core.types import Share, TokenBlock, TrainBatch
+from mrl.core.types import RankBatch, TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import Capsule
-from mrl.workers.certificate import TOLERANCES, Difference, Trace, compare_gradients
+from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
 from mrl.workers.group import WorkerGroup
-from mrl.workers.shares import Packing, in_one_process, plan_step
-from mrl.workers.sketch import PlaceDifference, compare_sketches, first_broken, place_difference, whereabouts
+from mrl.workers.trace_comparison import (
+    TOLERANCES,
+    ParityDifference,
+    LayerDifference,
+    StepTrace,
+    compare_gradients,
+    compare_sketches,
+    first_nonfinite,
+    layer_difference,
+    row_and_position,
+)
 from parallel.dims import ParallelDims
 
 LOGPROBS = "log-probabilities"
@@ -33,12 +42,12 @@ class Found:
 class Verdict:
     """What two layouts say of one step."""
 
-    places: list[PlaceDifference]  # in the order in which a token passes them
-    numbers: list[Difference]  # log-probabilities, loss, gradient norm, gradients
+    places: list[LayerDifference]  # in the order in which a token passes them
+    numbers: list[ParityDifference]  # log-probabilities, loss, gradient norm, gradients
     grad_norms: tuple[float, float]  # under the layout, under the reference
     losses: tuple[float, float]
     first_different: Found | None
-    first_broken: Found | None
+    first_nonfinite: Found | None
     broken_gradients: list[str]  # names of those that are not finite under the layout, as the forward pass meets them
 
     @property
@@ -65,25 +74,25 @@ class Replay:
         block = self.capsule.block()
         batch = self.capsule.batch(block)
         content = self.capsule.content
-        step = plan_step(batch, dims, self.packing, content.aggregation, content.longest)
+        step = partition_step(batch, dims, self.packing, content.aggregation, content.longest)
         found = self._trace(block, dims, step.shares, "layout")
-        reference = [in_one_process(step)] if self.balanced else self._plain(batch, against)
+        reference = [merge_rank_batches(step)] if self.balanced else self._plain(batch, against)
         expected = self._trace(block, against, reference, "against")
         return verdict(block, expected, found, self.dtype)
 
-    def _plain(self, batch: TrainBatch, dims: ParallelDims) -> list[Share]:
+    def _plain(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
         """The shares of the reference, which computes every prompt for itself: a mistake in sharing them is seen then."""
         plain = replace(self.packing, share_prompts=False)
-        return plan_step(batch, dims, plain, self.capsule.content.aggregation, self.capsule.content.longest).shares
+        return partition_step(batch, dims, plain, self.capsule.content.aggregation, self.capsule.content.longest).shares
 
-    def _trace(self, block: TokenBlock, dims: ParallelDims, shares: list[Share], name: str) -> Trace:
+    def _trace(self, block: TokenBlock, dims: ParallelDims, shares: list[RankBatch], name: str) -> StepTrace:
         how = dict(loss=self.loss, temperature=self.capsule.content.temperature, folder=f"{self.folder}/{name}")
         with self.start(dims) as group:
             group.call("begin_from", str(self.capsule.path), self.checkpoint)
             return group.trace_layers(block, shares, **how)
 
 
-def verdict(block: TokenBlock, reference: Trace, other: Trace, dtype: str) -> Verdict:
+def verdict(block: TokenBlock, reference: StepTrace, other: StepTrace, dtype: str) -> Verdict:
     """Compare two traces of one step of this block."""
     within = TOLERANCES[dtype]
     places = compare_sketches(reference.sketches, other.sketches, within.layers)
@@ -96,23 +105,23 @@ def verdict(block: TokenBlock, reference: Trace, other: Trace, dtype: str) -> Ve
         (other.grad_norm, reference.grad_norm),
         (other.loss, reference.loss),
         _found(block, different.name, different.token) if different else None,
-        _found(block, broken.name, max(broken.broken, broken.reference_broken)) if broken else None,
+        _found(block, broken.name, max(broken.broken, broken.reference_nonfinite)) if broken else None,
         [name for name, gradient in other.gradients.items() if not np.isfinite(gradient).all()],
     )
 
 
-def _of_outputs(block: TokenBlock, reference: Trace, other: Trace, tolerance: float) -> PlaceDifference:
+def _of_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
     """Log-probabilities as a last place; the token is the one that was sampled."""
     both = sorted(reference.outputs.keys() & other.outputs.keys())
     pieces = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
     tokens = np.concatenate([np.empty(0, np.int64), *(pieces[row] for row in both)])
     mine, theirs = (np.concatenate([np.empty(0), *(t.outputs[row] for row in both)]) for t in (reference, other))
-    broken = first_broken(tokens, theirs), first_broken(tokens, mine)
-    return place_difference(LOGPROBS, tokens, np.abs(theirs - mine), broken, tolerance)
+    broken = first_nonfinite(tokens, theirs), first_nonfinite(tokens, mine)
+    return layer_difference(LOGPROBS, tokens, np.abs(theirs - mine), broken, tolerance)
 
 
 def _found(block: TokenBlock, name: str, token: int) -> Found | None:
     if token < 0:
         return Found(name, -1, -1, -1, False)
-    row, position = whereabouts(block, token)
+    row, position = row_and_position(block, token)
     return Found(name, row, position, int(block.tokens[token]), position < int(block.prompt_lengths[row]))

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from mrl.core.durable_files import write_json
+from mrl.core.jsonl import write_json
 from mrl.core.types import TokenBlock, TrainBatch
-from mrl.workers.capsule import BATCH, WEIGHTS, read_block
+from mrl.workers.capsule import BATCH, WEIGHTS
 from parallel.dims import ParallelDims
 
 MANIFEST, MINI_BATCHES, FORMAT = "capsule.json", "mini_batches.npz", 1
@@ -95,7 +95,7 @@ class Capsule:
 
     def block(self) -> TokenBlock:
         """Tokens and columns of all rows."""
-        return read_block(self.path / BATCH)
+        return TokenBlock.load(self.path / BATCH)[0]
 
     def batch(self, block: TokenBlock) -> TrainBatch:
         """The mini-batch that the weights are before."""

@@ -1,109 +1,214 @@
-"""`mrl generate`: all prompts of a plan answered, scored and written, from where an earlier process stopped."""
+"""`mrl generate`: samples and scores responses to all prompts of a plan, and continues where an earlier process stopped."""
 
+import queue
 import shutil
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
-from models.conversion.partial_folder import Progress as BytesProgress
+import httpx
+
+from models.conversion.resumable_folder import ByteProgress
 from mrl.data.tokenizer import load_tokenizer
-from mrl.evaluation import model, questions, scoring
-from mrl.evaluation.engines import Asker, Request, engines
-from mrl.evaluation.plan import GenerationPlan
-from mrl.evaluation.questions import Question
-from mrl.evaluation.store import Row
+from mrl.evaluation.evaluation_prompts import (
+    EvaluationPrompt,
+    add_scores,
+    open_scorer,
+    prompts_digest,
+    to_reward_responses,
+)
+from mrl.evaluation.generation_plan import CONVERTED, GenerationPlan
+from mrl.evaluation.response_store import Row
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.client import Completion
+from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
+from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
 
-AHEAD = 2
-"""Files whose prompts the engines have while an older one is completed: the slowest response of a file leaves no gap."""
+FILES_AHEAD = 2
+"""Files that are already requested while an older file is completed. Engines stay busy during the slowest response of a file."""
 
-Answers = list[Future[list[Completion]]]
+MAX_POSTS = 64
+"""Concurrent HTTP requests to one engine. One request carries several prompts if generate.requests_in_flight is larger."""
 
-
-class Progress(Protocol):
-    """Who wants to know how far a generation is, in responses."""
-
-    def begin(self, total: int, done: int) -> None: ...
-
-    def advance(self, responses: int, tokens: int) -> None: ...
+GenerationRequest = tuple[list[int], SamplingParams]
+PendingResponses = list[Future[list[Completion]]]
 
 
-def generate(plan: GenerationPlan, progress: Progress, converting: AbstractContextManager[BytesProgress]) -> Row:
-    """Answer what is missing; returns the totals, as in generate.json. `converting`: shows how a Megatron checkpoint is read.
+class GenerationProgress(Protocol):
+    """Display of the progress of a generation."""
+
+    def begin(self, total: int, done: int) -> None:
+        """Start with `done` of `total` responses."""
+
+    def advance(self, responses: int, tokens: int) -> None:
+        """Add finished responses and their tokens."""
+
+
+def generate(
+    plan: GenerationPlan, progress: GenerationProgress, converting: AbstractContextManager[ByteProgress]
+) -> Row:
+    """Sample all missing responses and return the totals, as in generate.json.
+
+    Args:
+        converting: shows the progress of converting a Megatron checkpoint.
 
     Raises:
-        ValueError: a mistake in the files, found before engines start; or a reward that gives no scores.
+        ValueError: a mistake in the input files, found before engines start; or the reward gives no scores.
         EngineError: an engine failed. Finished files are kept.
     """
-    asked, settings = plan.questions(), plan.config.generate
+    prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
-        store.bind(questions.digest(asked))
-        scratch = store.folder / model.CONVERTED
-        folder = plan.source.served(scratch, converting)
+        store.bind(prompts_digest(prompts))
+        scratch = store.folder / CONVERTED
+        folder = plan.model.engine_folder(scratch, converting)
         with (
-            engines(plan, folder) as clients,
-            Asker(clients, settings.requests_in_flight, logprobs=settings.logprobs) as asker,
+            running_engines(plan, folder) as clients,
+            RequestDispatcher(clients, settings.requests_in_flight, logprobs=settings.logprobs) as dispatcher,
         ):
-            totals = Generation(plan, asked, asker, progress).run()
+            totals = Generation(plan, prompts, dispatcher, progress).run()
         shutil.rmtree(scratch, ignore_errors=True)
         store.finish(totals)
     return totals
 
 
-class Generation:
-    """The files of one plan: which are missing, their requests, their rows."""
+@contextmanager
+def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineClient]]:
+    """Start SGLang engines that serve `folder`, and yield a client of each when all are ready.
 
-    def __init__(self, plan: GenerationPlan, asked: Sequence[Question], asker: Asker, progress: Progress) -> None:
-        self.plan, self.asker, self.progress = plan, asker, progress
+    The engines are stopped when the block ends. With rollout.engine_urls, the clients are those of running servers,
+    which are left running.
+
+    Raises:
+        EngineError: an engine does not start.
+        ValueError: a server of rollout.engine_urls does not support seeds.
+    """
+    config = plan.config
+    with ExitStack() as stack:
+        servers: list[EngineServer | ExternalEngine] = [ExternalEngine(url) for url in config.rollout.engine_urls]
+        for number in range(0 if servers else config.rollout.num_engines):
+            arguments: dict[str, Any] = dict(model_path=str(folder.resolve()), random_seed=config.run.seed + number)
+            if plan.server_args["device"] == "cuda":  # every engine of the machine gets its own GPUs
+                arguments["base_gpu_id"] = config.sglang.get("base_gpu_id", 0) + number * config.rollout.engine_tp
+            log = Path(config.run.dir).resolve() / "logs" / f"engine_{number}.log"
+            servers.append(stack.enter_context(EngineServer(plan.server_args | arguments, log)))
+        deadline = time.monotonic() + config.cluster.start_timeout_s
+        for server in servers:
+            try:
+                server.wait_ready(max(1.0, deadline - time.monotonic()))
+            except (RuntimeError, TimeoutError) as error:
+                raise EngineError(str(error)) from None
+        clients = [stack.enter_context(EngineClient(s.url, config.rollout.request_timeout_s)) for s in servers]
+        if config.rollout.engine_urls and config.generate.deterministic:
+            for client in clients:
+                check_seed_support(client, "generate.deterministic")
+        yield clients
+
+
+class RequestDispatcher:
+    """Distributes requests over engines, with a bound on the concurrent requests of each engine.
+
+    It is a context manager; at its end, requests that have not been sent are cancelled.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
+        """`in_flight`: concurrent responses per engine. `logprobs`: request the log-probability of every token."""
+        posts = min(MAX_POSTS, in_flight)
+        self._per_post, self._logprobs = in_flight // posts, logprobs
+        self._free: queue.SimpleQueue[EngineClient] = queue.SimpleQueue()
+        for _ in range(posts):
+            for client in clients:
+                self._free.put(client)
+        self._pool = ThreadPoolExecutor(posts * len(clients), thread_name_prefix="generate")
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
+        """Return futures of the responses, in the order of the requests. One future holds the responses of one HTTP request."""
+        size = self._per_post
+        return [self._pool.submit(self._post, requests[at : at + size]) for at in range(0, len(requests), size)]
+
+    def _post(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        client = self._free.get()
+        try:
+            completions = client.generate([r[0] for r in requests], [r[1] for r in requests], logprobs=self._logprobs)
+        except httpx.HTTPError as error:
+            raise EngineError(f"the engine at {client.url} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._free.put(client)
+        for completion in completions:
+            if completion.finish_reason == "abort" or not completion.token_ids:
+                raise EngineError(f"the engine at {client.url} aborted a response ({completion.finish_reason}).")
+        return completions
+
+    def __enter__(self) -> "RequestDispatcher":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)  # requests already sent end with their engine or timeout
+
+
+class Generation:
+    """Requests, scores and writes the missing files of one plan."""
+
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        prompts: Sequence[EvaluationPrompt],
+        dispatcher: RequestDispatcher,
+        progress: GenerationProgress,
+    ) -> None:
+        self.plan, self.dispatcher, self.progress = plan, dispatcher, progress
         self.settings = plan.config.generate
         size = self.settings.prompts_per_file
-        self.parts = [asked[at : at + size] for at in range(0, len(asked), size)]
+        self.files = [prompts[at : at + size] for at in range(0, len(prompts), size)]  # prompts of each file
 
     def run(self) -> Row:
-        """Write every file that is not there yet, in order; returns the totals."""
+        """Write every missing file, in order, and return the totals."""
         start, samples = time.monotonic(), self.settings.samples
-        missing = [number for number in range(len(self.parts)) if not self.plan.store.has(number)]
-        prompts = sum(map(len, self.parts))
-        self.progress.begin(prompts * samples, (prompts - sum(len(self.parts[n]) for n in missing)) * samples)
-        pending: deque[tuple[int, Answers]] = deque()
-        with scoring.scorer_of(self.plan.reward, self.plan.config.scoring) as scorer:
+        missing = [number for number in range(len(self.files)) if not self.plan.store.has(number)]
+        num_prompts = sum(map(len, self.files))
+        num_missing = sum(len(self.files[number]) for number in missing)
+        self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
+        pending: deque[tuple[int, PendingResponses]] = deque()
+        with open_scorer(self.plan.reward, self.plan.config.scoring) as scorer:
             for number in missing:
-                pending.append((number, self.asker.ask(self._requests(number))))
-                if len(pending) > AHEAD:
+                pending.append((number, self.dispatcher.submit(self._requests(number))))
+                if len(pending) > FILES_AHEAD:
                     self._complete(*pending.popleft(), scorer)
             while pending:
                 self._complete(*pending.popleft(), scorer)
         seconds = round(time.monotonic() - start, 3)
-        return dict(responses=prompts * samples, prompts=prompts, files=len(self.parts), last_run_s=seconds)
+        return dict(responses=num_prompts * samples, prompts=num_prompts, files=len(self.files), last_run_s=seconds)
 
-    def _requests(self, number: int) -> list[Request]:
+    def _requests(self, number: int) -> list[GenerationRequest]:
         seed, sampling = self.plan.config.run.seed, self.plan.sampling
-        return [(q.tokens, replace(sampling, seed=q.seed(seed, sample))) for q, sample in self._places(number)]
+        return [
+            (prompt.tokens, replace(sampling, seed=prompt.seed(seed, sample)))
+            for prompt, sample in self._samples(number)
+        ]
 
-    def _places(self, number: int) -> list[tuple[Question, int]]:
-        return [(question, sample) for question in self.parts[number] for sample in range(self.settings.samples)]
+    def _samples(self, number: int) -> list[tuple[EvaluationPrompt, int]]:
+        """Return prompt and sample number of each response of a file, in order."""
+        return [(prompt, sample) for prompt in self.files[number] for sample in range(self.settings.samples)]
 
-    def _complete(self, number: int, answers: Answers, scorer: Scorer | None) -> None:
-        """Wait for the responses of one file, score and write them."""
-        done: list[Completion] = []
-        for answer in answers:
-            done += answer.result()
-            self.progress.advance(len(answer.result()), sum(len(c.token_ids) for c in answer.result()))
-        texts = self._tokenizer.batch_decode([c.token_ids for c in done], skip_special_tokens=True)
+    def _complete(self, number: int, pending: PendingResponses, scorer: Scorer | None) -> None:
+        """Wait for the responses of one file, score them and write the file."""
+        completions: list[Completion] = []
+        for future in pending:
+            completions += future.result()
+            self.progress.advance(len(future.result()), sum(len(c.token_ids) for c in future.result()))
+        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         rows = [
-            question.answered(sample, completion, text, logprobs=self.settings.logprobs)
-            for (question, sample), completion, text in zip(self._places(number), done, texts, strict=True)
+            prompt.to_row(sample, completion, text, logprobs=self.settings.logprobs)
+            for (prompt, sample), completion, text in zip(self._samples(number), completions, texts, strict=True)
         ]
         if scorer:
-            rows = scoring.with_scores(rows, scorer(questions.responses(rows)))
+            rows = add_scores(rows, scorer(to_reward_responses(rows)))
         self.plan.store.write(number, rows)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self.plan.source.folder)
+        return load_tokenizer(self.plan.model.folder)

@@ -16,7 +16,7 @@ from mrl.hang_report.process_registry import (
     read_activities,
 )
 from mrl.hang_report.stack_frames import StackFrame, StackSummary, parse_stack_dump, summarize_stacks
-from parallel.collective_log import LastCollective, read
+from parallel.collective_log import LastCollective, read_collective_log
 
 DUMP_TIMEOUT_S = 2.0  # longest wait for a process to write its stacks
 POLL_S = 0.02
@@ -91,7 +91,7 @@ def _engine_children(server: ProcessRecord) -> list[ProcessRecord]:
 def _snapshot(folder: Path, record: ProcessRecord) -> ProcessSnapshot:
     files = folder / record.name
     activities = tuple(read_activities(files.with_suffix(".activities")))
-    collectives = tuple(read(files.with_suffix(".ops")))
+    collectives = tuple(read_collective_log(files.with_suffix(".ops")))
     state = _process_state(record)
     if state == DEAD:
         crash = _crash_message(files.with_suffix(".txt"))

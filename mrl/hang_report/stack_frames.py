@@ -26,10 +26,10 @@ WAITS = {
     ("httpx/", ""): "an answer over HTTP",
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
-    ("mrl/rollout/engine_pool.py", "_round"): "an answer over the network",  # runs uvloop, which leaves no frames
-    ("mrl/rollout/engine_pool.py", "_run"): "an answer over the network",  # likewise
-    ("mrl/rollout/buffer.py", "wait"): "another thread",
-    ("mrl/rollout/buffer.py", "_take"): "another thread",
+    ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # runs uvloop, which leaves no frames
+    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # likewise
+    ("mrl/rollout/buffer.py", "wait_step"): "another thread",
+    ("mrl/rollout/buffer.py", "_take_unscored"): "another thread",
     ("uvicorn/", ""): "a call",  # likewise uvloop
     ("zmq/", ""): "a call",
     ("ray/_private/worker.py", "main_loop"): "a call",
@@ -70,7 +70,7 @@ PURPOSES = {
     ("mrl/rewards/", ""): "scoring",
     ("mrl/rollout/client.py", ""): "sampling",
     ("mrl/rollout/agents/tool_agent.py", ""): "sampling",
-    ("mrl/rollout/engine_pool.py", "_run"): "sampling",
+    ("mrl/rollout/engine_pool.py", "_run_loop"): "sampling",
     ("mrl/rollout/worker.py", "evaluate"): "sampling",
     ("mrl/rollout/worker.py", "sample"): "sampling",
     ("mrl/rollout/worker.py", "_score"): "scoring",

@@ -1,7 +1,7 @@
-"""Resource pools: which roles of a run are on which devices, from the config alone. Pure: nothing here knows Ray.
+"""Resource pools: which roles of a run are on which devices, computed from the config alone. Pure, without Ray.
 
-A slot is a device: a GPU where the cluster has any, else a place for a process on a CPU. A pool has as many as the largest of
-its roles needs: the roles of a pool share its slots by turns.
+A slot is a device: a GPU if the cluster has any, else one process on a CPU. A pool has as many slots as the largest of its roles
+needs. The roles of a pool time-share its slots.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from parallel.dims import ParallelDims
 
 KEY = "placement.pools"
 ROLES = {
-    "actor": "trains the policy; the reference lives in its processes",
+    "actor": "trains the policy; the reference is in its processes",
     "critic": "trains the value function",
     "teacher": "is distilled from",
     "engines": "sample responses",
@@ -25,21 +25,23 @@ FIELDS = ("roles", "gpus", "strategy")
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a role asks of its pool."""
+class SlotDemand:
+    """Slots that one role needs in its pool."""
 
     slots: int  # one for each of its processes, or for each rank of an engine
-    together: int = 1  # so many consecutive ones belong on one node: tensor-parallel neighbours, the ranks of an engine
+    group_size: int = (
+        1  # consecutive slots that should be on one node: a tensor-parallel group, or the ranks of an engine
+    )
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots, and the roles that share them by turns."""
+    """Slots, and the roles that time-share them."""
 
     name: str
-    needs: Mapping[str, Need]  # by role, of roles that the run has
+    needs: Mapping[str, SlotDemand]  # by role; only roles of this run
     size: int  # slots
-    strategy: str = "PACK"  # of Ray: how its slots lie on nodes
+    strategy: str = "PACK"  # Ray's strategy of distributing the slots over nodes
 
     def __str__(self) -> str:
         return f"{self.name} ({self.size} slot{'s' if self.size > 1 else ''}: {', '.join(self.needs)})"
@@ -47,32 +49,32 @@ class Pool:
 
 @dataclass(frozen=True)
 class Pools:
-    """All pools of a run; every role of it is in one."""
+    """All pools of a run. Every role of the run is in exactly one."""
 
     pools: tuple[Pool, ...]
 
     @property
     def size(self) -> int:
-        """Slots in all."""
+        """Total number of slots."""
         return sum(pool.size for pool in self.pools)
 
     @property
-    def least(self) -> int:
-        """Slots, if all roles shared one pool."""
+    def colocated_size(self) -> int:
+        """Number of slots if all roles shared one pool."""
         return max(pool.size for pool in self.pools)
 
     @property
     def strictest_first(self) -> list[Pool]:
-        """The order in which pools choose their nodes."""
+        """Order in which pools are placed on nodes."""
         return sorted(self.pools, key=lambda pool: -STRATEGIES.index(pool.strategy))
 
     @property
-    def shared(self) -> frozenset[frozenset[str]]:
-        """Roles that share devices, of each pool that has more than one."""
+    def colocated_roles(self) -> frozenset[frozenset[str]]:
+        """The roles of each pool that has more than one."""
         return frozenset(frozenset(pool.needs) for pool in self.pools if len(pool.needs) > 1)
 
     @property
-    def roles(self) -> dict[str, Pool]:
+    def by_role(self) -> dict[str, Pool]:
         """The pool of each role."""
         return {role: pool for pool in self.pools for role in pool.needs}
 
@@ -80,72 +82,74 @@ class Pools:
         return " | ".join(map(str, self.pools))
 
 
-def needs_of(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> dict[str, Need]:
-    """What the roles of a run need; `dims`: layouts of its models by role. Without engines of our own they need nothing."""
-    needs = {role: Need(layout.world_size, layout.tp) for role, layout in dims.items()}
+def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> dict[str, SlotDemand]:
+    """Return the slots that each role needs. `dims`: layouts of the models by role. External engines need no slots."""
+    demands = {role: SlotDemand(layout.world_size, layout.tp) for role, layout in dims.items()}
     if not (rollout.replay or rollout.engine_urls):
-        needs["engines"] = Need(rollout.num_engines * rollout.engine_tp, rollout.engine_tp)
-    return needs
+        demands["engines"] = SlotDemand(rollout.num_engines * rollout.engine_tp, rollout.engine_tp)
+    return demands
 
 
-def make_pools(section: Mapping[str, Any], needs: Mapping[str, Need]) -> Pools:
-    """The pools of `placement.pools` (without any, each role has one of its own), for a run with these roles.
+def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pools:
+    """Build the pools of the config's `placement.pools` for a run with these roles. Without pools each role gets its own.
 
-    Raises ValueError: an unknown role or key, a role of the run in no pool or in two, a pool that is too small.
+    Raises ValueError for an unknown role or key, for a role of the run in no pool or in two, and for a pool that is too small.
     """
-    asked = {name: _asked(name, spec) for name, spec in (section or {role: [role] for role in ROLES}).items()}
-    homes: dict[str, str] = {}
-    for name, spec in asked.items():
+    specs = {name: _checked_spec(name, spec) for name, spec in (section or {role: [role] for role in ROLES}).items()}
+    pool_names: dict[str, str] = {}
+    for name, spec in specs.items():
         for role in spec["roles"]:
-            if role in homes:
+            if role in pool_names:
                 raise ValueError(
-                    f"{KEY}: {role} is in {homes[role]} and in {name}; a role is in one pool: take it out of the other."
+                    f"{KEY}: {role} is in {pool_names[role]} and in {name}; a role is in one pool: remove it from the other."
                 )
-            homes[role] = name
-    if homeless := [role for role in needs if role not in homes]:
+            pool_names[role] = name
+    if missing := [role for role in demands if role not in pool_names]:
         raise ValueError(
-            f"{KEY}: this run has {' and '.join(homeless)}, which no pool names (there are {_listed(asked)}); add "
-            f"{'it' if len(homeless) == 1 else 'each'} to one, as in {KEY}.{homeless[0]}=[{homeless[0]}]."
+            f"{KEY}: this run has {' and '.join(missing)}, which no pool contains (pools: {_listed(specs)}); add "
+            f"{'it' if len(missing) == 1 else 'each'} to one, as in {KEY}.{missing[0]}=[{missing[0]}]."
         )
-    pools = [_pool(name, spec, {r: needs[r] for r in spec["roles"] if r in needs}) for name, spec in asked.items()]
+    pools = [_pool(name, spec, {r: demands[r] for r in spec["roles"] if r in demands}) for name, spec in specs.items()]
     return Pools(tuple(pool for pool in pools if pool.needs))
 
 
-def _asked(name: str, spec: Any) -> dict[str, Any]:
-    """A pool as written: roles, and perhaps gpus and strategy; raises ValueError."""
+def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
+    """Return the roles, gpus and strategy of a pool as the config has it. Raises ValueError."""
     key = f"{KEY}.{name}"
-    found = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
-    for field in found:
+    fields = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
+    for field in fields:
         if field not in FIELDS:
             raise ValueError(f"{key}.{field}: a pool has {_listed(FIELDS)}{_hint(field, FIELDS)}")
-    roles = found.get("roles")
+    roles = fields.get("roles")
     if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
         raise ValueError(f"{key}={roles!r}: expected a list of roles ({_listed(ROLES)}), as in {key}=[actor].")
     for role in roles:
         if role not in ROLES:
-            more = " (the reference is in the actor's processes)" if role == "reference" else ""
-            raise ValueError(f"{key}: {role!r} is no role{more}; expected {_listed(ROLES)}{_hint(role, ROLES)}")
-    if (strategy := found.setdefault("strategy", "PACK")) not in STRATEGIES:
+            note = " (the reference is in the actor's processes)" if role == "reference" else ""
+            raise ValueError(f"{key}: {role!r} is no role{note}; expected {_listed(ROLES)}{_hint(role, ROLES)}")
+    if (strategy := fields.setdefault("strategy", "PACK")) not in STRATEGIES:
         hint = _hint(str(strategy).upper(), STRATEGIES)
         raise ValueError(f"{key}.strategy={strategy!r}: expected {_listed(STRATEGIES)}{hint}")
-    gpus = found.setdefault("gpus", None)
+    gpus = fields.setdefault("gpus", None)
     if gpus is not None and (not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1):
-        raise ValueError(f"{key}.gpus={gpus!r}: expected a number of GPUs, 1 or more, or null for what its roles need.")
-    return found
-
-
-def _pool(name: str, spec: Mapping[str, Any], needs: Mapping[str, Need]) -> Pool:
-    size, stated = max((need.slots for need in needs.values()), default=0), spec["gpus"]
-    if stated is not None and stated < size:
-        largest = max(needs, key=lambda role: needs[role].slots)
         raise ValueError(
-            f"{KEY}.{name}.gpus={stated}: {largest} needs {size}; leave gpus out, set it to {size}, or make {largest} smaller "
-            f"({_KEYS_OF_SIZE[largest]})."
+            f"{key}.gpus={gpus!r}: expected a number of GPUs, 1 or more, or null for as many as its roles need."
         )
-    return Pool(name, needs, stated or size, spec["strategy"])
+    return fields
 
 
-_KEYS_OF_SIZE = {
+def _pool(name: str, spec: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pool:
+    size, gpus = max((demand.slots for demand in demands.values()), default=0), spec["gpus"]
+    if gpus is not None and gpus < size:
+        largest = max(demands, key=lambda role: demands[role].slots)
+        raise ValueError(
+            f"{KEY}.{name}.gpus={gpus}: {largest} needs {size}; leave gpus out, set it to {size}, or make {largest} smaller "
+            f"({_SIZE_KEYS[largest]})."
+        )
+    return Pool(name, demands, gpus or size, spec["strategy"])
+
+
+_SIZE_KEYS = {
     "actor": "parallel.*",
     "critic": "critic.parallel.*",
     "teacher": "teacher.parallel.*",
@@ -153,54 +157,55 @@ _KEYS_OF_SIZE = {
 }
 
 
-def check_room(pools: Pools, nodes: Sequence[int], unit: str) -> None:
-    """Raise ValueError where these pools can never be on nodes with so many slots each; `unit` names what a slot is."""
+def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
+    """Raise ValueError if the pools do not fit on empty nodes with these numbers of slots. `unit`: what a slot is, for messages."""
     total, largest = sum(nodes), max(nodes, default=0)
-    there = f"the cluster has {total} {unit}s on {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
+    cluster = f"the cluster has {total} {unit}s on {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
     if pools.size > total:
         raise ValueError(
-            f"the pools need {pools.size} {unit}s, and {there}: {pools}. Let roles share devices (placement=colocated), make "
+            f"the pools need {pools.size} {unit}s, and {cluster}: {pools}. Let roles share devices (placement=colocated), make "
             "them smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, cluster.address)."
         )
     for pool in pools.pools:
-        where = f"{KEY}.{pool.name}.strategy={pool.strategy}"
+        key = f"{KEY}.{pool.name}.strategy={pool.strategy}"
         if pool.strategy == "STRICT_PACK" and pool.size > largest:
-            raise ValueError(f"{where}: its {pool.size} {unit}s are not on one node, as {there}; use PACK.")
+            raise ValueError(f"{key}: its {pool.size} {unit}s are not on one node, as {cluster}; use PACK.")
         if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
-            raise ValueError(f"{where}: it wants {pool.size} nodes, and {there}; use SPREAD.")
+            raise ValueError(f"{key}: it needs {pool.size} nodes, and {cluster}; use SPREAD.")
 
 
 def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
-    """Of a node as planned: its GPUs; without any, room for everything."""
+    """Return the slots of a planned node: its GPUs; all slots of the run if it has none."""
     return cluster.gpus_per_node or pools.size
 
 
-def with_nodes(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """With `nodes`; where the config does not name them, as many as these pools need."""
+def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
+    """Return the config with `nodes` set; by default to as many as the pools need."""
     if cluster.nodes:
         return cluster
-    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # those have the other parts of the job
+    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # the rest is on the other components of the job
     return replace(cluster, nodes=max(1, ceil(missing / cluster.gpus_per_node)) if cluster.gpus_per_node else 1)
 
 
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
-    """GPUs of each node that the config names; one node, where it does not say how many."""
-    own = dict(nodes=cluster.nodes or 1, gpus_per_node=cluster.gpus_per_node)
-    parts = [own, *(own | dict(nodes=1) | part for part in cluster.components)]
-    return [int(part["gpus_per_node"]) for part in parts for _ in range(int(part["nodes"]))]
+    """Return the GPUs of each node in the config; one node if the config does not say how many."""
+    first = dict(nodes=cluster.nodes or 1, gpus_per_node=cluster.gpus_per_node)
+    components = [first, *(first | dict(nodes=1) | component for component in cluster.components)]
+    return [int(part["gpus_per_node"]) for part in components for _ in range(int(part["nodes"]))]
 
 
-def arranged(nodes: Sequence[object], together: int) -> list[int]:
-    """An order of slots, given the node of each, in which runs of `together` are on one node as far as that is possible.
+def order_by_groups(nodes: Sequence[object], group_size: int) -> list[int]:
+    """Return an order of slots in which as many groups of `group_size` consecutive slots as possible are on one node.
 
-    First the runs that fit on a node, node by node; then what is left, which crosses nodes.
+    `nodes`: the node of each slot. Groups that fit on a node come first, node by node. The remaining slots form groups that cross
+    nodes.
     """
     by_node: dict[object, list[int]] = {}
     for slot, node in enumerate(nodes):
         by_node.setdefault(node, []).append(slot)
-    fits = {node: len(slots) - len(slots) % together for node, slots in by_node.items()}
-    whole = [slot for node, slots in by_node.items() for slot in slots[: fits[node]]]
-    return whole + [slot for node, slots in by_node.items() for slot in slots[fits[node] :]]
+    fitting = {node: len(slots) - len(slots) % group_size for node, slots in by_node.items()}
+    on_one_node = [slot for node, slots in by_node.items() for slot in slots[: fitting[node]]]
+    return on_one_node + [slot for node, slots in by_node.items() for slot in slots[fitting[node] :]]
 
 
 def _listed(names: Any) -> str:
@@ -209,5 +214,5 @@ def _listed(names: Any) -> str:
 
 
 def _hint(word: str, words: Any) -> str:
-    near = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean {near[0]}?" if near else "."
+    matches = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {matches[0]}?" if matches else "."

@@ -1,11 +1,12 @@
-"""What a trainer rank keeps of a micro-batch for its backward pass, tensor by tensor.
+"""Bytes of activations that a trainer rank keeps of one micro-batch for its backward pass, counted tensor by tensor.
 
-The account is that of Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer
-Models": equation 1 counts a layer's saved inputs (34 s b h of them, without the attention scores), equations 2 to 4 divide them
-over tensor and sequence parallelism, section 5 recomputes them. Here the same is counted for what mrl trains: gated MLPs,
-grouped and latent attention, experts, packs, and attention kernels that keep no scores, for which 5 a s^2 b is gone.
+The account follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
+Its equation 1 counts the saved inputs of a layer (34 s b h, without attention scores), equations 2 to 4 divide them over tensor
+and sequence parallelism, and section 5 recomputes them. This module counts the same for what mrl trains: gated MLPs, grouped and
+latent attention, experts, packed sequences, and attention kernels that keep no scores (so the term 5 a s^2 b does not occur).
 
-Shapes: s tokens of a pack on one context-parallel rank; r of them between a layer's matrices, s / tp under sequence parallelism.
+Shapes: s tokens of a pack on one context-parallel rank; r rows of them between a layer's matrices: s / tp under sequence
+parallelism, else s.
 """
 
 from __future__ import annotations
@@ -18,39 +19,39 @@ from typing import Any
 from mrl.planner.model_shape import ModelShape
 from parallel.dims import ParallelDims
 
-INDEX = 8  # bytes of torch's indices
-STATISTIC = 4  # bytes of a norm's or a softmax's, kept in float32
+INDEX_BYTES = 8  # of an index in torch
+STATISTIC_BYTES = 4  # of one statistic of a norm or a softmax, kept in float32
 
-Tally = dict[str, int]
-"""Bytes by what is kept."""
+BytesByTensor = dict[str, int]
+"""Bytes by the name of the tensor that is kept."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the kernels of a machine keep beyond their inputs."""
+    """Which tensors a machine's kernels keep beyond their inputs."""
 
-    fused_norm: bool = True  # a norm keeps its input alone; torch on a CPU also keeps what it normalised
-    fused_mlp: bool = True  # a gated activation is one kernel that keeps its input; Transformer Engine brings it
-    grouped_attention: bool = True  # one call for all lengths, in which keys are not repeated for each query head
+    fused_norm: bool = True  # a norm keeps only its input; torch on a CPU keeps the normalized values too
+    fused_mlp: bool = True  # the gated activation is one kernel that keeps its input, as in Transformer Engine
+    grouped_attention: bool = True  # one call for all sequences, in which keys are not repeated for each query head
 
 
-GPU = Kernels()
-CPU = Kernels(fused_norm=False, fused_mlp=False, grouped_attention=False)
+GPU_KERNELS = Kernels()
+CPU_KERNELS = Kernels(fused_norm=False, fused_mlp=False, grouped_attention=False)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's settings of what is thrown away and computed again."""
+    """Megatron's settings of activation recomputation."""
 
     granularity: str | None = None  # full: whole layers; selective: modules
-    method: str | None = None  # of full: uniform, all layers; block, the first num_layers of a virtual stage
-    num_layers: int = 1  # uniform: layers between two that are kept
-    modules: frozenset[str] = frozenset()
-    distributed: bool = False  # the layers' inputs are cut over tensor-parallel ranks
+    method: str | None = None  # of full: uniform (all layers) or block (the first num_layers of a virtual stage)
+    num_layers: int = 1  # of uniform: how many layers are recomputed from one kept input
+    modules: frozenset[str] = frozenset()  # of selective: Megatron's names
+    distributed: bool = False  # kept inputs are sharded over tensor-parallel ranks
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Recompute:
-        """Of the config's section `megatron`."""
+        """Read the config's section `megatron`."""
         return cls(
             granularity=megatron.get("recompute_granularity"),
             method=megatron.get("recompute_method"),
@@ -66,8 +67,8 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One micro-batch on one rank."""
+class MicroBatchShape:
+    """One micro-batch on one trainer rank."""
 
     tokens: int  # s
     itemsize: int  # bytes of an activation
@@ -75,173 +76,192 @@ class Pass:
     etp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    keys_per_token: float = 1.0  # keys that attention reads; more where responses share a prompt
-    imbalance: float = 1.0  # tokens that the rank's experts get, over the mean of all ranks
-    kernels: Kernels = GPU
+    keys_per_token: float = 1.0  # keys that attention reads per token; above 1 where responses share a prompt
+    imbalance: float = 1.0  # tokens that reach the rank's experts, over the mean of all ranks
+    kernels: Kernels = GPU_KERNELS
 
     @classmethod
-    def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **more: Any) -> Pass:
-        """Of a pack of `tokens`, all context-parallel ranks together."""
+    def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
+        """Shape of one rank's part of a pack; `tokens` counts the pack over all context-parallel ranks."""
         layout = dict(tp=dims.tp, etp=dims.expert_tp, cp=dims.cp, sequence_parallel=dims.sequence_parallel)
-        return cls(-(-tokens // dims.cp), itemsize, **layout, **more)
+        return cls(-(-tokens // dims.cp), itemsize, **layout, **fields)
 
     @property
     def rows(self) -> int:
-        """r"""
+        """r: rows of hidden states between a layer's matrices."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
-    def picked(self) -> bool:
-        """Whether attention takes tokens in another order than they lie in: copies of them."""
+    def is_gathered(self) -> bool:
+        """Whether attention reads reordered copies of tokens (under context parallelism, and for shared prompts)."""
         return self.cp > 1 or self.keys_per_token > 1
 
     @property
     def keys(self) -> int:
-        """Rows of keys that attention reads. A context-parallel rank's two chunks see 2 cp + 1 of the 2 cp, together."""
+        """Rows of keys that attention reads.
+
+        Under context parallelism a rank has two of a sequence's 2 cp chunks, and these two read 2 cp + 1 chunks of keys together.
+        """
         zigzag = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1
         return int(self.tokens * self.cp * self.keys_per_token * zigzag)
 
+    def expert_rows(self, topk: int) -> int:
+        """Rows that reach the rank's experts, where every token chooses `topk` experts."""
+        return int(self.rows * topk * self.etp * self.imbalance)
+
 
 @lru_cache(maxsize=65536)
-def layer(shape: ModelShape, moe: bool, run: Pass, dropped: frozenset[str] = frozenset()) -> int:
-    """Bytes that one layer keeps; `dropped`: modules that are recomputed, by Megatron's names."""
-    parts = attention(shape, run, dropped) | (experts if moe else mlp)(shape, run, dropped)
+def layer_bytes(shape: ModelShape, moe: bool, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> int:
+    """Return the bytes that one layer keeps. `recomputed`: modules that are computed again, by Megatron's names."""
+    parts = attention_bytes(shape, batch, recomputed) | (expert_bytes if moe else mlp_bytes)(shape, batch, recomputed)
     return sum(parts.values())
 
 
-def attention(shape: ModelShape, run: Pass, dropped: frozenset[str] = frozenset()) -> Tally:
-    """Of a layer's attention, its norm and residual included."""
-    e = run.itemsize
-    kept = norm("attention", shape.hidden, run.rows, run)
-    kept["attention norm's output"] = run.rows * shape.hidden * e
-    if shape.is_latent and "layernorm" in dropped:
+def attention_bytes(
+    shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
+) -> BytesByTensor:
+    """Return what a layer's attention keeps, with its norm and residual."""
+    e = batch.itemsize
+    kept = norm_bytes("attention", shape.hidden, batch.rows, batch)
+    kept["attention norm's output"] = batch.rows * shape.hidden * e
+    if shape.is_latent and "layernorm" in recomputed:
         del kept["attention norm's output"]
-    kept |= (_latent if shape.is_latent else _grouped)(shape, run, dropped)
-    kept["attention output"] = run.tokens * shape.heads * shape.value_dim // run.tp * e
-    if "core_attn" not in dropped:
-        kept["softmax statistics"] = run.tokens * shape.heads // run.tp * STATISTIC
+    kept |= (_latent_attention if shape.is_latent else _grouped_attention)(shape, batch, recomputed)
+    kept["attention output"] = batch.tokens * shape.num_heads * shape.value_dim // batch.tp * e
+    if "core_attn" not in recomputed:
+        kept["softmax statistics"] = batch.tokens * shape.num_heads // batch.tp * STATISTIC_BYTES
     if shape.dropout:
-        kept["dropout masks"] = 2 * run.rows * shape.hidden
+        kept["dropout masks"] = 2 * batch.rows * shape.hidden
     return kept
 
 
-def _grouped(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
-    """Queries, keys and values; the projection that they are views of stays as a whole."""
-    e, s, d = run.itemsize, run.tokens, shape.head_dim
-    q, kv = shape.heads * d // run.tp, shape.groups * d // run.tp
-    seen = run.keys
-    kept: Tally = {}
-    if shape.qk_norm or not run.picked:  # something is a view of it: the norms' inputs, or the values
+def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
+    """Return the bytes of queries, keys and values. A view keeps the whole projection that it is a view of."""
+    e, s, d = batch.itemsize, batch.tokens, shape.head_dim
+    q, kv = shape.num_heads * d // batch.tp, shape.num_kv_heads * d // batch.tp
+    keys = batch.keys
+    kept: BytesByTensor = {}
+    if shape.qk_norm or not batch.is_gathered:  # the norms' inputs, or the values, are views of it
         kept["qkv projection"] = s * (q + 2 * kv) * e
     if shape.qk_norm:
-        heads, several = (shape.heads + shape.groups) // run.tp, shape.groups // run.tp > 1
-        kept["query norm's input"] = s * q * e if several and shape.heads > shape.groups else 0  # else a view
-        kept["qk norm statistics"] = s * heads * STATISTIC + (0 if run.kernels.fused_norm else s * (q + kv) * e)
+        heads, several_groups = (shape.num_heads + shape.num_kv_heads) // batch.tp, shape.num_kv_heads // batch.tp > 1
+        is_copy = several_groups and shape.num_heads > shape.num_kv_heads  # else a view of the projection
+        kept["query norm's input"] = s * q * e if is_copy else 0
+        normalized = 0 if batch.kernels.fused_norm else s * (q + kv) * e
+        kept["qk norm statistics"] = s * heads * STATISTIC_BYTES + normalized
     if shape.rotary_dim:
         kept["rotated queries"] = s * q * e
-        kept["rotated keys"] = seen * kv * e
+        kept["rotated keys"] = keys * kv * e
         kept["rotary tables"] = 4 * s * shape.rotary_dim * e
-    if run.picked:
-        kept["picked values"] = seen * kv * e
-        kept["attention output, put back"] = s * q * e
-        kept["attention output, in pieces"] = 0 if run.kernels.grouped_attention else s * q * e
-    if not run.kernels.grouped_attention and shape.heads > shape.groups:
-        kept["rotated keys"] = kept["picked values"] = seen * q * e
+    if batch.is_gathered:
+        kept["gathered values"] = keys * kv * e
+        kept["attention output in token order"] = s * q * e
+        kept["attention output per sequence"] = 0 if batch.kernels.grouped_attention else s * q * e
+    if not batch.kernels.grouped_attention and shape.num_heads > shape.num_kv_heads:
+        kept["rotated keys"] = kept["gathered values"] = keys * q * e
         if not shape.qk_norm:
             kept.pop("qkv projection", None)
     return kept
 
 
-def _latent(shape: ModelShape, run: Pass, dropped: frozenset[str]) -> Tally:
-    """Of multi-head latent attention: the short vectors, and what is projected up from them."""
-    e, s, r = run.itemsize, run.tokens, run.rows
-    heads = shape.heads // run.tp
-    kept: Tally = {}
+def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
+    """Return what multi-head latent attention keeps: the compressed vectors, and what is projected up from them."""
+    e, s, r = batch.itemsize, batch.tokens, batch.rows
+    heads = shape.num_heads // batch.tp
+    kept: BytesByTensor = {}
     if shape.q_lora:
-        kept |= norm("short queries", shape.q_lora, r, run)
-        kept["short queries, normalised"] = r * shape.q_lora * e
-    kept |= norm("short keys", shape.kv_lora, r, run)
-    kept["shared keys"] = r * shape.rotary_dim * e
-    kept["short keys, normalised"] = r * shape.kv_lora * e
-    if "mla_up_proj" in dropped:
+        kept |= norm_bytes("compressed queries", shape.q_lora, r, batch)
+        kept["normalized compressed queries"] = r * shape.q_lora * e
+    kept |= norm_bytes("compressed keys", shape.kv_lora, r, batch)
+    kept["rotary keys of all heads"] = r * shape.rotary_dim * e
+    kept["normalized compressed keys"] = r * shape.kv_lora * e
+    if "mla_up_proj" in recomputed:
         return kept
-    seen = run.keys
+    keys = batch.keys
     kept["rotary tables"] = 4 * s * shape.rotary_dim * e
     kept["queries"] = s * heads * shape.head_dim * e
-    kept["keys"] = seen * heads * shape.head_dim * e
-    kept["values"] = seen * heads * shape.head_dim * e  # lengthened to the keys' size for the kernel
-    kept["attention output, lengthened"] = s * heads * shape.head_dim * e
+    kept["keys"] = keys * heads * shape.head_dim * e
+    kept["values"] = keys * heads * shape.head_dim * e  # padded to the width of keys for the kernel
+    kept["padded attention output"] = s * heads * shape.head_dim * e
     return kept
 
 
-def mlp(shape: ModelShape, run: Pass, dropped: frozenset[str] = frozenset()) -> Tally:
-    """Of a dense layer's MLP, its norm and residual included."""
-    inputs = norm("mlp", shape.hidden, run.rows, run)
-    if "mlp" in dropped:
-        return {"mlp's input": run.rows * shape.hidden * run.itemsize}
-    inputs["mlp norm's output"] = run.rows * shape.hidden * run.itemsize
-    return inputs | activation("mlp", shape, run.tokens, shape.ffn // run.tp, run)
+def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
+    """Return what a dense layer's MLP keeps, with its norm and residual."""
+    if "mlp" in recomputed:
+        return {"mlp's input": batch.rows * shape.hidden * batch.itemsize}
+    kept = norm_bytes("mlp", shape.hidden, batch.rows, batch)
+    kept["mlp norm's output"] = batch.rows * shape.hidden * batch.itemsize
+    return kept | _between_matrices("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
-def activation(name: str, shape: ModelShape, rows: int, width: int, run: Pass, scaled: bool = False) -> Tally:
-    """Between an MLP's two matrices, of this width on this rank; `scaled`: by each token's weight of an expert."""
-    projected = {f"{name} projection": rows * width * run.itemsize * (2 if shape.gated else 1)}
-    more = 0 if run.kernels.fused_mlp or not shape.gated else 2 + scaled  # silu(gate), up, and their product
-    return projected | {f"{name} activation": rows * width * run.itemsize * (1 + more)}
+def _between_matrices(
+    name: str, shape: ModelShape, rows: int, width: int, batch: MicroBatchShape, scaled: bool = False
+) -> BytesByTensor:
+    """Return what is kept between the two matrices of an MLP of this `width` on this rank.
+
+    `scaled`: the activation is multiplied by the router's weight of each token.
+    """
+    projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
+    unfused = 0 if batch.kernels.fused_mlp or not shape.gated else 2 + scaled  # silu(gate), up, and the scaled product
+    return projected | {f"{name} activation": rows * width * batch.itemsize * (1 + unfused)}
 
 
-def experts(shape: ModelShape, run: Pass, dropped: frozenset[str] = frozenset()) -> Tally:
-    """Of a layer with experts: tokens go to the ranks of their experts, so a rank's rows are those that it gets."""
-    e, r = run.itemsize, run.rows
-    kept = norm("mlp", shape.hidden, r, run)
+def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
+    """Return what a layer with experts keeps. Tokens are sent to the ranks of their experts, so rows are those received."""
+    e, r = batch.itemsize, batch.rows
+    kept = norm_bytes("mlp", shape.hidden, r, batch)
     kept["mlp norm's output"] = r * shape.hidden * e
-    if "moe" in dropped:
+    if "moe" in recomputed:
         return kept
-    if "layernorm" in dropped:
+    if "layernorm" in recomputed:
         del kept["mlp norm's output"]
-    kept |= _routing(shape, run)
-    received = int(r * shape.topk * run.etp * run.imbalance)
-    kept["tokens of experts"] = received * (shape.hidden * e + STATISTIC)
-    kept |= activation("experts", shape, received, shape.moe_ffn // run.etp, run, scaled=True)
-    if "moe_act" in dropped:
+    kept |= _routing(shape, batch)
+    received = batch.expert_rows(shape.topk)
+    kept["tokens of experts"] = received * (shape.hidden * e + STATISTIC_BYTES)
+    kept |= _between_matrices("experts", shape, received, shape.moe_ffn // batch.etp, batch, scaled=True)
+    if "moe_act" in recomputed:
         del kept["experts activation"]
-    if shape.shared_ffn and "shared_experts" not in dropped:
-        kept |= activation("shared experts", shape, run.tokens, shape.shared_ffn // run.tp, run)
+    if shape.shared_ffn and "shared_experts" not in recomputed:
+        kept |= _between_matrices("shared experts", shape, batch.tokens, shape.shared_ffn // batch.tp, batch)
     return kept
 
 
-def _routing(shape: ModelShape, run: Pass) -> Tally:
-    """Which experts are chosen, with which weights, and the order that tokens are sent in."""
-    chosen = shape.topk * (2 * INDEX + STATISTIC)
-    sorted_ = shape.experts * INDEX
-    affinities = (shape.experts * (STATISTIC + 1) + STATISTIC) if shape.sigmoid_router else 0
-    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX
-    return {"routing": run.rows * (chosen + sorted_ + affinities + groups)}
+def _routing(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
+    """Return the bytes of the chosen experts, their weights, and the order in which tokens are sent."""
+    chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
+    order = shape.num_experts * INDEX_BYTES
+    scores = (shape.num_experts * (STATISTIC_BYTES + 1) + STATISTIC_BYTES) if shape.sigmoid_router else 0
+    groups = (2 * shape.router_groups + shape.router_groups // 2) * INDEX_BYTES
+    return {"routing": batch.rows * (chosen + order + scores + groups)}
 
 
-def norm(name: str, width: int, rows: int, run: Pass) -> Tally:
-    """A norm's input and statistics; its output is kept by what reads it."""
-    copies = 1 if run.kernels.fused_norm else 2
-    return {f"{name} norm's input": rows * width * run.itemsize * copies, f"{name} norm's statistics": rows * STATISTIC}
+def norm_bytes(name: str, width: int, rows: int, batch: MicroBatchShape) -> BytesByTensor:
+    """Return the bytes of a norm's input and statistics. Its output is counted with the module that reads it."""
+    copies = 1 if batch.kernels.fused_norm else 2
+    return {
+        f"{name} norm's input": rows * width * batch.itemsize * copies,
+        f"{name} norm's statistics": rows * STATISTIC_BYTES,
+    }
 
 
-def ends(shape: ModelShape, run: Pass, is_first: bool, is_last: bool) -> int:
-    """Bytes that the ends of the model keep: token ids, and the input of the final norm."""
-    kept = run.tokens * INDEX if is_first else 0
-    return kept + (sum(norm("final", shape.hidden, run.rows, run).values()) if is_last else 0)
+def end_bytes(shape: ModelShape, batch: MicroBatchShape, is_first: bool, is_last: bool) -> int:
+    """Return the bytes that the ends of the model keep: token ids on the first stage, the final norm's input on the last."""
+    kept = batch.tokens * INDEX_BYTES if is_first else 0
+    return kept + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
 
 
-def chunk(shape: ModelShape, run: Pass, moe: tuple[bool, ...], recompute: Recompute) -> int:
-    """Bytes that these layers of a virtual stage keep of one micro-batch. `moe`: of each, whether it has experts."""
-    whole = len(moe) - sum(moe), sum(moe)
+def virtual_stage_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
+    """Return the bytes that the layers of one virtual stage keep of one micro-batch. `moe`: [layers] which have experts."""
+    dense_layers, moe_layers = len(moe) - sum(moe), sum(moe)
     if recompute.granularity != "full":
-        dropped = recompute.modules if recompute.granularity == "selective" else frozenset()
-        return whole[0] * layer(shape, False, run, dropped) + (whole[1] and whole[1] * layer(shape, True, run, dropped))
-    one = run.rows * shape.hidden * run.itemsize
-    if recompute.distributed and not run.sequence_parallel:
-        one //= run.tp
+        modules = recompute.modules if recompute.granularity == "selective" else frozenset()
+        kept = dense_layers * layer_bytes(shape, False, batch, modules)
+        return kept + (moe_layers * layer_bytes(shape, True, batch, modules) if moe_layers else 0)
+    layer_input = batch.rows * shape.hidden * batch.itemsize
+    if recompute.distributed and not batch.sequence_parallel:
+        layer_input //= batch.tp
     if recompute.method == "block":
         first = min(recompute.num_layers, len(moe))
-        rest = moe[first:]
-        return first * one + sum(layer(shape, kind, run) for kind in rest)
-    return -(-len(moe) // recompute.num_layers) * one
+        return first * layer_input + sum(layer_bytes(shape, is_moe, batch) for is_moe in moe[first:])
+    return -(-len(moe) // recompute.num_layers) * layer_input

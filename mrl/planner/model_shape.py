@@ -1,4 +1,7 @@
-"""What memory depends on in a model, taken once from its family's table, so that thousands of layouts can be counted."""
+"""A model in numbers: widths, layers and every parameter's shape. All bytes and seconds of the planner are computed from it.
+
+It is read once from the family's conversion table, so that thousands of layouts can be counted quickly. Pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from models.conversion.mapping import Mapping, VocabMapping
-from models.spec import Architecture, Family
+from models.architecture import Architecture, Family
+from models.conversion.mapping import ParamMapping, VocabMapping
 
-Place = Literal["first", "layer", "expert", "last"]
-Head = Literal["vocabulary", "value"]
+ParameterLocation = Literal["first", "layer", "expert", "last"]
+"""first: the embedding; layer: once per layer; expert: once per expert of a layer; last: final norm and output layer."""
+HeadKind = Literal["vocabulary", "value"]
 
 MODULE_ORDER = (
     "input_layernorm.",
@@ -37,70 +41,77 @@ MODULE_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc2.",
 )
-"""How a layer's parameters follow each other in Megatron's flat buffers; it decides where a border between replicas falls."""
+"""Order of a layer's parameters in Megatron's flat buffers. It decides at which parameter a replica's part begins."""
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One of a model's parameters: of a layer, of an expert, or of an end of the model."""
+class ParameterShape:
+    """One parameter (or buffer) of a layer, of an expert, or of an end of the model."""
 
-    name: str  # Megatron's, within its layer
-    place: Place
-    shape: tuple[int, ...]  # of the whole; the first dim has the rows of all tensors that it holds
-    cut: bool  # over (expert) tensor-parallel ranks
-    where: str  # always, dense or moe: which layers have it
-    is_vocabulary: bool = False  # rows are padded to a multiple of the ranks
+    name: str  # Megatron's name within its layer
+    location: ParameterLocation
+    shape: tuple[int, ...]  # before tensor parallelism; dim 0 counts the rows of all tensors that it fuses
+    is_sharded: bool  # over (expert) tensor-parallel ranks
+    where: str  # which layers have it: always, dense or moe
+    is_vocabulary: bool = False  # its rows are padded to a multiple of the ranks
 
-    def numel(self, ranks: int) -> int:
-        """Elements that one of `ranks` tensor-parallel ranks holds."""
-        if not self.cut:
-            return prod(self.shape)
+    @property
+    def numel(self) -> int:
+        """Elements before tensor parallelism."""
+        return prod(self.shape)
+
+    def shard_numel(self, ranks: int) -> int:
+        """Elements on one of `ranks` tensor-parallel ranks."""
+        if not self.is_sharded:
+            return self.numel
         if self.is_vocabulary:
             return -(-self.shape[0] // ranks) * prod(self.shape[1:])
-        return prod(self.shape) // ranks
+        return self.numel // ranks
 
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A model in numbers; compared by identity, so that results can be cached by it."""
+    """Sizes of one model. Instances compare by identity, so that results can be cached by them."""
 
-    moe: tuple[bool, ...]  # by layer, whether it has experts
+    moe: tuple[bool, ...]  # [layers] whether the layer has experts
     hidden: int
-    heads: int  # of queries
-    groups: int  # of keys and values
+    num_heads: int  # of queries
+    num_kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int
     ffn: int  # width of a dense layer's MLP
-    experts: int
-    topk: int  # experts of a token
+    num_experts: int
+    topk: int  # experts of one token
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int
     qk_norm: bool
-    q_lora: int = 0  # latent attention: width of what queries are projected up from; 0: of the hidden states
-    kv_lora: int = 0  # 0: attention is not latent
-    rotary_dim: int = 0  # channels of a head that carry the position; latent attention has them once for all heads
+    q_lora: int = (
+        0  # latent attention: width that queries are projected up from; 0: they are projected from hidden states
+    )
+    kv_lora: int = 0  # latent attention: width that keys and values are projected up from; 0: attention is not latent
+    rotary_dim: int = 0  # channels with a rotary embedding, per head; in latent attention all heads share one key part
     sigmoid_router: bool = False
-    router_groups: int = 0  # groups of experts, of which the router chooses some first
-    tied: bool = False
+    router_groups: int = 0  # groups of experts among which the router chooses first
+    tied: bool = False  # the output layer is the embedding
     gated: bool = True
     dropout: bool = False
-    parameters: tuple[Parameter, ...] = ()
-    buffers: tuple[Parameter, ...] = ()  # what no optimizer changes
+    parameters: tuple[ParameterShape, ...] = ()  # trainable
+    buffers: tuple[ParameterShape, ...] = ()  # correction biases of routers: float32, no optimizer updates them
 
     @classmethod
     def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """The shape of `arch`."""
-        t = arch.transformer
+        """Read the sizes of `arch`."""
+        t, rows = arch.transformer, family.rows(arch)
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
             hidden=t["hidden_size"],
-            heads=t["num_attention_heads"],
-            groups=t["num_query_groups"],
+            num_heads=t["num_attention_heads"],
+            num_kv_heads=t["num_query_groups"],
             head_dim=t["kv_channels"],
             value_dim=t.get("v_head_dim", t["kv_channels"]),
             ffn=t["ffn_hidden_size"],
-            experts=arch.num_experts,
+            num_experts=arch.num_experts,
             topk=t.get("moe_router_topk", 0),
             moe_ffn=t.get("moe_ffn_hidden_size", 0),
             shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0,
@@ -113,8 +124,8 @@ class ModelShape:
             router_groups=t.get("moe_router_num_groups") or 0,
             tied=arch.tied_embeddings,
             gated=t["gated_linear_unit"],
-            parameters=_parameters([row for row in family.rows(arch) if not row.is_buffer], arch),
-            buffers=_parameters([row for row in family.rows(arch) if row.is_buffer], arch),
+            parameters=_parameter_shapes([row for row in rows if not row.is_buffer], arch),
+            buffers=_parameter_shapes([row for row in rows if row.is_buffer], arch),
         )
 
     @property
@@ -126,36 +137,82 @@ class ModelShape:
         return self.kv_lora > 0
 
     @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return sum(self.moe) * self.num_experts * self.parameters_per_expert
+
+    @cached_property
     def num_parameters(self) -> int:
-        """Of the whole model, without padding."""
-        dense, moe = self.num_layers - sum(self.moe), sum(self.moe)
-        layers = {"always": dense + moe, "dense": dense, "moe": moe}
-        total = 0
-        for p in self.parameters:
-            copies = layers[p.where] if p.place in ("layer", "expert") else 1
-            total += copies * prod(p.shape) * (self.experts if p.place == "expert" else 1)
-        return total
+        """Trainable parameters of the model, without padding."""
+        return self.num_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Parameters and correction biases of the model, without padding: what engines receive."""
+        return self.dense_weights + self.expert_parameters
+
+    @cached_property
+    def dense_weights(self) -> int:
+        """Weights of everything but routed experts."""
+        ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
+        return ends + sum(map(self.layer_weights, self.moe))
+
+    def layer_weights(self, moe: bool) -> int:
+        """Weights of one layer without its routed experts. Apart from norms this is also a token's multiply-adds in them."""
+        return self._layer_weights[moe]
+
+    @cached_property
+    def _layer_weights(self) -> tuple[int, int]:
+        """(of a dense layer, of a layer with experts)"""
+        per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
+        dense, moe = (sum(p.numel for p in per_layer if p.where in ("always", kind)) for kind in ("dense", "moe"))
+        return dense, moe
+
+    @cached_property
+    def parameters_per_expert(self) -> int:
+        return sum(p.numel for p in self.parameters if p.location == "expert")
+
+    @cached_property
+    def output_macs(self) -> int:
+        """Multiply-adds of one token in the output layer."""
+        return self.hidden * self.vocab
+
+    @cached_property
+    def token_macs(self) -> int:
+        """Multiply-adds of one token in matrices: all but attention scores and their products with values."""
+        layers = sum(self.layer_weights(moe) + moe * self.topk * self.parameters_per_expert for moe in self.moe)
+        return layers + self.output_macs
+
+    @cached_property
+    def attention_macs(self) -> float:
+        """Multiply-adds per squared token in one layer: a causal sequence of L tokens costs `attention_macs * L**2`."""
+        return self.num_heads * (self.head_dim + self.value_dim) / 2
+
+    @cached_property
+    def gathered_kv_width(self) -> int:
+        """Elements of one token's keys and values in one layer, as context-parallel ranks gather them."""
+        if self.is_latent:
+            return self.num_heads * (self.head_dim + self.value_dim)
+        return 2 * self.num_kv_heads * self.head_dim
 
 
-def _parameters(rows: Sequence[Mapping], arch: Architecture) -> tuple[Parameter, ...]:
-    found = [_parameter(row, arch) for row in rows]
-    return tuple(sorted(found, key=_order))
+def _parameter_shapes(rows: Sequence[ParamMapping], arch: Architecture) -> tuple[ParameterShape, ...]:
+    return tuple(sorted((_parameter_shape(row, arch) for row in rows), key=_buffer_order))
 
 
-def _order(p: Parameter) -> tuple[int, int]:
-    if p.place not in ("layer", "expert"):
-        return (0 if p.place == "first" else 2, 0)
+def _buffer_order(p: ParameterShape) -> tuple[int, int]:
+    if p.location not in ("layer", "expert"):
+        return (0 if p.location == "first" else 2, 0)
     return 1, next(n for n, start in enumerate(MODULE_ORDER) if p.name.startswith(start))
 
 
-def _parameter(row: Mapping, arch: Architecture) -> Parameter:
+def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     shapes = list(row.hf_shapes(arch.sizes).values())
     name = row.megatron.removeprefix("decoder.layers.{layer}.")
-    place: Place = "expert" if "{expert}" in name else "layer"
+    location: ParameterLocation = "expert" if "{expert}" in name else "layer"
     if "{layer}" not in row.megatron:
-        place = "first" if name.startswith("embedding.") else "last"
-    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: several tensors are stacked along rows"
-    is_vocabulary = isinstance(row, VocabMapping)
+        location = "first" if name.startswith("embedding.") else "last"
+    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: expected its {len(shapes)} tensors stacked along dim 0"
+    fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
     where = row.where if row.where in ("dense", "moe") else "always"
-    return Parameter(name, place, whole, row.axis is not None, where, is_vocabulary)
+    return ParameterShape(name, location, fused, row.axis is not None, where, isinstance(row, VocabMapping))

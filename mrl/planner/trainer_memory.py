@@ -1,4 +1,4 @@
-"""Memory of trainer ranks by phase: closed form per pipeline stage, so that a search can ask for many layouts."""
+"""GPU memory of trainer ranks by phase of a step, in closed form per pipeline stage. Cheap enough for a search over layouts."""
 
 from __future__ import annotations
 
@@ -7,89 +7,96 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from models.megatron_fields import UNEVEN
-from mrl.planner import activation_bytes
-from mrl.planner.activation_bytes import GPU, Kernels, Pass, Recompute
-from mrl.planner.model_shape import Head, ModelShape
-from mrl.planner.trainer_state_bytes import Chunk, StateBytes, largest_state, stages_of
+from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from mrl.planner.activation_bytes import (
+    GPU_KERNELS,
+    Kernels,
+    MicroBatchShape,
+    Recompute,
+    end_bytes,
+    layer_bytes,
+    virtual_stage_bytes,
+)
+from mrl.planner.model_shape import HeadKind, ModelShape
+from mrl.planner.trainer_state_bytes import StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 
-SLOTS = 2  # buckets that a sender of weights has
-WIDE = 4  # bytes of logits and of what is summed from them
+SENDER_BUCKETS = 2  # buckets of the weight sync that a sender allocates
+FLOAT32_BYTES = 4  # of a logit, and of a gradient that is summed in float32
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What memory depends on beside the model and its layout."""
+    """What a trainer's memory depends on in addition to its model and its layout."""
 
-    max_tokens: int = 8192  # of one micro-batch, all context-parallel ranks together
+    max_tokens: int = 8192  # of one micro-batch, over all context-parallel ranks
     itemsize: int = 2  # bytes of a weight and of an activation
-    head: Head = "vocabulary"
+    head: HeadKind = "vocabulary"
     trained: bool = True
     logprob_chunk: int = 1024  # tokens whose logits exist at one time
-    entropy: bool = False  # the loss needs entropies: one chunk of logits more
+    entropy: bool = False  # the loss needs entropies: one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
-    micro_batches: int | None = None  # of one optimizer step on a replica; None: as many as fill the pipeline
-    keys_per_token: float = 1.0  # of attention, where responses share a prompt
-    imbalance: float = 1.0  # tokens that the busiest rank's experts get, over the mean
+    micro_batches: int | None = None  # of one optimizer step on a replica; None: enough to fill the pipeline
+    keys_per_token: float = 1.0  # keys that attention reads per token; above 1 where responses share a prompt
+    imbalance: float = 1.0  # tokens that reach the busiest rank's experts, over the mean
     bucket_bytes: int = 64 * 1024 * 1024  # of the weight sync
-    kernels: Kernels = GPU
+    kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
-        """Of the config's section `megatron`, beside `settings`."""
-        uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN)
+        """Combine `settings` with recomputation and uneven stages from the config's section `megatron`."""
+        uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN_STAGE_FIELDS)
         return cls(recompute=Recompute.of(megatron), uneven=uneven, **settings)
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes of the busiest rank of a pipeline stage on its device."""
+class TrainerRankMemory:
+    """Bytes on the GPU of the busiest rank of one pipeline stage."""
 
     stage: int
     state: StateBytes
-    saved: int  # activations kept for backward passes, of all micro-batches on their way
-    working: int  # what a pass has besides for a moment: logits, gradients of activations, one layer recomputed
+    saved: int  # activations kept for backward passes, of all micro-batches in flight
+    working: int  # temporary bytes of a pass: logits, gradients of activations, one recomputed layer
     scoring: int  # activations and logits of a pass without gradients
     buckets: int  # of the weight sync
 
     @property
     def update(self) -> int:
-        """While it trains."""
+        """Bytes during the optimizer steps."""
         return self.state.total + self.saved + self.working
 
     @property
     def score(self) -> int:
-        """While it computes log-probabilities or values."""
+        """Bytes while log-probabilities or values are computed."""
         return self.state.total + self.scoring
 
     @property
     def push(self) -> int:
-        """While weights are sent and the rest of the model is away: where devices are shared."""
+        """Bytes during a weight sync on shared GPUs, where gradients and optimizer state are offloaded."""
         return self.state.weights + self.buckets
 
     def phases(self) -> dict[str, int]:
-        """Bytes by phase."""
+        """Return the bytes by phase of a step, on GPUs that are not shared."""
         return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.buckets)
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """All pipeline stages of a model."""
+    """GPU memory of all pipeline stages of a model."""
 
-    stages: tuple[RankMemory, ...]
-    by_phase: Mapping[str, int] = field(default_factory=dict)  # bytes of the busiest rank in each
+    stages: tuple[TrainerRankMemory, ...]
+    by_phase: Mapping[str, int] = field(default_factory=dict)  # bytes of the busiest rank in each phase
 
     @property
-    def peak(self) -> RankMemory:
+    def peak(self) -> TrainerRankMemory:
         """The stage that needs most."""
         return max(self.stages, key=lambda rank: max(rank.phases().values()))
 
 
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
-    """Bytes of the busiest rank of each stage, by phase; the layout was checked (Architecture.check_layout)."""
-    run = Pass.of(
+    """Return the bytes of the busiest rank of each stage, by phase. Architecture.check_layout must have accepted the layout."""
+    batch = MicroBatchShape.of(
         dims,
         settings.max_tokens,
         settings.itemsize,
@@ -98,104 +105,115 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
         kernels=settings.kernels,
     )
     stages = tuple(
-        _rank(shape, dims, settings, run, number, stage)
-        for number, stage in enumerate(_stages(shape, dims.pp, dims.vpp, settings.uneven))
+        _rank_memory(shape, dims, settings, batch, number, stage)
+        for number, stage in enumerate(cached_pipeline_stages(shape.num_layers, dims.pp, dims.vpp, settings.uneven))
     )
     names = stages[0].phases() if settings.trained else ("score",)
     return TrainerMemory(stages, {name: max(rank.phases()[name] for rank in stages) for name in names})
 
 
 @lru_cache(maxsize=4096)
-def _stages(shape: ModelShape, pp: int, vpp: int, uneven: tuple[tuple[str, Any], ...]) -> list[list[Chunk]]:
-    return stages_of(shape, ParallelDims(pp=pp, vpp=vpp), dict(uneven))
+def cached_pipeline_stages(
+    num_layers: int, pp: int, vpp: int, uneven: tuple[tuple[str, Any], ...] = ()
+) -> list[list[VirtualStage]]:
+    """Return `pipeline_stages` of these sizes: [pp][vpp]. Callers must not change the result."""
+    return pipeline_stages(num_layers, ParallelDims(pp=pp, vpp=vpp), dict(uneven))
 
 
-def _rank(
-    shape: ModelShape, dims: ParallelDims, settings: TrainerSettings, run: Pass, number: int, stage: list[Chunk]
-) -> RankMemory:
+def _rank_memory(
+    shape: ModelShape,
+    dims: ParallelDims,
+    settings: TrainerSettings,
+    batch: MicroBatchShape,
+    number: int,
+    stage: list[VirtualStage],
+) -> TrainerRankMemory:
     state = largest_state(shape, dims, stage, settings.itemsize, settings.head, settings.trained)
-    kinds = tuple(shape.moe[c.first : c.first + c.layers] for c in stage)
-    last = stage[-1].is_last
+    moe_by_stage = tuple(shape.moe[v.first : v.first + v.layers] for v in stage)
+    is_last = stage[-1].is_last
     saved = working = 0
     if settings.trained:
         kept = max(
-            _kept(shape, run, kind, settings.recompute) + activation_bytes.ends(shape, run, c.is_first, c.is_last)
-            for kind, c in zip(kinds, stage, strict=True)
+            _kept(shape, batch, moe, settings.recompute) + end_bytes(shape, batch, v.is_first, v.is_last)
+            for moe, v in zip(moe_by_stage, stage, strict=True)
         )
         saved = kept * in_flight(dims, number, settings.micro_batches)
-        head = head_bytes(shape, run, settings, gradients=True) if last else 0
-        working = max(head, _backward(shape, run, kinds, settings.recompute))
-    widest = max((_widest(shape, run, kind) for kind in kinds), default=0)
-    scoring = max(widest, head_bytes(shape, run, settings, gradients=False) if last else 0)
-    return RankMemory(number, state, saved, working, scoring, SLOTS * settings.bucket_bytes)
+        head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
+        working = max(head, _backward(shape, batch, moe_by_stage, settings.recompute))
+    widest = max((_forward(shape, batch, moe) for moe in moe_by_stage), default=0)
+    scoring = max(widest, head_bytes(shape, batch, settings, gradients=False) if is_last else 0)
+    return TrainerRankMemory(number, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
 
 
 @lru_cache(maxsize=65536)
-def _kept(shape: ModelShape, run: Pass, kinds: tuple[bool, ...], recompute: Recompute) -> int:
-    return activation_bytes.chunk(shape, run, kinds, recompute)
+def _kept(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
+    return virtual_stage_bytes(shape, batch, moe, recompute)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
-    """Passes of a virtual stage that wait for their backward pass at once, on pipeline rank `stage`.
+    """Count the forward passes on pipeline rank `stage` that await their backward pass at one time.
 
-    One forward, one backward: pp - stage micro-batches. Interleaved: each has vpp passes, and 2 (pp - stage - 1) +
-    (vpp - 1) pp of them come before the first backward, Korthikanti et al. 2022, section 4.2.3: L (1 + (p - 1) / (p m)) layers
-    on the first stage.
+    The 1F1B schedule keeps pp - stage micro-batches. The interleaved one has vpp passes per micro-batch, and runs
+    2 (pp - stage - 1) + (vpp - 1) pp of them before the first backward pass (Korthikanti et al. 2022, section 4.2.3): on the
+    first stage activations of L (1 + (p - 1) / (p m)) layers.
     """
     if dims.vpp == 1:
-        warm = dims.pp - stage
-        return warm if micro_batches is None else min(warm, micro_batches)
-    warm = 2 * (dims.pp - stage - 1) + (dims.vpp - 1) * dims.pp + 1
-    return warm if micro_batches is None else min(warm, micro_batches * dims.vpp)
+        warmup = dims.pp - stage
+        return warmup if micro_batches is None else min(warmup, micro_batches)
+    warmup = 2 * (dims.pp - stage - 1) + (dims.vpp - 1) * dims.pp + 1
+    return warmup if micro_batches is None else min(warmup, micro_batches * dims.vpp)
 
 
 @lru_cache(maxsize=65536)
-def _backward(shape: ModelShape, run: Pass, kinds: tuple[tuple[bool, ...], ...], recompute: Recompute) -> int:
-    """Besides what was kept: gradients inside one layer, and the layers that are computed again."""
-    found = {kind for of_chunk in kinds for kind in of_chunk}
-    gradients = max((_layer_gradients(shape, run, kind) for kind in found), default=0)
+def _backward(
+    shape: ModelShape, batch: MicroBatchShape, moe_by_stage: tuple[tuple[bool, ...], ...], recompute: Recompute
+) -> int:
+    """Return the temporary bytes of a backward pass: gradients inside one layer, and the layers that are recomputed at once."""
+    kinds = {is_moe for moe in moe_by_stage for is_moe in moe}
+    gradients = max((_layer_gradients(shape, batch, is_moe) for is_moe in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
-        longest = max((of_chunk for of_chunk in kinds), key=len, default=())
-        group = min(group, len(longest))
-        return gradients + group * max((activation_bytes.layer(shape, kind, run) for kind in found), default=0)
+        group = min(group, max(map(len, moe_by_stage), default=0))
+        return gradients + group * max((layer_bytes(shape, is_moe, batch) for is_moe in kinds), default=0)
     if recompute.granularity == "selective":
-        again = (
-            activation_bytes.layer(shape, kind, run) - activation_bytes.layer(shape, kind, run, recompute.modules)
-            for kind in found
+        recomputed = (
+            layer_bytes(shape, is_moe, batch) - layer_bytes(shape, is_moe, batch, recompute.modules) for is_moe in kinds
         )
-        return gradients + max(again, default=0)
+        return gradients + max(recomputed, default=0)
     return gradients
 
 
-def _layer_gradients(shape: ModelShape, run: Pass, moe: bool) -> int:
-    """While an MLP or experts go backward: of what is between their matrices, of their input, and of their weights."""
-    e, wide = run.itemsize, 3 if shape.gated else 2
-    whole = 2 * run.tokens * shape.hidden * e  # gathered input, and its gradient before it is scattered
+def _layer_gradients(shape: ModelShape, batch: MicroBatchShape, moe: bool) -> int:
+    """Return the bytes of gradients while an MLP or experts run backward.
+
+    These are gradients between the matrices, of the input, and (of a dense MLP) of the weights.
+    """
+    e, matrices = batch.itemsize, 3 if shape.gated else 2
+    gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and its gradient before it is scattered
     if not moe:
-        width = shape.ffn // run.tp
-        return run.tokens * wide * width * e + whole + 2 * width * shape.hidden * e
-    received = int(run.rows * shape.topk * run.etp * run.imbalance)
-    return received * (wide * shape.moe_ffn // run.etp + 2 * shape.hidden) * e + whole
+        width = shape.ffn // batch.tp
+        return batch.tokens * matrices * width * e + gathered + 2 * width * shape.hidden * e
+    received = batch.expert_rows(shape.topk)
+    return received * (matrices * shape.moe_ffn // batch.etp + 2 * shape.hidden) * e + gathered
 
 
 @lru_cache(maxsize=65536)
-def _widest(shape: ModelShape, run: Pass, kinds: tuple[bool, ...]) -> int:
-    """A pass without gradients has the tensors of one layer, and the hidden states that go in."""
-    one = max((activation_bytes.layer(shape, kind, run) for kind in set(kinds)), default=0)
-    return one + run.rows * shape.hidden * run.itemsize
+def _forward(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
+    """Return the bytes of a pass without gradients: the tensors of the largest layer and its input."""
+    largest = max((layer_bytes(shape, is_moe, batch) for is_moe in set(moe)), default=0)
+    return largest + batch.rows * shape.hidden * batch.itemsize
 
 
 @lru_cache(maxsize=65536)
-def head_bytes(shape: ModelShape, run: Pass, settings: TrainerSettings, *, gradients: bool) -> int:
-    """Of the head (parallel.logprobs): hidden states of the whole pack, chunks of logits, and the output weight's gradient."""
-    hidden = run.tokens * shape.hidden * run.itemsize
+def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, gradients: bool) -> int:
+    """Return the bytes of the head (parallel.logprobs): the pack's hidden states, chunks of logits, the weight's gradient."""
+    hidden = batch.tokens * shape.hidden * batch.itemsize
     if settings.head == "value":
-        return (2 if gradients else 1) * run.tokens * shape.hidden * WIDE + hidden
-    rows = -(-shape.vocab // run.tp)
-    chunks = min(settings.logprob_chunk, run.tokens) * rows * WIDE
+        return (2 if gradients else 1) * batch.tokens * shape.hidden * FLOAT32_BYTES + hidden
+    rows = -(-shape.vocab // batch.tp)
+    chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
     if not gradients:
-        return hidden + (2 + settings.entropy) * chunks
-    several = run.tokens > settings.logprob_chunk  # their parts of the gradient are summed in float32
-    of_weight = rows * shape.hidden * (WIDE + run.itemsize if several else run.itemsize)
-    return 2 * hidden + 3 * chunks + of_weight
+        return hidden + (2 + settings.entropy) * chunk
+    several_chunks = batch.tokens > settings.logprob_chunk  # their weight gradients are summed in float32
+    element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
+    return 2 * hidden + 3 * chunk + rows * shape.hidden * element

@@ -1,44 +1,54 @@
-"""Bytes of parameters, gradients and optimizer state of trainer ranks: what Megatron allocates, to the byte.
+"""Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints: what Megatron allocates, to the byte.
 
-Parameters and fp32 gradients are in flat buffers, one of all of a virtual stage's dense parameters and one of its experts'. In
-them each parameter begins at a multiple of 64 elements, and each buffer ends at a multiple of 128 and of the ranks that share
-its optimizer state. A rank keeps AdamW's moments, and fp32 main weights of 16-bit ones, for its part of the buffers.
+Parameters and fp32 gradients lie in flat buffers. Each virtual stage has one buffer for its dense parameters and one for its
+experts. In a buffer every parameter begins at a multiple of 64 elements, and the buffer ends at a multiple of 128 and of the
+number of ranks that share its optimizer state. A rank keeps AdamW's moments for its part of each buffer, and fp32 main weights
+where the weights have 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 from typing import Any
 
-from models.megatron_fields import UNEVEN
-from mrl.planner.model_shape import Head, ModelShape, Parameter
+from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from mrl.planner.model_shape import HeadKind, ModelShape, ParameterShape
 from parallel.dims import ParallelDims
 
-START = 64  # elements; a parameter begins at a multiple of it
-END = 128  # elements; a buffer ends at a multiple of it
-GRADIENT = 4  # bytes of a gradient
-MOMENTS = 8  # bytes of AdamW's two
-MAIN = 4  # bytes of a main weight, where weights have 16 bits
+PARAMETER_ALIGNMENT = 64  # elements; a parameter begins at a multiple of it
+BUFFER_ALIGNMENT = 128  # elements; a buffer ends at a multiple of it
+GRADIENT_BYTES = 4  # of one parameter's summed gradient
+MOMENT_BYTES = 8  # of one parameter's two AdamW moments
+MAIN_WEIGHT_BYTES = 4  # of one fp32 main weight
+BIAS_BYTES = 4  # of one correction bias, which is float32 in a model of any dtype
+PINNED_BLOCK = 1 << 26  # bytes; an offloaded model takes pinned memory in such blocks (parallel.offload)
+
+UnevenStages = Mapping[str, Any]
+"""Fields of Megatron that give pipeline stages different numbers of layers; see models.megatron_overrides.UNEVEN_STAGE_FIELDS."""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A virtual stage."""
+class VirtualStage:
+    """Consecutive layers of one pipeline rank."""
 
-    first: int  # number of its first layer
+    first: int  # index of its first layer
     layers: int
-    is_first: bool  # of the model: it has the embedding
+    is_first: bool  # it has the embedding
     is_last: bool  # it has the final norm and the head
+
+    def moe_layers(self, moe: tuple[bool, ...]) -> int:
+        """Count its layers that have experts; `moe`: [layers of the model]."""
+        return sum(moe[self.first : self.first + self.layers])
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one trainer rank holds of a model between steps."""
+    """Bytes that one trainer rank holds of a model between steps."""
 
-    weights: int  # flat buffers and other buffers of the modules
+    weights: int  # flat buffers, and buffers of the modules
     gradients: int
     optimizer: int
 
@@ -46,43 +56,66 @@ class StateBytes:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
+    @property
+    def offloaded(self) -> int:
+        """Pinned host memory that the model takes while it is offloaded; gradients are dropped."""
+        return sum(_round_up(part, PINNED_BLOCK) for part in (self.weights, self.optimizer))
 
-def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: Mapping[str, Any] | None = None) -> list[list[int]]:
-    """Layers of each virtual stage, by pipeline rank. `uneven`: the fields of Megatron that give stages different numbers.
 
-    Raises ValueError where they leave layers over, or say it by pipeline_model_parallel_layout, which is not read here.
+def optimizer_bytes_per_parameter(itemsize: int) -> int:
+    """Return the bytes of optimizer state for one parameter whose weight has `itemsize` bytes."""
+    return MOMENT_BYTES + (MAIN_WEIGHT_BYTES if itemsize < MAIN_WEIGHT_BYTES else 0)
+
+
+def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
+    """Return the bytes of one checkpoint on disk: weights, main weights and moments of the trained models, without padding.
+
+    Megatron's distributed optimizer writes an fp32 main weight for every parameter, also where the weights are fp32 themselves.
     """
-    asked = {name: value for name, value in (uneven or {}).items() if name in UNEVEN and value}
-    if layout := asked.get("pipeline_model_parallel_layout"):
+    return sum(shape.num_parameters for shape in trained) * (itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES)
+
+
+def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
+    """Return the layers of each virtual stage: [pp][vpp].
+
+    Raises ValueError where the layers do not divide, and for pipeline_model_parallel_layout, which is not supported here.
+    """
+    fields = {name: value for name, value in (uneven or {}).items() if name in UNEVEN_STAGE_FIELDS and value}
+    if layout := fields.get("pipeline_model_parallel_layout"):
         raise ValueError(
-            f"megatron.pipeline_model_parallel_layout={layout!r} is not read by mrl plan; use "
+            f"megatron.pipeline_model_parallel_layout={layout!r} is not supported by mrl plan; use "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage."
         )
-    ends = [asked.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    beside = [int(asked.get(f"account_for_{end}_in_pipeline_split", False)) for end in ("embedding", "loss")]
-    inner = [dims.pp - sum(end is not None for end in ends), num_layers + sum(beside) - sum(end or 0 for end in ends)]
-    if inner[1] < 0 or (inner[0] and inner[1] % inner[0]) or (not inner[0] and inner[1]):
-        raise ValueError(f"megatron: {inner[1]} layers do not divide over {inner[0]} pipeline stages ({asked}).")
-    counts = [inner[1] // inner[0] if inner[0] else 0] * dims.pp
-    for place, end in zip((0, -1), ends, strict=True):
-        counts[place] = counts[place] if end is None else end
+    ends = [fields.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
+    counted_ends = [int(fields.get(f"account_for_{end}_in_pipeline_split", False)) for end in ("embedding", "loss")]
+    inner_stages = dims.pp - sum(end is not None for end in ends)
+    inner_layers = num_layers + sum(counted_ends) - sum(end or 0 for end in ends)
+    if inner_layers < 0 or (inner_stages and inner_layers % inner_stages) or (not inner_stages and inner_layers):
+        raise ValueError(
+            f"megatron: {inner_layers} layers do not divide over {inner_stages} pipeline stages ({fields})."
+        )
+    counts = [inner_layers // inner_stages if inner_stages else 0] * dims.pp
+    for stage, end in zip((0, -1), ends, strict=True):
+        counts[stage] = counts[stage] if end is None else end
     if bad := [count for count in counts if count % dims.vpp]:
         raise ValueError(f"parallel.vpp={dims.vpp} does not divide the {bad[0]} layers of a pipeline stage.")
     stages = [[count // dims.vpp] * dims.vpp for count in counts]
-    stages[0][0] -= beside[0]
-    stages[-1][-1] -= beside[1]
+    stages[0][0] -= counted_ends[0]
+    stages[-1][-1] -= counted_ends[1]
     return stages
 
 
-def stages_of(shape: ModelShape, dims: ParallelDims, uneven: Mapping[str, Any] | None = None) -> list[list[Chunk]]:
-    """The virtual stages of each pipeline rank; consecutive layers go round the ranks."""
-    counts, first = layers_of_stages(shape.num_layers, dims, uneven), 0
-    stages: list[list[Chunk]] = [[] for _ in counts]
-    for turn in range(dims.vpp):
+def pipeline_stages(
+    num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None
+) -> list[list[VirtualStage]]:
+    """Return the virtual stages of each pipeline rank: [pp][vpp]. Consecutive virtual stages go round the ranks."""
+    counts, first = layers_of_stages(num_layers, dims, uneven), 0
+    stages: list[list[VirtualStage]] = [[] for _ in counts]
+    for virtual in range(dims.vpp):
         for rank, of_rank in enumerate(counts):
-            ends = (turn == rank == 0, turn == dims.vpp - 1 and rank == dims.pp - 1)
-            stages[rank].append(Chunk(first, of_rank[turn], *ends))
-            first += of_rank[turn]
+            is_first, is_last = virtual == rank == 0, virtual == dims.vpp - 1 and rank == dims.pp - 1
+            stages[rank].append(VirtualStage(first, of_rank[virtual], is_first, is_last))
+            first += of_rank[virtual]
     return stages
 
 
@@ -92,133 +125,142 @@ def state_of_rank(
     rank: int,
     itemsize: int,
     *,
-    head: Head = "vocabulary",
+    head: HeadKind = "vocabulary",
     trained: bool = True,
-    uneven: Mapping[str, Any] | None = None,
+    uneven: UnevenStages | None = None,
 ) -> StateBytes:
-    """Exactly what `rank` holds; `itemsize`: bytes of a weight. A model that is not trained has its weights only."""
+    """Return exactly what `rank` holds. `itemsize`: bytes of a weight. A model that is not trained has only its weights."""
     coords = dims.coords(rank)
-    stage = stages_of(shape, dims, uneven)[coords.pp]
-    weights = sum(_module_buffers(shape, chunk, itemsize) for chunk in stage)
+    stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
+    weights = sum(_module_buffer_bytes(shape, virtual, itemsize) for virtual in stage)
     gradients = optimizer = 0
-    for chunk in stage:
-        for sizes, ranks, place in _buffers(shape, dims, rank, chunk, head):
-            numel = _aligned(sum(map(_start, sizes)), lcm(END, ranks)) if trained else sum(sizes)
+    for virtual in stage:
+        for sizes, replicas, replica in _flat_buffers(shape, dims, rank, virtual, head):
+            numel = _round_up(sum(map(_padded, sizes)), lcm(BUFFER_ALIGNMENT, replicas)) if trained else sum(sizes)
             weights += numel * itemsize
             if trained:
-                gradients += numel * GRADIENT
-                optimizer += _held(sizes, numel // ranks, place) * state_bytes(itemsize)
+                gradients += numel * GRADIENT_BYTES
+                owned = _elements_in_part(sizes, numel // replicas, replica)
+                optimizer += owned * optimizer_bytes_per_parameter(itemsize)
     return StateBytes(weights, gradients, optimizer)
 
 
-def state_bytes(itemsize: int) -> int:
-    """Bytes of optimizer state for one parameter."""
-    return MOMENTS + (MAIN if itemsize < MAIN else 0)
-
-
-def _buffers(
-    shape: ModelShape, dims: ParallelDims, rank: int, chunk: Chunk, head: Head
+def _flat_buffers(
+    shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """(elements of each parameter as the buffer has them, ranks that share its state, this rank's place among them)."""
-    dense, experts = _sizes(shape, dims, chunk, head)
-    coords, ranks = dims.coords(rank), dims.dp * dims.cp
+    """Yield (elements of each parameter in the buffer's order, ranks that share its state, index of `rank` among them)."""
+    dense, experts = _parameter_sizes(shape, dims, virtual, head)
+    coords, replicas = dims.coords(rank), dims.dp * dims.cp
     if dense:
-        yield dense[::-1], ranks, coords.dp * dims.cp + coords.cp
+        yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
     if experts:
         one_copy = dims.ep * dims.expert_tp
-        in_stage = rank % (dims.world_size // dims.pp)
-        yield experts[::-1], expert_replicas(dims), in_stage // one_copy
+        rank_in_stage = rank % (dims.world_size // dims.pp)
+        yield experts[::-1], expert_replicas(dims), rank_in_stage // one_copy
 
 
 def expert_replicas(dims: ParallelDims) -> int:
-    """Ranks of a pipeline stage that hold the same part of the same experts."""
+    """Count the ranks of a pipeline stage that hold the same shard of the same experts."""
     return dims.tp * dims.cp * dims.dp // (dims.ep * dims.expert_tp)
 
 
-def _sizes(shape: ModelShape, dims: ParallelDims, chunk: Chunk, head: Head) -> tuple[list[int], list[int]]:
-    """Elements of each parameter of a chunk on one rank, in the order of its modules: dense ones, experts'."""
-    dense = [p.numel(dims.tp) for p in shape.parameters if p.place == "first"] if chunk.is_first else []
+def _parameter_sizes(
+    shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind
+) -> tuple[list[int], list[int]]:
+    """Return the elements of each parameter on one rank, in the order of the modules: (dense parameters, experts)."""
+    dense = [p.shard_numel(dims.tp) for p in shape.parameters if p.location == "first"] if virtual.is_first else []
     experts: list[int] = []
-    for layer in range(chunk.first, chunk.first + chunk.layers):
-        kind = ("always", "moe" if shape.moe[layer] else "dense")
-        mine = [p for p in shape.parameters if p.where in kind]
-        dense += [p.numel(dims.tp) for p in mine if p.place == "layer"]
-        of_one = [p.numel(dims.expert_tp) for p in mine if p.place == "expert"]
-        experts += of_one * (shape.experts // dims.ep) if of_one else []
-    return dense + (_of_end(shape, dims, chunk, head) if chunk.is_last else []), experts
+    for layer in range(virtual.first, virtual.first + virtual.layers):
+        kinds = ("always", "moe" if shape.moe[layer] else "dense")
+        of_layer = [p for p in shape.parameters if p.where in kinds]
+        dense += [p.shard_numel(dims.tp) for p in of_layer if p.location == "layer"]
+        one_expert = [p.shard_numel(dims.expert_tp) for p in of_layer if p.location == "expert"]
+        experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
+    return dense + (_last_sizes(shape, dims.tp, virtual, head) if virtual.is_last else []), experts
 
 
-def _of_end(shape: ModelShape, dims: ParallelDims, chunk: Chunk, head: Head) -> list[int]:
-    """Of the final norm and the head; a tied output layer is a copy where the embedding is elsewhere."""
-    found = [p.numel(dims.tp) for p in shape.parameters if p.place == "last" and not p.is_vocabulary]
+def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
+    """Return the elements of the final norm and the head. A tied output layer is a copy if the embedding is on another stage."""
+    norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
-        return [*found, shape.hidden, 1]
-    if shape.tied and chunk.is_first:
-        return found
-    return [*found, -(-shape.vocab // dims.tp) * shape.hidden]
+        return [*norm, shape.hidden, 1]
+    if shape.tied and virtual.is_first:
+        return norm
+    return [*norm, -(-shape.vocab // tp) * shape.hidden]
 
 
-def _module_buffers(shape: ModelShape, chunk: Chunk, itemsize: int) -> int:
-    """Bytes of correction biases (fp32), and of the counts beside them (of the model's dtype)."""
-    layers = sum(shape.moe[chunk.first : chunk.first + chunk.layers])
-    return layers * sum(p.numel(1) for p in shape.buffers) * (4 + itemsize)
+def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
+    """Return the bytes of correction biases (fp32) and of the token counts beside them (in the model's dtype)."""
+    return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
 
 
-def _held(sizes: list[int], part: int, place: int) -> int:
-    """Elements of parameters, padding left out, in part number `place` of a buffer of these parameters."""
-    low, high = place * part, (place + 1) * part
-    held = at = 0
+def _elements_in_part(sizes: list[int], part: int, index: int) -> int:
+    """Count the elements, padding left out, in part number `index` (of `part` elements) of a buffer of these parameters."""
+    low, high = index * part, (index + 1) * part
+    count = start = 0
     for size in sizes:
-        at = _start(at)
-        held += max(0, min(high, at + size) - max(low, at))
-        at += size
-    return held
+        start = _padded(start)
+        count += max(0, min(high, start + size) - max(low, start))
+        start += size
+    return count
 
 
-def _start(elements: int) -> int:
-    return _aligned(elements, START)
+def _padded(elements: int) -> int:
+    return _round_up(elements, PARAMETER_ALIGNMENT)
 
 
-def _aligned(elements: int, to: int) -> int:
-    return -(-elements // to) * to
-
-
-@lru_cache(maxsize=4096)
-def _of_a_layer(shape: ModelShape, moe: bool, tp: int, etp: int) -> tuple[int, int]:
-    """Elements in the buffers of (a layer's dense parameters, one of its experts)."""
-    mine = [p for p in shape.parameters if p.where in ("always", "moe" if moe else "dense")]
-    return _padded([p for p in mine if p.place == "layer"], tp), _padded([p for p in mine if p.place == "expert"], etp)
-
-
-def _padded(parameters: list[Parameter], ranks: int) -> int:
-    return sum(_start(p.numel(ranks)) for p in parameters)
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 @lru_cache(maxsize=4096)
-def _of_ends(shape: ModelShape, tp: int, head: Head, whole: bool) -> tuple[int, int]:
-    """Elements in the buffers of (the embedding, final norm and head); `whole`: both are on one virtual stage."""
-    chunk = Chunk(0, 0, whole, True)
-    last = sum(map(_start, _of_end(shape, ParallelDims(tp=tp), chunk, head)))
-    return _padded([p for p in shape.parameters if p.place == "first"], tp), last
+def _layer_numel(shape: ModelShape, moe: bool, tp: int, etp: int) -> tuple[int, int]:
+    """Return the elements in the flat buffers of (a layer's dense parameters, one of its experts)."""
+    of_layer = [p for p in shape.parameters if p.where in ("always", "moe" if moe else "dense")]
+    dense, expert = ([p for p in of_layer if p.location == location] for location in ("layer", "expert"))
+    return _padded_numel(dense, tp), _padded_numel(expert, etp)
+
+
+def _padded_numel(parameters: list[ParameterShape], ranks: int) -> int:
+    return sum(_padded(p.shard_numel(ranks)) for p in parameters)
+
+
+@lru_cache(maxsize=4096)
+def _ends_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
+    """Return the elements in the flat buffers of (embedding, final norm and head). `one_stage`: both are on one virtual stage."""
+    last = sum(map(_padded, _last_sizes(shape, tp, VirtualStage(0, 0, one_stage, True), head)))
+    return _padded_numel([p for p in shape.parameters if p.location == "first"], tp), last
+
+
+def buffer_numel(
+    shape: ModelShape, virtual: VirtualStage, tp: int, ep: int, etp: int, head: HeadKind = "vocabulary"
+) -> tuple[int, int]:
+    """Return the elements in a rank's flat buffers for one virtual stage: (dense, experts). The padding of the end is left out."""
+    moe = virtual.moe_layers(shape.moe)
+    dense_layer, _ = _layer_numel(shape, False, tp, etp)
+    moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)
+    first, last = _ends_numel(shape, tp, head, virtual.is_first and virtual.is_last)
+    ends = virtual.is_first * first + virtual.is_last * last
+    dense = (virtual.layers - moe) * dense_layer + moe * moe_layer + ends
+    return dense, moe * expert * (shape.num_experts // ep)
 
 
 def largest_state(
-    shape: ModelShape, dims: ParallelDims, stage: list[Chunk], itemsize: int, head: Head, trained: bool
+    shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """The most that any rank of a pipeline stage holds, in closed form: `state_of_rank`, but for a part's padding."""
+    """Return an upper bound over the ranks of one pipeline stage, in closed form.
+
+    It is the largest `state_of_rank` of the stage, except that padding inside a rank's part counts as optimizer state.
+    """
     weights = gradients = optimizer = 0
-    for chunk in stage:
-        moe = sum(shape.moe[chunk.first : chunk.first + chunk.layers])
-        dense_layer, _ = _of_a_layer(shape, False, dims.tp, dims.expert_tp)
-        moe_layer, expert = _of_a_layer(shape, True, dims.tp, dims.expert_tp) if moe else (0, 0)
-        first, last = _of_ends(shape, dims.tp, head, chunk.is_first and chunk.is_last)
-        dense = (chunk.layers - moe) * dense_layer + moe * moe_layer + chunk.is_first * first + chunk.is_last * last
-        weights += _module_buffers(shape, chunk, itemsize) if moe and shape.buffers else 0
-        experts = moe * expert * (shape.experts // dims.ep)
-        for numel, ranks in ((dense, dims.dp * dims.cp), (experts, expert_replicas(dims) if experts else 1)):
+    for virtual in stage:
+        dense, experts = buffer_numel(shape, virtual, dims.tp, dims.ep, dims.expert_tp, head)
+        weights += _module_buffer_bytes(shape, virtual, itemsize) if shape.buffers else 0
+        for numel, replicas in ((dense, dims.dp * dims.cp), (experts, expert_replicas(dims) if experts else 1)):
             if numel:
-                whole = _aligned(numel, lcm(END, ranks)) if trained else numel
-                weights += whole * itemsize
-                gradients += whole * GRADIENT * trained
-                optimizer += min(numel, whole // ranks) * state_bytes(itemsize) * trained
+                padded = _round_up(numel, lcm(BUFFER_ALIGNMENT, replicas)) if trained else numel
+                weights += padded * itemsize
+                gradients += padded * GRADIENT_BYTES * trained
+                per_parameter = optimizer_bytes_per_parameter(itemsize) * trained
+                optimizer += min(numel, padded // replicas) * per_parameter
     return StateBytes(weights, gradients, optimizer)

@@ -160,7 +160,7 @@ class ControlChannel:
         value = self.store.get(key)
         signature, data = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, data)):
-            raise PeerError(f"{key} on the control channel was not written by this run; see docs/security.md.")
+            raise PeerError(f"{key} on the control channel was not written by this run; see docs/troubleshooting.md.")
         return pickle.loads(data)
 
     def _signature(self, key: str, data: bytes) -> bytes:

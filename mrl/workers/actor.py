@@ -1,4 +1,4 @@
-"""The policy being trained: one rank's part of it."""
+"""The actor on one trainer rank: a language model trained with a policy loss, or with cross-entropy."""
 
 import time
 from collections.abc import Sequence
@@ -11,48 +11,47 @@ from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
-from mrl.workers.megatron_model import MegatronModel, largest, summarise
+from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.model_spec import ModelSpec
 from parallel import groups
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence
-from parallel.schedule import Report
 
 
 class MegatronActor(MegatronModel):
-    """A language model trained with a policy loss, or with cross-entropy."""
+    """One rank's part of the policy; the reference and the teacher are actors too."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
 
     def update(
-        self, block: TokenBlock, shares: Sequence[RankBatch], loss: Loss, lrs: Sequence[float], temperature: float = 1.0
+        self, block: TokenBlock, batches: Sequence[RankBatch], loss: Loss, lrs: Sequence[float], temperature: float = 1.0
     ) -> list[UpdateReport]:
-        """An optimizer step on this replica's share of each mini-batch; gradients are summed over replicas.
+        """Run one optimizer step per mini-batch on this replica's rows; gradients are summed over replicas.
 
-        Log-probabilities are those of logits / temperature. Without a column old_logprobs they are their own old ones, as is
-        right for a rollout's only step. Raises NonFiniteGradientError when a gradient is not finite.
+        Log-probabilities are those of logits / temperature. Without a column old_logprobs, the current log-probabilities take its
+        place, which is right when a rollout has only one step. Raises NonFiniteGradientError.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         reports = []
-        for number, (share, lr) in enumerate(zip(shares, lrs, strict=True)):
-            micros = self.micro_batches(block, share)
+        for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+            micros = self.micro_batches(block, batch)
             start = time.perf_counter()
-            found = self.accumulate(micros, head, partial(policy_loss, loss=loss), share)
-            grad_norm = self.step(lr, number)
+            statistics = self.accumulate_gradients(micros, head, partial(policy_loss, loss=loss), batch)
+            grad_norm = self.optimizer_step(lr, number)
             seconds = time.perf_counter() - start
-            reports.append(summarise(found, {"optim/grad_norm": grad_norm, "seconds": seconds}))
+            reports.append(reduce_statistics(statistics, {"optim/grad_norm": grad_norm, "seconds": seconds}))
         return reports
 
-    def compute_logprobs(self, block: TokenBlock, share: RankBatch, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probabilities [R] of the sampled tokens of each micro-batch; empty except on the last pipeline stage."""
-        return self.score(block, share, partial(self.head, temperature=temperature))
+    def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
+        """Return log-probabilities [R] of the sampled tokens of each micro-batch; empty except on the last pipeline stage."""
+        return self.compute_column(block, batch, partial(self.head, temperature=temperature))
 
-    def compute_reference_logprobs(self, block: TokenBlock, share: RankBatch, temperature: float = 1.0) -> list[Tensor]:
-        """The same under the weights that `keep_reference` kept."""
-        with self.reference():
-            return self.compute_logprobs(block, share, temperature)
+    def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
+        """Return log-probabilities [R] under the reference policy's weights, as `compute_logprobs`."""
+        with self.reference_weights():
+            return self.compute_logprobs(block, batch, temperature)
 
     def head(
         self,
@@ -63,11 +62,11 @@ class MegatronActor(MegatronModel):
         temperature: float,
         entropy_gradient: bool = False,
     ) -> Tensor:
-        """[2, R here] log-probabilities of the response tokens, and entropies where they are predicted."""
-        chosen = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
+        """Return [2, local R]: log-probabilities of the sampled tokens, and the entropies of their distributions."""
+        selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         logprobs, entropies = linear_logprobs(
-            chosen,
+            selected,
             weight,
             micro.targets,
             groups.tp_group(),
@@ -79,8 +78,8 @@ class MegatronActor(MegatronModel):
         return torch.stack([logprobs, entropies if entropy_gradient else entropies.detach()])
 
 
-def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Report]:
-    """The micro-batch's part of the loss, and what is reported of it; `output` [2, R here] is the actor's head's."""
+def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
+    """Return the micro-batch's part of the loss and its statistics; `output` [2, local R] comes from MegatronActor.head."""
     logprobs, entropy = output
     inputs = LossInputs(
         logprobs,
@@ -91,18 +90,18 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
         micro.responses,
         micro.columns,
     )
-    per_token, extra = loss(inputs)
+    per_token, loss_statistics = loss(inputs)
     weights = micro.weights.to(per_token.dtype)
     total = (per_token * weights).sum()
-    gap = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN where nothing was sampled
-    report = {
-        "sum:loss": total.detach(),
-        "max:gap": largest(gap),
-        "sum:gap": gap.sum(),
-        "sum:entropy": entropy.detach().sum(),
-        "sum:tokens": torch.tensor(len(gap)),
+    gap = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN for tokens that no engine sampled
+    largest_gap = gap.max() if gap.numel() else gap.new_full((), float("-inf"))
+    sums = {
+        "loss": total.detach(),
+        "gap": gap.sum(),
+        "entropy": entropy.detach().sum(),
+        "tokens": torch.tensor(len(gap)),
+        **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
+        "weight": weights.sum(),
+        **{name: (value * weights).sum() for name, value in loss_statistics.items()},
     }
-    distance = corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs)
-    report |= {f"sum:{name}": value for name, value in distance.items()}
-    report["sum:weight"] = weights.sum()
-    return total, report | {f"sum:{name}": (value * weights).sum() for name, value in extra.items()}
+    return total, MicroBatchStatistics(sums, {"gap": largest_gap})

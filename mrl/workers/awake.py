@@ -40,7 +40,7 @@ def awake[W: Worker, **P, R](method: Callable[Concatenate[W, P], R]) -> Callable
 
     @wraps(method)
     def checked(self: W, *args: P.args, **kwargs: P.kwargs) -> R:
-        there = self.model.offload.residence
+        there = self.model.offloader.level
         if there < needed:
             raise RuntimeError(
                 f"{name}() needs {needed.name.lower()} of the model on its device, where {there.name.lower()} is: it sleeps. "

@@ -1,15 +1,11 @@
 """What trainer ranks put into a step's capsule, and the error that makes one."""
 
-from dataclasses import fields, replace
 from pathlib import Path
-
-import numpy as np
 
 from mrl.core.types import TokenBlock
 from parallel.dims import ParallelDims
 
 BATCH, WEIGHTS = "batch.npz", "weights"  # a file, a Hugging Face folder
-_COLUMN = "column."
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -36,21 +32,4 @@ def keep(folder: Path, block: TokenBlock, dims: ParallelDims) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / rng_state.file_name(rank)).write_bytes(rng_state.snapshot(dims))
     if rank == 0:
-        write_block(folder / BATCH, block)
-
-
-def write_block(path: Path, block: TokenBlock) -> None:
-    """Write tokens and columns as plain arrays."""
-    arrays = {name: value for name, value in vars(block).items() if isinstance(value, np.ndarray)}
-    columns = {_COLUMN + name: column for name, column in block.columns.items()}
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays, **columns)
-
-
-def read_block(path: Path) -> TokenBlock:
-    """What `write_block` wrote."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    columns = {name.removeprefix(_COLUMN): arrays.pop(name) for name in list(arrays) if name.startswith(_COLUMN)}
-    names = {f.name for f in fields(TokenBlock)}
-    return replace(TokenBlock(**{name: array for name, array in arrays.items() if name in names}), columns=columns)
+        block.save(folder / BATCH)

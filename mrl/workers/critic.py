@@ -1,4 +1,4 @@
-"""The value function being trained: one rank's part of it. Any layout serves, the actor's or another."""
+"""The critic on one trainer rank: a model that predicts the return from each token. Its layout may differ from the actor's."""
 
 import time
 from collections.abc import Sequence
@@ -9,51 +9,54 @@ from torch import Tensor
 
 from mrl.algorithms.losses import ValueLoss
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
-from mrl.workers.megatron_model import MegatronModel, summarise
+from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.model_spec import ModelSpec
 from parallel.megatron_layers import gather_sequence
-from parallel.schedule import Report
 
 
 class MegatronCritic(MegatronModel):
-    """A decoder whose head predicts one number per token: the return from there on."""
+    """One rank's part of the value function: a decoder whose head predicts one number per token."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="value")
 
     def update(
-        self, block: TokenBlock, shares: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
+        self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
     ) -> list[UpdateReport]:
-        """An optimizer step on this replica's share of each mini-batch, towards the column `returns`."""
+        """Run one optimizer step per mini-batch on this replica's rows, towards the column `returns`.
+
+        Raises NonFiniteGradientError.
+        """
         reports = []
-        for number, (share, lr) in enumerate(zip(shares, lrs, strict=True)):
-            micros = self.micro_batches(block, share)
+        for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
+            micros = self.micro_batches(block, batch)
             start = time.perf_counter()
-            found = self.accumulate(micros, self.head, partial(value_loss, loss=loss), share)
-            maxima = {"critic/grad_norm": self.step(lr, number), "seconds": time.perf_counter() - start}
-            reports.append(summarise(found, maxima))
+            statistics = self.accumulate_gradients(micros, self.head, partial(value_loss, loss=loss), batch)
+            grad_norm = self.optimizer_step(lr, number)
+            seconds = time.perf_counter() - start
+            reports.append(reduce_statistics(statistics, {"critic/grad_norm": grad_norm, "seconds": seconds}))
         return reports
 
-    def compute_values(self, block: TokenBlock, share: RankBatch) -> list[Tensor]:
-        """Values [R] before each sampled token of each micro-batch; empty except on the last pipeline stage."""
-        return self.score(block, share, self.head)
+    def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
+        """Return values [R] before each sampled token of each micro-batch; empty except on the last pipeline stage."""
+        return self.compute_column(block, batch, self.head)
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
     ) -> Tensor:
-        """[1, R here] values, from [L, H] hidden states."""
-        whole = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
-        return output_layer(whole.index_select(0, micro.predict))[None]
+        """Return [1, local R] values from hidden states [L, H]."""
+        gathered = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
+        return output_layer(gathered.index_select(0, micro.predict))[None]
 
 
-def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, Report]:
-    """The micro-batch's part of the loss, and what is reported of it; `output` [1, R here] is the critic's head's."""
+def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:
+    """Return the micro-batch's part of the loss and its statistics; `output` [1, local R] comes from MegatronCritic.head."""
     values, returns = output[0], micro.columns["returns"]
     weights = micro.weights.to(values.dtype)
     total = (loss(values, returns, micro.columns.get("values", values.detach())) * weights).sum()
-    error, now = (returns - values).detach(), values.detach()
-    report = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
-    for name, column in (("values", now), ("returns", returns), ("errors", error)):
-        report |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
-    return total, {f"sum:{name}": value for name, value in report.items()}
+    sums = {"loss": total.detach(), "tokens": torch.tensor(len(values))}
+    columns = {"values": values.detach(), "returns": returns, "errors": (returns - values).detach()}
+    for name, column in columns.items():
+        sums |= {name: column.sum(), f"{name}_squared": (column**2).sum()}
+    return total, MicroBatchStatistics(sums)

@@ -1,4 +1,4 @@
-"""Cuts optimizer steps out of a batch, and each step over replicas and micro-batches: pure arithmetic on lengths."""
+"""Partition of a batch into mini-batches, and of each over data-parallel replicas and micro-batches. Arithmetic on lengths only."""
 
 from dataclasses import dataclass, field, replace
 
@@ -7,33 +7,33 @@ from numpy.typing import NDArray
 
 from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TrainBatch
-from mrl.data.batching import CostModel, Unit, make_units, plan
+from mrl.data.batching import CostModel, PackingUnit, make_units, plan_micro_batches
 from parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows become packs."""
+    """How rows are packed into micro-batches."""
 
-    max_tokens: int  # in one pack
-    share_prompts: bool = True  # compute a group's prompt once
-    cost: CostModel = field(default_factory=CostModel)  # of a sequence, by its length
+    max_tokens: int  # of one micro-batch
+    share_prompts: bool = True  # compute the prompt of a group once
+    cost: CostModel = field(default_factory=CostModel)  # of a sequence, as a function of its length
 
 
 @dataclass(frozen=True)
 class StepPartition:
-    """One optimizer step: each replica's share, and what the plan saves and costs."""
+    """The rows of one optimizer step, partitioned over replicas."""
 
-    shares: list[RankBatch]  # by data-parallel rank
-    numbers: dict[str, float]  # metrics
+    rank_batches: list[RankBatch]  # by data-parallel rank
+    metrics: dict[str, float]
 
 
-def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
-    """`mini_batches` optimizer steps over the batch, whole groups in each; fewer where there are fewer groups."""
-    if mini_batches == 1:
+def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBatch]:
+    """Split a batch into mini-batches of whole groups; there are fewer than asked for if there are fewer groups."""
+    if num_mini_batches == 1:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
-    parts = np.array_split(np.unique(groups[batch.counted]), mini_batches)
+    parts = np.array_split(np.unique(groups[batch.counted]), num_mini_batches)
     steps = [
         replace(
             batch,
@@ -47,13 +47,17 @@ def split(batch: TrainBatch, mini_batches: int) -> list[TrainBatch]:
 
 
 def partition_step(
-    batch: TrainBatch, dims: ParallelDims, packing: Packing, aggregation: str, longest: int | None = None
+    batch: TrainBatch,
+    dims: ParallelDims,
+    packing: Packing,
+    aggregation: str,
+    max_response_tokens: int | None = None,
 ) -> StepPartition:
-    """Give every trained row to one replica and one micro-batch; the loss's denominators are the whole step's.
+    """Assign every trained row of a mini-batch to one replica and one micro-batch.
 
-    `longest`: tokens that a response may have, where the aggregation asks for it.
+    The loss is normalised over the whole mini-batch. `max_response_tokens` is needed only by aggregations that divide by it.
     """
-    weights = _counted_weights(batch, aggregation, longest)
+    weights = _counted_weights(batch, aggregation, max_response_tokens)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
     units = make_units(
@@ -66,49 +70,53 @@ def partition_step(
         dims.dp,
         shared,
     )
-    replicas = plan(
+    replicas = plan_micro_batches(
         units,
         dims.dp,
         packing.max_tokens,
         equal_counts=dims.lockstep,
         multiple_of=dims.pp if dims.vpp > 1 else 1,
     )
-    tokens = max(1, sum(unit.tokens for unit in units))
-    shares = [RankBatch(micros, weights, groups if shared else None, tokens) for micros in replicas]
-    return StepPartition(shares, _numbers(batch, units, replicas))
+    step_tokens = max(1, sum(unit.tokens for unit in units))
+    batches = [RankBatch(micros, weights, groups if shared else None, step_tokens) for micros in replicas]
+    return StepPartition(batches, _metrics(batch, units, replicas))
 
 
-def step_weights(batch: TrainBatch, aggregation: str, longest: int | None = None) -> NDArray[np.float64]:
-    """[B] what one token of each row of an optimizer step counts for in its loss; 0 of rows that are not trained."""
-    weights = _counted_weights(batch, aggregation, longest)
+def step_weights(
+    batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None
+) -> NDArray[np.float64]:
+    """Return [B] the weight of one token of each row in the loss of an optimizer step; 0 for rows that are not trained."""
+    weights = _counted_weights(batch, aggregation, max_response_tokens)
     weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0
     return weights
 
 
-def _counted_weights(batch: TrainBatch, aggregation: str, longest: int | None) -> NDArray[np.float64]:
-    """[B] what one token of each row counts for in the loss whose denominators are of all counted rows."""
+def _counted_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
+    """Return [B] the weight of one token of each row in a loss that is normalised over all counted rows."""
     weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, longest)
+    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, max_response_tokens)
     return weights
 
 
-def merge_rank_batches(plan: StepPartition) -> RankBatch:
-    """The same packs, all of them for one process."""
-    micros = tuple(rows for share in plan.shares for rows in share.micro_batches)
-    return replace(plan.shares[0], micro_batches=micros)
+def merge_rank_batches(partition: StepPartition) -> RankBatch:
+    """Return the same micro-batches, all of them for one replica."""
+    micros = tuple(rows for batch in partition.rank_batches for rows in batch.micro_batches)
+    return replace(partition.rank_batches[0], micro_batches=micros)
 
 
-def _numbers(batch: TrainBatch, units: list[Unit], replicas: list[tuple[NDArray[np.int64], ...]]) -> dict[str, float]:
+def _metrics(
+    batch: TrainBatch, units: list[PackingUnit], replicas: list[tuple[NDArray[np.int64], ...]]
+) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
-    everything, trained = max(1, lengths[batch.counted].sum()), lengths[batch.rows].sum()
+    counted, trained = max(1, lengths[batch.counted].sum()), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)
-    place = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
+    replica_of = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
     loads = np.zeros(len(replicas))
     for unit in units:
-        loads[place[unit.rows[0]]] += unit.cost
+        loads[replica_of[unit.rows[0]]] += unit.cost
     return {
         "batch/computed_tokens": float(computed),
-        "batch/skipped_tokens_fraction": float(1 - trained / everything),
+        "batch/skipped_tokens_fraction": float(1 - trained / counted),
         "batch/shared_tokens_fraction": float(1 - computed / trained) if trained else 0.0,
         "batch/imbalance": float(loads.max() / loads.mean()) if loads.any() else 1.0,
         "batch/micro_batches": float(max(len(micros) for micros in replicas)),

@@ -1,37 +1,35 @@
-"""All trainer processes of one model, called as one: cut the batch, call every rank, add up what they report."""
+"""Worker group: all trainer ranks of one model. Partitions a batch, calls every rank, and combines the reports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 
+from mrl.core.run_errors import StartError
 from mrl.core.types import Handle, RankBatch, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
-from mrl.workers.awake import NEEDS
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
+from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import StepTrace
-from mrl.workers.worker import TrainWorker
+from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
-
-def nothing(role: str) -> None:
-    """Nobody shares devices."""
-
-
-PATIENCE_S = 60.0  # how much longer ranks wait for each other than the driver for them
+RANK_PATIENCE_S = 60.0
+"""Ranks wait this much longer for each other than the driver waits for them: it then finds them where they are stuck."""
 
 
-class StartError(ValueError):
-    """The trainer processes cannot build the model that the config describes."""
+def _do_nothing(role: str) -> None:
+    pass
 
 
 class WorkerGroup:
     """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds.
 
-    Any call raises StalledError when its deadline passes, RankLostError when a rank died (see mrl.hang_report), and what a rank raised.
+    Any call raises StalledError when its deadline passes, RankLostError when a rank has died (see mrl.hang_report), and the error
+    that a rank raised.
     """
 
     def __init__(
@@ -41,100 +39,137 @@ class WorkerGroup:
         timeout_s: float,
         options: Callable[[], Sequence[Mapping[str, Any]]],
         model: str = "",
-        before: Callable[[str], object] = nothing,
+        before_device_use: Callable[[str], object] = _do_nothing,
     ) -> None:
-        """Ask Ray for the processes; returns at once. `options`: Ray actor options by rank, asked whenever ranks are made.
+        """Ask Ray for the processes; return at once.
 
-        `run_dir`: its logs/ get a file for each rank, those of a `model` beside the actor in a folder of that name.
-        `before` is told the model's name (actor, where it is empty) before each call that needs its memory on the device.
+        `options` returns the Ray actor options of every rank; it is called again at every restart. `model` is empty for the
+        actor. Each rank logs to `run_dir`/logs/, those of another model to a subfolder with its name. `before_device_use` is
+        called with the role (model name, or "actor") before each call that needs the model on its device.
         """
-        self.dims, self.timeout_s, self.before = dims, timeout_s, before
+        self.dims, self.timeout_s, self.before_device_use = dims, timeout_s, before_device_use
         self.role = model or "actor"
         self._waiter = RayWaiter(Path(run_dir), "rank", model)
         (Path(run_dir) / "logs" / model).mkdir(parents=True, exist_ok=True)
-        self._forget()
-        self._options, self._of_ranks = options, (dims, run_dir, model)
-        self.workers = self.processes()
+        self._unregister()
+        self._options, self._actor_args = options, (dims, run_dir, model)
+        self.workers = self.create_workers()
         assert len(self.workers) == dims.world_size, f"{len(self.workers)} places for {dims.world_size} ranks"
         self._ready: list[Any] = []
 
-    def processes(self) -> list[Any]:
-        """Ask Ray for the process of every rank; anything whose methods have a `remote` may stand for one."""
+    # Life cycle.
+
+    def create_workers(self) -> list[Any]:
+        """Ask Ray for the actor of every rank; a test may return other objects whose methods have a `remote`."""
         remote = ray.remote(TrainWorker)
-        return [remote.options(**place).remote(rank, *self._of_ranks) for rank, place in enumerate(self._options())]
+        return [remote.options(**place).remote(rank, *self._actor_args) for rank, place in enumerate(self._options())]
 
-    def start(self, spec: Any, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Begin building the model on every rank; `wait_ready` waits for it.
+    def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
+        """Start building the model on every rank; `wait_ready` waits for it."""
+        rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_PATIENCE_S
+        address = self.workers[0].rendezvous_address.remote()  # Ray passes the value on when it is known
+        self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
 
-        Ranks wait longer for each other than the driver waits for them, so that it finds them where they are stuck.
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until every rank has built its model; raises the first rank's error, or StalledError.
+
+        Raises StartError if a rank cannot build what its spec describes.
         """
-        patience_s = max(timeout_s, self.timeout_s) + PATIENCE_S
-        address = self.workers[0].address.remote()  # Ray hands the value on when it is there
-        self._ready = [w.setup.remote(spec, seed, address, patience_s, critic) for w in self.workers]
+        try:
+            self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, (ValueError, RuntimeError)):
+                raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
+            raise
 
-    def renew(self) -> None:
-        """End every process at once, and ask Ray for others in their place; `start` comes next."""
+    def restart(self) -> None:
+        """Kill every process and ask Ray for new ones; `start` comes next."""
         for worker in self.workers:
             ray.kill(worker)
-        self._forget()
-        self.workers = self.processes()
+        self._unregister()
+        self.workers = self.create_workers()
 
     def alive(self, timeout_s: float = 30.0) -> bool:
-        """Whether every rank answers, which it does between calls."""
+        """Return whether every rank answers. Ranks answer between calls only."""
         try:
             ray.get([worker.cpu_seconds.remote() for worker in self.workers], timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError):
             return False
         return True
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has its model; raises the first rank's error, or StalledError.
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let every process close, then kill it."""
+        with suppress(ray.exceptions.RayError, TimeoutError):  # a rank that is stuck or dead is killed below
+            ray.get([w.close.remote() for w in self.workers], timeout=timeout_s)
+        for worker in self.workers:
+            ray.kill(worker)
+        self._unregister()
 
-        Raises StartError where a rank refuses what it was told to build.
+    def _unregister(self) -> None:
+        """Remove ranks that were ended on purpose, or that an earlier start left in this folder, from hang reports."""
+        unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
+
+    # Calls.
+
+    def call[W: TrainWorker, **P, R](
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call a method of TrainWorker on every rank with the same arguments; return the results by rank.
+
+        Handles among the arguments reach the method as the objects that they refer to.
         """
-        try:
-            self._waiter.get(self._ready, timeout_s, f"the start of {self._all}", starting=True)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, (ValueError, RuntimeError)):
-                raise StartError(f"Megatron refuses this model or layout: {error.cause}") from error
-            raise
+        return self._call_ranks(method, self.workers, self.timeout_s, *args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` with the same arguments on every rank; results by rank."""
-        self._prepare(method)
-        return self._wait(method, [getattr(worker, method).remote(*args, **kwargs) for worker in self.workers])
+    def call_rank_0[W: TrainWorker, **P, R](
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a method of TrainWorker on rank 0 only."""
+        return self._call_ranks(method, self.workers[:1], self.timeout_s, *args, **kwargs)[0]
 
-    def call_first(self, method: str, *args: Any) -> Any:
-        """Call `method` on rank 0 alone."""
-        self._prepare(method)
-        return self._wait(method, [getattr(self.workers[0], method).remote(*args)])[0]
+    def _call_ranks(
+        self, method: Callable, workers: Sequence[Any], timeout_s: float, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        name = method.__name__
+        if must_be_loaded_first(method):
+            self.before_device_use(self.role)
+        futures = [getattr(worker, name).remote(*args, **kwargs) for worker in workers]
+        return self._waiter.get(futures, timeout_s, f"{name}() on {self._description}")
 
-    def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of everything and begin to write it; see mrl.checkpoint.saver."""
-        self._saving("begin_save", timeout_s, folder, asynchronous)
+    @property
+    def _description(self) -> str:
+        name = self._waiter.group or "trainer"
+        return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
 
-    def save_finished(self) -> bool:
-        """Whether every rank has written its part."""
-        return all(self.call("save_finished"))
+    def _call_with_batches(
+        self, method: Callable, block: Handle, rank_batches: Sequence[Any], options: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call a method on every rank with the block and the batches of all replicas.
 
-    def finish_save(self, timeout_s: float) -> None:
-        """Wait until every rank has; raises what went wrong."""
-        self._saving("finish_save", timeout_s, timeout_s)
+        The batches are put into the object store once: they share columns [B], so together they are little larger than one.
+        """
+        return self._call_ranks(
+            method, self.workers, self.timeout_s, block, ray.put(list(rank_batches)), **options
+        )
 
-    def _saving(self, method: str, timeout_s: float, *args: Any) -> None:
-        """A call whose deadline is a checkpoint's, which the ranks look at themselves."""
-        self._prepare(method)
-        futures = [getattr(worker, method).remote(*args) for worker in self.workers]
-        self._waiter.get(futures, timeout_s + PATIENCE_S, f"{method}() on {self._all}")
+    # Training.
 
-    def abandon_save(self) -> None:
-        """Give up what was begun, if anything."""
-        self.call("abandon_save")
+    def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
+        """Compute log-probabilities [R] of all rows; return handles of the replicas' parts."""
+        return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
 
-    def compute(self, what: str, batch: TrainBatch, packing: Packing, **how: Any) -> list[Handle]:
-        """A column [R] of all rows (see mrl.workers.columns), as handles of the replicas' parts."""
-        plan = partition_step(batch, self.dims, packing, "token_mean")
-        parts = self._on_shares("compute", batch.block, plan.shares, dict(what=what, **how))
+    def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
+        """Compute log-probabilities [R] under the reference policy's weights; return handles of the replicas' parts."""
+        return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
+
+    def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
+        """Compute a critic's values [R] of all rows; return handles of the replicas' parts."""
+        return self._compute(TrainWorker.compute_values, batch, packing, {})
+
+    def _compute(
+        self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]
+    ) -> list[Handle]:
+        partition = partition_step(batch, self.dims, packing, "token_mean")
+        parts = self._call_with_batches(method, batch.block, partition.rank_batches, options)
         return [part for part in parts if part is not None]
 
     def update(
@@ -144,82 +179,83 @@ class WorkerGroup:
         *,
         aggregation: str,
         lrs: list[float],
-        longest: int | None = None,
-        **how: Any,
+        max_response_tokens: int | None = None,
+        **options: Any,
     ) -> list[UpdateReport]:
-        """One optimizer step per mini-batch, each cut over replicas and micro-batches; `how`: loss and temperature.
+        """Run one optimizer step per mini-batch, each partitioned over replicas and micro-batches.
 
-        All `steps` are rows of the same block, with the same columns; `longest` see `partition_step`.
+        All `steps` are rows of the same block, with the same columns. `max_response_tokens`: see `partition_step`. `options`: loss
+        and temperature.
         """
-        plans = [partition_step(step, self.dims, packing, aggregation, longest) for step in steps]
-        by_replica = list(zip(*(plan.shares for plan in plans), strict=True))
-        options = dict(columns=steps[0].columns, lrs=lrs, **how)
-        reports = self._on_shares("update", steps[0].block, by_replica, options)
-        return [self._add_up(per_rank, plan) for per_rank, plan in zip(zip(*reports, strict=True), plans, strict=True)]
+        partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
+        by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
+        options = dict(columns=steps[0].columns, lrs=lrs, **options)
+        by_rank = self._call_with_batches(TrainWorker.update, steps[0].block, by_replica, options)
+        by_step = zip(*by_rank, strict=True)
+        return [self._combine(reports, part) for reports, part in zip(by_step, partitions, strict=True)]
 
-    def trace(self, block: TokenBlock, shares: Sequence[RankBatch], **how: Any) -> StepTrace:
-        """One optimizer step, looked at from all sides; a share for each replica; `how`: loss, lr, temperature, folder."""
-        return StepTrace.joined(self._on_shares("trace", block, shares, how))
+    def _combine(self, reports: Sequence[UpdateReport], partition: StepPartition) -> UpdateReport:
+        """Combine the reports of all ranks on one optimizer step.
 
-    def trace_layers(self, block: TokenBlock, shares: Sequence[RankBatch], **how: Any) -> StepTrace:
-        """A step up to its gradients, layer by layer; `how`: loss, temperature, folder."""
-        return StepTrace.joined(self._on_shares("trace_layers", block, shares, how))
+        Sums are taken over one tensor-parallel rank per group, because all ranks of a group know the same loss. Only ranks of the
+        last pipeline stage report sums.
+        """
+        sums: dict[str, list[float]] = {}
+        maxima: dict[str, list[float]] = {}
+        for rank, report in enumerate(reports):
+            if self.dims.coords(rank).tp == 0:
+                for name, value in report.sums.items():
+                    sums.setdefault(name, []).append(value)
+            for name, value in report.maxima.items():
+                maxima.setdefault(name, []).append(value)
+        return UpdateReport(
+            {name: sum(values) for name, values in sums.items()},
+            {name: max(values) for name, values in maxima.items()} | partition.metrics,
+        )
 
-    def look(self, block: TokenBlock, shares: Sequence[RankBatch], *, temperature: float) -> dict[int, Any]:
-        """Row of the block -> [R of the row] log-probabilities or values under the current weights."""
-        parts = self._on_shares("look", block, shares, dict(temperature=temperature))
+    # Parity checks.
+
+    def trace_step(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
+        """Trace one optimizer step, with one batch per replica; `options`: loss, lr, temperature, folder."""
+        return StepTrace.merge(self._call_with_batches(TrainWorker.trace_step, block, rank_batches, options))
+
+    def trace_layers(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
+        """Trace a step up to its gradients, layer by layer; `options`: loss, temperature, folder."""
+        return StepTrace.merge(self._call_with_batches(TrainWorker.trace_layers, block, rank_batches, options))
+
+    def forward_outputs(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], *, temperature: float
+    ) -> dict[int, Any]:
+        """Return row -> [R of the row] log-probabilities or values under the current weights."""
+        options = dict(temperature=temperature)
+        parts = self._call_with_batches(TrainWorker.forward_outputs, block, rank_batches, options)
         return {row: column for part in parts for row, column in part.items()}
 
-    def _on_shares(self, method: str, block: Handle, shares: Sequence[Any], how: dict[str, Any]) -> list[Any]:
-        """Call `method` on every rank with the block and the shares of all replicas; results by rank.
+    # Memory.
 
-        Shares have columns [B] in common, so that all of them together are little more than one, and are sent once.
-        """
-        self._prepare(method)
-        everyones = ray.put(list(shares))
-        return self._wait(method, [getattr(worker, method).remote(block, everyones, **how) for worker in self.workers])
+    def offload(self, keep_weights: bool = False) -> int:
+        """Release device memory, except that of the weights if `keep_weights`; return the most bytes that a rank still occupies."""
+        return max(self.call(TrainWorker.offload, keep_weights))
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        """Give the memory on the devices back, but for the weights where they are to be kept; the most bytes a rank still has."""
-        return max(self.call("sleep", keep_weights))
+    def load_to_device(self) -> None:
+        """Load the whole model to its devices again, unchanged."""
+        self.call(TrainWorker.load_to_device)
 
-    def wake(self) -> None:
-        """Have all of it on the devices again, as it was."""
-        self.call("wake")
+    # Checkpoints; see mrl.checkpoint.saver. Ranks watch the deadline of a checkpoint themselves.
 
-    def _prepare(self, method: str) -> None:
-        if (
-            method in NEEDS and method != "push_weights"
-        ):  # around which engines are awake, see mrl.controller.colocation
-            self.before(self.role)
+    def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
+        """Take a snapshot of the model's state and start writing it."""
+        deadline_s = timeout_s + RANK_PATIENCE_S
+        self._call_ranks(TrainWorker.begin_save, self.workers, deadline_s, folder, asynchronous)
 
-    def _wait(self, method: str, futures: list[Any]) -> list[Any]:
-        return self._waiter.get(futures, self.timeout_s, f"{method}() on {self._all}")
+    def save_finished(self) -> bool:
+        """Return whether every rank has written its part."""
+        return all(self.call(TrainWorker.save_finished))
 
-    @property
-    def _all(self) -> str:
-        name = self._waiter.group or "trainer"
-        return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
+    def finish_save(self, timeout_s: float) -> None:
+        """Wait until every rank has written its part; raises the error of a rank that failed."""
+        self._call_ranks(TrainWorker.finish_save, self.workers, timeout_s + RANK_PATIENCE_S, timeout_s)
 
-    def _add_up(self, reports: Sequence[UpdateReport], plan: StepPartition) -> UpdateReport:
-        """Losses are known on the last pipeline stages, to each tensor-parallel rank the same."""
-        heads = [report for rank, report in enumerate(reports) if self.dims.coords(rank).tp == 0]
-        maxima = _combine([report.maxima for report in reports], max)
-        return UpdateReport(_combine([report.sums for report in heads], sum), maxima | plan.numbers)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End every process, politely first."""
-        with suppress(ray.exceptions.RayError, TimeoutError):  # a rank that is stuck or dead is killed below
-            ray.get([w.close.remote() for w in self.workers], timeout=timeout_s)
-        for worker in self.workers:
-            ray.kill(worker)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Ranks that were ended on purpose, or are of an earlier start in this folder, are not missed."""
-        unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
-
-
-def _combine(parts: list[dict[str, float]], how: Callable) -> dict[str, float]:
-    names = {name: None for part in parts for name in part}
-    return {name: how([part[name] for part in parts if name in part]) for name in names}
+    def abandon_save(self) -> None:
+        """Stop the current save, if any."""
+        self.call(TrainWorker.abandon_save)

@@ -1,11 +1,16 @@
-"""What actor and critic have in common: one rank's part of a model, its gradients, its optimizer, and the ways in and out."""
+"""One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
+
+MegatronActor and MegatronCritic add the head and the loss.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,26 +21,48 @@ from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import Head, build_model
 from mrl.config.schema import WeightSyncConfig
-from mrl.core.types import RankBatch, SyncReport, TokenBlock, UpdateReport
-from mrl.weight_sync.disk_sync import DiskSync
-from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from mrl.core.run_errors import NonFiniteGradientError
+from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
+from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
+from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
-from mrl.workers.capsule import NonFiniteGradientError
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.model_spec import ModelSpec
-from parallel import checkpoint, groups, schedule
-from parallel.checkpoint_writer import Save
+from parallel import checkpoint, groups
+from parallel.checkpoint_writer import CheckpointSave
 from parallel.collectives import all_reduce_sum
 from parallel.device import capabilities, device
-from parallel.offload import Offload
-from parallel.optimizer import build_optimizer, set_learning_rate, wrap
+from parallel.offload import ModelOffloader
+from parallel.optimizer import build_optimizer, set_learning_rate, wrap_ddp
 from parallel.packing import pack
-from parallel.schedule import LossFunction, Report
-from parallel.trainer_config import AdamWConfig, OffloadLevel
+from parallel.schedule import LossFunction, OutputHead, run_forward_backward
+from parallel.trainer_config import OffloadLevel, OptimConfig
+
+FP8_MULTIPLE = 16  # fp8 matrix products need a number of tokens that this divides
+
+
+@dataclass(frozen=True)
+class MicroBatchStatistics:
+    """Scalars that a loss reports about one micro-batch, by name."""
+
+    sums: dict[str, Tensor]  # added over micro-batches, ranks and replicas
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # of these the largest is kept
+
+
+def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
+    """Combine the statistics of all micro-batches of an optimizer step; `maxima` are numbers of the step itself."""
+    sums: dict[str, float] = {}
+    for one in statistics:
+        for name, value in one.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+        for name, value in one.maxima.items():
+            largest, new = maxima.get(name, float("-inf")), value.item()
+            maxima[name] = new if new > largest or math.isnan(new) else largest
+    return UpdateReport(sums, maxima)
 
 
 class MegatronModel:
-    """One rank's part; every rank of the layout holds one. torch.distributed and parallel.groups are initialised."""
+    """Base of actor and critic. torch.distributed and parallel.groups are initialised before one is built."""
 
     def __init__(self, spec: ModelSpec, head: Head) -> None:
         self.spec = spec
@@ -48,180 +75,211 @@ class MegatronModel:
         self.bridge.load(HFWeights(spec.model_path))
         if spec.optimizer is None:
             for chunk in chunks:
-                chunk.requires_grad_(False)  # no gradient buffers
-        self.chunks = wrap(chunks)
+                chunk.requires_grad_(False)  # saves the gradient buffers
+        self.chunks = wrap_ddp(chunks)
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
-        self._reference: list[Tensor] | None = None
-        self._save: Save | None = None
-        self.offload = Offload(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
+        self._reference: list[Tensor] | None = None  # the reference policy's weights, on the host
+        self._save: CheckpointSave | None = None  # the checkpoint that is being written
+        self.offloader = ModelOffloader(self.chunks, lambda: self.optimizer if spec.optimizer is not None else None)
         self._pack = partial(
             pack,
             device=device(),
             cp_rank=groups.cp_group().rank(),
             cp_size=spec.dims.cp,
-            multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1) * (16 if spec.overrides.get("fp8") else 1),
+            multiple=(spec.dims.tp if spec.dims.sequence_parallel else 1)
+            * (FP8_MULTIPLE if spec.overrides.get("fp8") else 1),
             cu_seqlens=capabilities().transformer_engine and not spec.share_prompts,
         )
 
-    def reset_optimizer(self, settings: AdamWConfig) -> None:
-        """Start over with fresh optimizer state around the current weights (between supervised and RL stages)."""
+    # Forward and backward passes.
+
+    def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
+        """Build this rank's part of each micro-batch of the replica's rows."""
+        reduce = partial(all_reduce_sum, group=groups.cp_group())
+        return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
+
+    def compute_column(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
+        """Run a forward pass without gradients; return the first row [R] of the head's output for each micro-batch.
+
+        The parts [local R] of the context-parallel ranks are combined. Empty except on the last pipeline stage.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+
+        def return_output(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            return output.sum(), output
+
+        micros, columns = self.micro_batches(block, batch), []
+        with torch.no_grad():
+            outputs = run_forward_backward(self.chunks, micros, head, return_output, forward_only=True)
+        for output, micro in zip(outputs, micros[: len(outputs)], strict=True):
+            column = output.new_zeros(micro.num_sampled)
+            column[micro.local_sampled] = output[0]
+            if self.spec.dims.cp > 1:
+                torch.distributed.all_reduce(column, group=groups.cp_group())
+            columns.append(column)
+        return columns
+
+    def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
+        """Join the columns [R] of all micro-batches; returns None on all ranks of the replica but one.
+
+        That one is on the last pipeline stage, with tensor- and context-parallel rank 0.
+        """
+        if not (groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0 and groups.is_last_stage()):
+            return None
+        rows = np.concatenate([np.empty(0, np.int64), *batch.micro_batches])
+        values = [column.float().cpu().numpy() for column in columns]
+        return ColumnPart(rows, np.concatenate([np.empty(0, np.float32), *values]))
+
+    def accumulate_gradients(
+        self,
+        micros: Sequence[MicroBatch],
+        head: OutputHead,
+        loss_function: LossFunction[MicroBatchStatistics],
+        batch: RankBatch,
+        all_reduce: bool = False,
+    ) -> list[MicroBatchStatistics]:
+        """Clear the gradients, and accumulate those of the summed losses of all micro-batches.
+
+        `all_reduce`: leave the complete gradients on every replica, so that they can be exported.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return run_forward_backward(
+            self.chunks,
+            micros,
+            head,
+            loss_function,
+            aux_scale=1.0 / batch.step_tokens,
+            all_reduce_gradients=all_reduce,
+        )
+
+    def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
+        """Apply the accumulated gradients; return their norm before clipping.
+
+        Raises NonFiniteGradientError with the number `mini_batch` on every rank; the weights are then unchanged.
+        """
+        set_learning_rate(self.optimizer, lr)
+        # Without a loss scale, Megatron 0.19 does not check the gradients before the step: a NaN would reach every weight.
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(mini_batch, norm)
+        stepped, norm, _ = self.optimizer.step()
+        assert stepped, "Megatron skips a step only because of a loss scale, and none is used"
+        return float(norm)
+
+    def reset_optimizer(self, settings: OptimConfig) -> None:
+        """Replace the optimizer by a new one for the current weights (between the supervised stage and RL)."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
-    def sleep(self, keep_weights: bool) -> int:
-        """Give back the device's memory, but for the weights where they are to be kept; all ranks call this.
+    # Memory.
 
-        Returns the bytes that this process still has there.
+    def offload(self, keep_weights: bool) -> int:
+        """Release device memory, except that of the weights if `keep_weights`; all ranks call this.
+
+        Returns the bytes that this process still occupies on the device.
         """
-        return self.offload.move(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
+        return self.offloader.move_to(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
 
-    def wake(self) -> None:
-        """Have all memory on the device again; what was there is, bit by bit, but for gradients. All ranks call this."""
-        self.offload.move(OffloadLevel.FULLY_LOADED)
+    def load_to_device(self) -> None:
+        """Load everything to the device again, bit-exact except for the gradients; all ranks call this."""
+        self.offloader.move_to(OffloadLevel.FULLY_LOADED)
 
-    def keep_reference(self) -> None:
-        """Remember the current weights, on the host, as those of the reference policy."""
+    # Reference policy.
+
+    def copy_weights_to_reference(self) -> None:
+        """Copy the current weights to the host as those of the reference policy."""
         self._reference = [tensor.to("cpu", copy=True) for tensor in self._weights()]
 
     @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Have the reference policy's weights in place of the current ones, which come back bit by bit."""
-        assert self._reference is not None, "keep_reference() comes first"
-        self._swap(self._reference)
+    def reference_weights(self) -> Iterator[None]:
+        """Use the reference policy's weights in the context; the current weights are restored bit-exact."""
+        assert self._reference is not None, "copy_weights_to_reference() comes first"
+        self._swap_weights(self._reference)
         try:
             yield
         finally:
-            self._swap(self._reference)
+            self._swap_weights(self._reference)
 
     def _weights(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
             yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
 
-    def _swap(self, kept: Sequence[Tensor]) -> None:
-        for tensor, other in zip(self._weights(), kept, strict=True):
+    def _swap_weights(self, others: Sequence[Tensor]) -> None:
+        for tensor, other in zip(self._weights(), others, strict=True):
             current = tensor.to("cpu", copy=True)
             tensor.copy_(other)
             other.copy_(current)
 
-    def micro_batches(self, block: TokenBlock, share: RankBatch) -> list[MicroBatch]:
-        """This rank's part of each of the share's micro-batches."""
-        reduce = partial(all_reduce_sum, group=groups.cp_group())
-        return [MicroBatch.build(block, rows, share, self._pack, reduce) for rows in share.micro_batches]
-
-    def forward(self, micros: Sequence[MicroBatch], head: schedule.Head) -> list[Tensor]:
-        """What `head` makes of each micro-batch [rows of output, R here]; empty except on the last pipeline stage."""
-        for chunk in self.chunks:
-            chunk.eval()
-
-        def keep(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Report]:
-            return output.sum(), {"output": output}
-
-        with torch.no_grad():
-            reports = schedule.run(self.chunks, micros, head, keep, forward_only=True)
-        return [report["output"] for report in reports]
-
-    def accumulate(
-        self,
-        micros: Sequence[MicroBatch],
-        head: schedule.Head,
-        loss_of: LossFunction,
-        share: RankBatch,
-        whole: bool = False,
-    ) -> list[Report]:
-        """Gradients of the summed losses, from zero; `whole`: on every replica all of them, for a look at them."""
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return schedule.run(
-            self.chunks, micros, head, loss_of, aux_scale=1.0 / share.step_tokens, whole_gradients=whole
-        )
-
-    def step(self, lr: float, number: int = 0) -> float:
-        """One optimizer step on the accumulated gradients; returns their norm, before clipping.
-
-        Raises NonFiniteGradientError, which tells the mini-batch's `number`, on every rank: the weights are then as they were.
-        """
-        set_learning_rate(self.optimizer, lr)
-        # Without a loss scale Megatron 0.19 looks at nothing before it steps: a NaN would be in every weight.
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise NonFiniteGradientError(number, norm)
-        stepped, norm, _ = self.optimizer.step()
-        assert stepped, "only a loss scale, which is not used, makes Megatron leave out a step"
-        return float(norm)
-
-    def score(self, block: TokenBlock, share: RankBatch, head: schedule.Head) -> list[Tensor]:
-        """The first row [R] of what `head` makes of each micro-batch, from the context-parallel ranks' parts [R here].
-
-        Empty except on the last pipeline stage.
-        """
-        micros = self.micro_batches(block, share)
-        outputs, whole = self.forward(micros, head), []
-        for output, micro in zip(outputs, micros[: len(outputs)], strict=True):
-            column = output.new_zeros(micro.num_sampled)
-            column[micro.kept] = output[0]
-            if self.spec.dims.cp > 1:
-                torch.distributed.all_reduce(column, group=groups.cp_group())
-            whole.append(column)
-        return whole
+    # Export and weight sync.
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of the current weights; all ranks of which `takes_part` is true iterate along."""
+        """Yield (Hugging Face name, whole tensor) of the current weights.
+
+        All ranks for which `participates_in_export` is true must iterate to the end.
+        """
         return self.bridge.export()
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole gradient) after `accumulate(whole=True)`; iterate along as with `export`."""
+    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole gradient) after `accumulate_gradients(all_reduce=True)`; iterate as in `export`."""
         return self.bridge.export(_gradient, torch.float32)
 
     @property
-    def takes_part(self) -> bool:
-        """Whether this rank must iterate `export` and `gradients` along with rank 0."""
-        return self.bridge.takes_part(torch.distributed.get_rank())
+    def participates_in_export(self) -> bool:
+        """Whether this rank must iterate over `export` and `export_gradients` together with rank 0."""
+        return self.bridge.participates_in_export(torch.distributed.get_rank())
 
-    def connect(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> "LiveSync | FolderSync":
-        """This rank's end of the weight sync with these engines; all ranks call this."""
-        layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
-        if settings.transport == "disk":
-            return FolderSync(self, urls, Path(folder), layout_of, settings.timeout_s)
-        return LiveSync(urls, self.bridge, layout_of, settings)
+    def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
+        """Gather all whole tensors and call `consume` with them on rank 0; all ranks call this.
 
-    def hand_over[T](self, take: Callable[[Iterable[tuple[str, Tensor]]], T]) -> T | None:
-        """Give all whole tensors to `take` on rank 0; the others take part in the gathers. All ranks call this."""
-        tensors = self.export() if self.takes_part else iter(())
+        Returns the result of `consume` on rank 0, None elsewhere.
+        """
+        tensors = self.export() if self.participates_in_export else iter(())
         try:
-            return take(tensors) if torch.distributed.get_rank() == 0 else None
+            return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
-            for (
-                _
-            ) in tensors:  # on the others all; on rank 0 what is left after a failure, as the others are in its gathers
+            # Other ranks iterate over all tensors. Rank 0 iterates over the rest after a failure: the others wait in its gathers.
+            for _ in tensors:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder: current weights, the source's tokenizer, and `notes` (file name -> text)."""
-        self.hand_over(lambda tensors: self.write_hf(tensors, folder, notes))
+        """Write a Hugging Face folder with the current weights, the tokenizer, and `notes` (file name -> text)."""
+        self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
 
-    def write_hf(self, tensors: Iterable[tuple[str, Tensor]], folder: str | Path, notes: dict[str, str]) -> None:
-        """Write these whole tensors as a Hugging Face folder like the one this model came from."""
-        write_export(tensors, self.spec.model_path, folder, notes, self.spec.family)
+    def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
+        """Write whole tensors as a Hugging Face folder that is otherwise like the one this model was loaded from."""
+        write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
+
+    def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
+        """Open this rank's end of the weight sync with these engines; all ranks call this."""
+        layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
+        if settings.transport == "disk":
+            return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
+        return LiveSync(urls, self.bridge, layout_of, settings)
+
+    # Checkpoints.
 
     def save(self, folder: str | Path) -> None:
         """Write a Megatron distributed checkpoint: weights, optimizer state and random number generators.
 
-        Any layout reads it. `folder` appears under its name only when it is complete.
+        A model of any layout can load it. `folder` gets its name only when it is complete.
         """
         checkpoint.save(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def load(self, folder: str | Path) -> bool:
-        """Restore what `save` wrote, under any layout; whether that included the generators: under the same layout only.
+        """Load a checkpoint that any layout wrote; return whether the random number generators were restored as well.
 
-        Raises ValueError, before a weight is touched, when `folder` is no whole checkpoint of such a model.
+        They are restored only under the layout that wrote them. Raises ValueError, before any weight changes, if `folder` is not
+        a complete checkpoint of such a model.
         """
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start `save` into `folder`, in place; training may go on. At most one save is on its way.
+        """Start writing a checkpoint into `folder`; training may continue. There is at most one save at a time.
 
         Raises CheckpointSaveError on all ranks.
         """
@@ -229,90 +287,40 @@ class MegatronModel:
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
     def save_finished(self) -> bool:
-        """Whether this rank's part is written, or failed; asks no other rank."""
-        return self._save is None or self._save.written()
+        """Return whether this rank's part has been written or has failed; asks no other rank."""
+        return self._save is None or self._save.is_written()
 
     def finish_save(self, timeout_s: float) -> None:
-        """Wait for every rank's part of the save on its way: its folder is then complete, and on the disk.
+        """Wait until every rank has written its part; the folder is then complete and on the disk.
 
-        Raises CheckpointSaveError on all ranks, naming folder and cause; the folder is then no checkpoint.
+        Raises CheckpointSaveError on all ranks, with folder and cause; the folder is then not a checkpoint.
         """
         assert self._save is not None, "begin_save() comes first"
         save, self._save = self._save, None
         save.finish(timeout_s)
 
     def abandon_save(self) -> None:
-        """End the save on its way, if any; its folder stays incomplete."""
+        """Stop the current save, if any; its folder stays incomplete."""
         if self._save is not None:
             self._save.abandon()
         self._save = None
 
     def save_reference(self, folder: str | Path) -> None:
-        """Write the reference policy's weights; `folder` appears when it is complete. All ranks call this."""
-        with self.reference():
+        """Write the reference policy's weights; `folder` gets its name when it is complete. All ranks call this."""
+        with self.reference_weights():
             checkpoint.save_weights(folder, self.chunks)
 
     def load_reference(self, folder: str | Path) -> None:
-        """Take the reference policy's weights from `folder`, written by any layout. All ranks call this."""
-        self.keep_reference()
-        with self.reference():
+        """Load the reference policy's weights from `folder`, which any layout may have written. All ranks call this."""
+        self.copy_weights_to_reference()
+        with self.reference_weights():
             checkpoint.load_weights(folder, self.chunks)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Take the weights alone from what `save` wrote, under any layout; the optimizer starts from them."""
+        """Load only the weights of a checkpoint that any layout wrote; the optimizer's master weights are set to them."""
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.reload_model_params()
 
 
-class FolderSync:
-    """Weight sync through Hugging Face folders: all ranks give their parts to rank 0, which writes them."""
-
-    def __init__(
-        self,
-        model: MegatronModel,
-        urls: list[str],
-        folder: Path,
-        layout_of: Callable[[Topology], EngineLayout],
-        timeout_s: float,
-    ) -> None:
-        self._model = model
-        self._disk: DiskSync | None = None
-        if torch.distributed.get_rank() == 0:
-            write = partial(model.write_hf, notes={})
-            self._disk = DiskSync(urls, folder, layout_of, write, timeout_s)
-
-    def push(self, version: int, released: bool = False) -> SyncReport:
-        """Write the current weights and have the engines load them as `version`; `released` as for LiveSync."""
-        return self._model.hand_over(partial(self._push, version, released)) or SyncReport()
-
-    def _push(self, version: int, released: bool, tensors: Iterable[tuple[str, Tensor]]) -> SyncReport:
-        assert self._disk is not None, "rank 0 talks with the engines"
-        return self._disk.push(tensors, version, released)
-
-    def close(self) -> None:
-        """Let the engines go."""
-        if self._disk is not None:
-            self._disk.close()
-
-
 def _gradient(param: Tensor) -> Tensor:
     return param.main_grad  # type: ignore[missing-attribute]  # Megatron's buffers add it
-
-
-def summarise(reports: list[Report], maxima: dict[str, float]) -> UpdateReport:
-    """Add up the micro-batches' numbers; sums and maxima are told apart by their prefix."""
-    sums: dict[str, float] = {}
-    for report in reports:
-        for key, value in report.items():
-            kind, _, name = key.partition(":")
-            if kind == "sum":
-                sums[name] = sums.get(name, 0.0) + value.item()
-            else:
-                largest, new = maxima.get(name, float("-inf")), value.item()
-                maxima[name] = new if new > largest or math.isnan(new) else largest
-    return UpdateReport(sums, maxima)
-
-
-def largest(values: Tensor) -> Tensor:
-    """The maximum, or minus infinity where there is nothing."""
-    return values.max() if values.numel() else values.new_full((), float("-inf"))

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from mrl.algorithms import corrections
 from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
+from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
 from mrl.workers.dp_partition import Packing, split, step_weights
 from mrl.workers.group import WorkerGroup
-from parallel.trainer_config import AdamWConfig
-
-Metrics = dict[str, float]
+from parallel.trainer_config import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Recorder(Protocol):
 class UpdateRunner:
     """How a rollout becomes optimizer steps."""
 
-    optimizer: AdamWConfig
+    optimizer: OptimConfig
     packing: Packing
     aggregation: str
     longest: int  # tokens that a response may have

@@ -89,7 +89,7 @@ def look(
 
 def _whole(model: MegatronModel, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, NDArray]:
     """All tensors on rank 0, which takes them from the others; nothing elsewhere."""
-    if not model.takes_part:
+    if not model.participates_in_export:
         return {}
     kept = {}
     for name, tensor in tensors:

@@ -1,11 +1,12 @@
-"""The Ray actor around one rank: brings the process up, and hands token blocks from the object store to the model."""
+"""Ray actor of one trainer rank: starts the process, and passes token blocks from the object store to the model."""
 
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Protocol
 
 import ray
 
@@ -14,39 +15,84 @@ from mrl.config.schema import WeightSyncConfig
 from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
-from mrl.workers.awake import awake
 from mrl.workers.model_spec import ModelSpec
 from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
+from parallel.trainer_config import OffloadLevel, OptimConfig
+
+DUMPED_BATCH, DUMPED_WEIGHTS = "batch.npz", "weights"
+"""Parts of a step dump that trainer ranks write: a file, and a Hugging Face folder."""
+
+
+class _HasModel(Protocol):
+    model: Any
+
+
+def requires_on_device[W: _HasModel, **P, R](
+    level: OffloadLevel, *, loaded_by_scheduler: bool = False
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """Declare how much of the model a worker method needs on its device.
+
+    The driver loads the model before it calls such a method (WorkerGroup.call). `loaded_by_scheduler`: it does not, because
+    the memory scheduler has arranged the memory of trainer and engines. The method raises RuntimeError if the model is
+    offloaded, because it would compute on released memory.
+    """
+
+    def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
+        @wraps(method)
+        def checked(self: W, *args: P.args, **kwargs: P.kwargs) -> R:
+            current = self.model.offloader.level
+            if current < level:
+                raise RuntimeError(
+                    f"{method.__name__}() needs the model {level.name.lower()} on its device, but it is "
+                    f"{current.name.lower()}; call load_to_device() first."
+                )
+            return method(self, *args, **kwargs)
+
+        checked.required_level = level  # type: ignore[missing-attribute]  # read by required_level
+        checked.loaded_by_scheduler = loaded_by_scheduler  # type: ignore[missing-attribute]
+        return checked
+
+    return decorate
+
+
+def required_level(method: Callable) -> OffloadLevel:
+    """Return what `requires_on_device` declared for a worker method; nothing for an undecorated one."""
+    return getattr(method, "required_level", OffloadLevel.FULLY_OFFLOADED)
+
+
+def must_be_loaded_first(method: Callable) -> bool:
+    """Return whether the driver must load the model before it calls this worker method."""
+    return required_level(method) > OffloadLevel.FULLY_OFFLOADED and not getattr(method, "loaded_by_scheduler", False)
 
 
 class TrainWorker:
-    """One trainer process. Methods are called on all ranks of the layout at once, by mrl.workers.group.
+    """Ray actor of one trainer rank. WorkerGroup calls each method on all ranks of the layout at once.
 
-    `shares`: of all replicas, by data-parallel rank.
+    `rank_batches` holds one batch for each data-parallel replica; a rank takes that of its own replica.
     """
 
     def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
-        """Start the heavy imports; nothing here waits for another rank. `model`: the name of one beside the actor."""
+        """Start the heavy imports; does not wait for other ranks. `model`: name of a model other than the actor."""
         logging.basicConfig(
             filename=Path(run_dir) / "logs" / model / f"trainer_{rank}.log",
             level=logging.INFO,
             format="%(asctime)s %(name)s %(message)s",
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
         self.rank, self.dims = rank, dims
         self._sync: Any = None
         self.model: Any = None
-        title, name = f"{model} {dims.title(rank)}".strip(), f"{model or 'trainer'}_{rank}"
-        where = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
-        self._collectives = CollectiveLog(where.with_suffix(".ops"))
-        from parallel import device  # torch is heavy: imported here, in the process that computes
+        title, name = f"{model} {dims.describe_rank(rank)}".strip(), f"{model or 'trainer'}_{rank}"
+        record = register_process(registry_folder(run_dir), name, title, "rank", group=model, rank=rank)
+        self._collectives = CollectiveLog(record.with_suffix(".ops"))
+        from parallel import device  # imports torch, which the driver does not need
 
         device.patch_megatron_for_cpu()
         device.set_threads()
 
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 will listen for the others: its node's address and a port that is free there now."""
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Return this node's address and a port that is free now, where rank 0 will listen for the other ranks."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -55,17 +101,19 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        from mrl.workers.actor import MegatronActor  # imports Megatron, after the device stand-in
+        from mrl.workers.actor import MegatronActor  # imports Megatron, which must be patched for a CPU before
         from mrl.workers.critic import MegatronCritic
-        from parallel import collectives, device, groups
+        from parallel import collectives, groups
 
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
         groups.initialize(self.dims, seed)
         self._collectives.watch()
         self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
 
-    def load_sft(self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate) -> dict[str, Any]:
-        """Tokenise a supervised data set into the object store; returns its handle and [rows] lengths."""
+    def load_supervised_dataset(
+        self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
+    ) -> dict[str, Any]:
+        """Tokenise a supervised data set into the object store; return its handle and [rows] lengths."""
         from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
 
         data = SftDataset.load(path, tokenizer, max_tokens, chat)
@@ -73,188 +121,217 @@ class TrainWorker:
         columns = dict(response_lengths=block.response_lengths, sampled_lengths=block.sampled_lengths)
         return dict(handle=ray.put(block), lengths=block.lengths, **columns)
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        """Give back the device's memory, but for the weights where they are to be kept; bytes this process still has there.
+    # Memory.
 
-        Until `wake()`, calls that need what is gone raise RuntimeError. A save on its way has all it needs.
+    def offload(self, keep_weights: bool = False) -> int:
+        """Release device memory, except that of the weights if `keep_weights`; return the bytes that are still occupied.
+
+        Until `load_to_device()`, methods that need what was released raise RuntimeError. An asynchronous checkpoint that is
+        being written is not affected.
         """
-        with track_activity("giving the device's memory back"):
-            return self.model.sleep(keep_weights)
+        with track_activity("offloading the model"):
+            return self.model.offload(keep_weights)
 
-    def wake(self) -> None:
-        """Have the memory on the device again, as it was."""
-        with track_activity("taking the device's memory again"):
-            self.model.wake()
+    def load_to_device(self) -> None:
+        """Load the whole model to the device again, unchanged."""
+        with track_activity("loading the model to its device"):
+            self.model.load_to_device()
 
-    @awake
+    # Training.
+
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def reset_optimizer(self, **settings: Any) -> None:
-        """Fresh optimizer state around the current weights."""
-        from parallel.trainer_config import OptimConfig
-
+        """Replace the optimizer by a new one for the current weights; `settings` are fields of OptimConfig."""
         self.model.reset_optimizer(OptimConfig(**settings))
 
-    @awake
-    def keep_reference(self) -> None:
-        """Remember the current weights as the reference policy's."""
-        self.model.keep_reference()
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def copy_weights_to_reference(self) -> None:
+        """Copy the current weights to the host as the reference policy's."""
+        self.model.copy_weights_to_reference()
 
-    @awake
-    def compute(self, block: TokenBlock, shares: Sequence[RankBatch], what: str, **how: Any) -> Handle | None:
-        """This replica's part of the column `what` [R]; a handle on one rank of the replica, None on the others."""
-        from mrl.workers.columns import compute
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def compute_logprobs(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
+    ) -> Handle | None:
+        """Compute this replica's log-probabilities [R]; return a handle on one rank of the replica, None on the others."""
+        with track_activity("computing logprobs"):
+            batch = self._own(rank_batches)
+            return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
 
-        with track_activity(f"computing {what}"):
-            part = compute(self.model, what, block, self._own(shares), **how)
-        return ray.put(part) if part else None
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def compute_reference_logprobs(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
+    ) -> Handle | None:
+        """Compute log-probabilities [R] under the reference policy's weights, as `compute_logprobs`."""
+        with track_activity("computing reference_logprobs"):
+            batch = self._own(rank_batches)
+            return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
 
-    @awake
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> Handle | None:
+        """Compute a critic's values [R], as `compute_logprobs`."""
+        with track_activity("computing values"):
+            batch = self._own(rank_batches)
+            return self._put_column(self.model.compute_values(block, batch), batch)
+
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def update(
         self,
         block: TokenBlock,
-        shares: Sequence[Sequence[RankBatch]],
+        rank_batches: Sequence[Sequence[RankBatch]],
         columns: Mapping[str, Column] | None = None,
-        **how: Any,
+        **options: Any,
     ) -> list[UpdateReport]:
-        """One optimizer step on this replica's share of each mini-batch; Ray has fetched block and columns by their handles.
+        """Run one optimizer step on this replica's rows of each mini-batch. Ray has resolved the handles of block and columns.
 
-        `how`: what the model's own `update` takes besides.
+        `options`: further arguments of the model's own `update`.
         """
         with track_activity("updating the weights"):
-            return self.model.update(block.with_columns(**columns or {}), self._own(shares), **how)
+            return self.model.update(block.with_columns(**columns or {}), self._own(rank_batches), **options)
 
-    @awake
-    def trace(
+    # Parity checks and step dumps.
+
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
+    def trace_step(
         self,
         block: TokenBlock,
-        shares: Sequence[RankBatch],
+        rank_batches: Sequence[RankBatch],
         loss: Loss | None,
         lr: float,
         temperature: float,
         folder: str,
     ) -> Any:
-        """One step of the certificate, tensors in `folder`; without a loss the model is a critic."""
-        from mrl.workers.parity_trace import trace
+        """Trace one optimizer step for a parity check, with the tensors in `folder`; `loss` is None for a critic."""
+        from mrl.workers.parity_trace import trace_step
 
-        return trace(self.model, block, self._own(shares), loss, lr, temperature).stored(folder)
+        return trace_step(self.model, block, self._own(rank_batches), loss, lr, temperature).stored(folder)
 
-    @awake
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def trace_layers(
-        self, block: TokenBlock, shares: Sequence[RankBatch], loss: Loss | None, temperature: float, folder: str
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], loss: Loss | None, temperature: float, folder: str
     ) -> Any:
-        """A step up to its gradients, layer by layer, tensors in `folder`."""
+        """Trace a step up to its gradients, layer by layer, with the tensors in `folder`."""
         from mrl.workers.parity_trace import trace_layers
 
-        return trace_layers(self.model, block, self._own(shares), loss, temperature).stored(folder)
+        return trace_layers(self.model, block, self._own(rank_batches), loss, temperature).stored(folder)
 
-    @awake
-    def keep_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
-        """This rank's part of a capsule: batch and random numbers, and the current weights as a Hugging Face folder."""
-        from mrl.workers import capsule
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def forward_outputs(
+        self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
+    ) -> dict[int, Any]:
+        """Return row -> log-probabilities or values on one rank of the replica, an empty dict on the others."""
+        from mrl.workers.parity_trace import forward_outputs
 
+        return forward_outputs(self.model, block, self._own(rank_batches), temperature)
+
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
+    def dump_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
+        """Write this rank's part of a step dump: RNG states, on rank 0 the batch, and the current weights if `weights`."""
+        from parallel import rng_state  # imports Megatron
+
+        path = Path(folder)
         try:
-            capsule.keep(Path(folder), block.with_columns(**columns or {}), self.dims)
-        finally:  # also of a rank that could not write: the others wait for it in the gathers
+            path.mkdir(parents=True, exist_ok=True)
+            (path / rng_state.file_name(self.rank)).write_bytes(rng_state.snapshot(self.dims))
+            if self.rank == 0:
+                block.with_columns(**columns or {}).save(path / DUMPED_BATCH)
+        finally:  # also on a rank that could not write: the other ranks wait for it in the gathers of the export
             if weights:
-                self.model.export_hf(f"{folder}/{capsule.WEIGHTS}", {})
+                self.model.export_hf(path / DUMPED_WEIGHTS, {})
 
-    @awake
-    def begin_from(self, folder: str, weights: str | None) -> bool:
-        """Take up what a capsule kept: the weights of the checkpoint `weights`, if any, and the states of random numbers.
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
+    def load_step_dump(self, folder: str, checkpoint: str | None) -> bool:
+        """Restore the RNG states of a step dump, and the weights of `checkpoint` if it is given.
 
-        Returns whether these were of this layout; else they stay as they are.
+        Returns whether the RNG states were restored: another layout cannot use them, and then they stay unchanged.
         """
-        from parallel import rng_state
+        from parallel import rng_state  # imports Megatron
 
-        if weights:
-            self.model.load_weights(weights)
+        if checkpoint:
+            self.model.load_weights(checkpoint)
         states = rng_state.read(folder, self.dims)
         if states is not None:
             rng_state.restore(states)
         return states is not None
 
-    @awake
-    def look(self, block: TokenBlock, shares: Sequence[RankBatch], temperature: float) -> dict[int, Any]:
-        """Row -> log-probabilities or values, on one rank of those that have them."""
-        from mrl.workers.parity_trace import look
-
-        return look(self.model, block, self._own(shares), temperature)
-
-    def _own[T](self, shares: Sequence[T]) -> T:
-        """Of all replicas' shares this one's."""
-        return shares[self.dims.coords(self.rank).dp]
+    # Weight sync and export.
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
-        """Open the ways to the engines, in place of those to earlier ones; every rank sends what it owns.
+        """Open a weight sync session with these engines in place of the last one.
 
-        `folder`: where the disk transport writes. Returns engines that failed meanwhile, and why; then nothing is open.
+        `folder`: where the disk transport writes. Returns the engines that failed, URL -> reason; then no session is open.
         """
-        from mrl.weight_sync.errors import SyncError  # with httpx: here, where engines are talked with
+        from mrl.weight_sync.errors import WeightSyncError  # with the model, where the session is
 
         if self._sync is not None:
             self._sync.close()
         self._sync = None
         try:
-            self._sync = self.model.connect(urls, settings, folder) if urls else None  # a replay has no engines
-        except SyncError as error:
+            self._sync = self.model.connect_engines(urls, settings, folder) if urls else None  # a replay has no engines
+        except WeightSyncError as error:
             if not error.failed:
                 raise
             return error.failed
-        self._collectives.watch()  # the sync has a group of its own
+        self._collectives.watch()  # the session has a process group of its own
         return {}
 
-    @awake
-    def push_weights(self, version: int, released: bool = False) -> SyncReport:
-        """Bring the current weights to the engines as `version`; what this rank sent.
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED, loaded_by_scheduler=True)
+    def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
+        """Push the current weights to the engines as `version`; return what this rank sent.
 
-        `released`: engines had given the memory of their weights back, and stay paused until they have all of it again.
+        `engines_offloaded`: the engines had released their weights. They stay paused, because they have no KV cache yet.
         """
         with track_activity(f"pushing version {version} of the weights"):
-            return self._sync.push(version, released) if self._sync is not None else SyncReport()
+            return self._sync.push(version, engines_offloaded) if self._sync is not None else SyncReport()
 
-    @awake
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder, with `notes` (file name -> text) beside them."""
+        """Write the current weights as a Hugging Face folder, with `notes` (file name -> text)."""
         self.model.export_hf(folder, notes or {})
 
-    @awake
+    # Checkpoints.
+
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def save(self, folder: str) -> None:
-        """Write a distributed checkpoint; the folder appears when it is complete."""
+        """Write a distributed checkpoint; the folder gets its name when it is complete."""
         self.model.save(folder)
 
-    @awake
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Restore a distributed checkpoint; whether random number generators were restored too (same layout)."""
+        """Load a distributed checkpoint; return whether RNG states were restored too, which needs the same layout."""
         return self.model.load(folder)
 
-    @awake
+    @requires_on_device(OffloadLevel.FULLY_LOADED)
     def begin_save(self, folder: str, asynchronous: bool) -> None:
-        """Start writing a distributed checkpoint into `folder`, in place; `finish_save` completes it."""
+        """Start writing a distributed checkpoint into `folder`; `finish_save` completes it."""
         self.model.begin_save(folder, asynchronous)
 
     def save_finished(self) -> bool:
-        """Whether `finish_save` would find this rank's part written, or failed."""
+        """Return whether this rank's part has been written or has failed."""
         return self.model.save_finished()
 
     def finish_save(self, timeout_s: float) -> None:
-        """Complete the checkpoint that `begin_save` began; it is then on the disk."""
+        """Wait until the checkpoint that `begin_save` started is complete and on the disk."""
         self.model.finish_save(timeout_s)
 
     def abandon_save(self) -> None:
-        """Give up what `begin_save` began, if anything."""
+        """Stop the save that `begin_save` started, if any."""
         self.model.abandon_save()
 
-    @awake
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def save_reference(self, folder: str) -> None:
-        """Write the reference policy's weights as a checkpoint without optimizer."""
+        """Write the reference policy's weights as a checkpoint without optimizer state."""
         self.model.save_reference(folder)
 
-    @awake
+    @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def load_reference(self, folder: str) -> None:
-        """Take the reference policy's weights from what `save_reference` wrote."""
+        """Load the reference policy's weights that `save_reference` wrote."""
         self.model.load_reference(folder)
 
+    # The process.
+
     def cpu_seconds(self) -> float:
-        """User and system seconds this process has used, for benchmarks."""
+        """Return the user and system CPU seconds of this process; for benchmarks."""
         times = os.times()
         return times.user + times.system
 
@@ -269,3 +346,11 @@ class TrainWorker:
         self._collectives.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _own[T](self, rank_batches: Sequence[T]) -> T:
+        """Return the batch of this rank's replica."""
+        return rank_batches[self.dims.coords(self.rank).dp]
+
+    def _put_column(self, columns: list[Any], batch: RankBatch) -> Handle | None:
+        part = self.model.column_part(columns, batch)
+        return ray.put(part) if part else None

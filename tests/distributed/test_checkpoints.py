@@ -62,7 +62,7 @@ def hold_writers(gate) -> None:
             time.sleep(0.01)
         return write(*args)
 
-    checkpoint_writer._write = partial(write_later, checkpoint_writer._write)
+    checkpoint_writer._write_files = partial(write_later, checkpoint_writer._write_files)
 
 
 def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: int, asynchronous: bool):

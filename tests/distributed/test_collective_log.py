@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import groups
-from parallel.collective_log import CollectiveLog, read
+from parallel.collective_log import CollectiveLog, read_collective_log
 from parallel.dims import ParallelDims
 
 
@@ -26,10 +26,12 @@ def use_groups(rank: int, folder: str):
     else:
         dist.recv(ones[:5], 0, group=group)
         dist.barrier(group=dist.new_group([1]))  # made after `watch`: not known
-    seen = [last for last in read(f"{folder}/{rank}.ops") if last.purpose == "DATA_PARALLEL_GROUP_WITH_CP"]
+    seen = [
+        last for last in read_collective_log(f"{folder}/{rank}.ops") if last.purpose == "DATA_PARALLEL_GROUP_WITH_CP"
+    ]
     log.close()
     dist.all_reduce(ones, group=group)
-    return seen, read(f"{folder}/{rank}.ops")
+    return seen, read_collective_log(f"{folder}/{rank}.ops")
 
 
 def test_counts_operations_and_peers_are_kept_until_the_log_is_closed(run_ranks, tmp_path):
@@ -52,12 +54,12 @@ def use_short_lived_groups(rank: int, folder: str):
         for _ in range(number + 1):
             dist.all_reduce(ones, group=group)
         dist.all_reduce(ones, group=lasting)
-        found = {last.purpose: last.entered for last in read(f"{folder}/{rank}.ops")}
+        found = {last.purpose: last.entered for last in read_collective_log(f"{folder}/{rank}.ops")}
         seen.append((found, len(json.loads(Path(f"{folder}/{rank}.ops.json").read_text())["groups"])))
         dist.destroy_process_group(group)
         del group
     log.watch()
-    after = [last.purpose for last in read(f"{folder}/{rank}.ops")]
+    after = [last.purpose for last in read_collective_log(f"{folder}/{rank}.ops")]
     log.close()
     return seen, after, [reference() for reference in gone]
 
@@ -90,5 +92,5 @@ if rank == 0:
 def test_an_interpreter_that_ends_without_closing_its_log_does_not_crash(tmp_path):
     """With hooks that are left, it would: in torch's destructor of the group."""
     assert subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=120).returncode == 0
-    (last,) = read(tmp_path / "0.ops")
+    (last,) = read_collective_log(tmp_path / "0.ops")
     assert (last.entered, last.operation, last.nbytes, last.ranks) == (1, "broadcast", 12, (0, 1))

@@ -16,15 +16,17 @@ class Silent:
 
 
 def to_megatron(folder, output, **options) -> None:
+    from models.conversion import convert_checkpoint
     from models.hf_config import HFConfig
 
-    convert_checkpoint_checkpoint.to_megatron(HFConfig.load(folder), output, Silent(), **options)
+    convert_checkpoint.to_megatron(HFConfig.load(folder), output, Silent(), **options)
 
 
 def to_hf(checkpoint, folder, output) -> None:
+    from models.conversion import convert_checkpoint
     from models.hf_config import HFConfig
 
-    convert_checkpoint_checkpoint.to_hf(checkpoint, HFConfig.load(folder), output, Silent())
+    convert_checkpoint.to_hf(checkpoint, HFConfig.load(folder), output, Silent())
 
 
 def assert_same_files(found, expected) -> None:
@@ -147,15 +149,15 @@ def test_a_training_checkpoint_becomes_what_the_run_exports(run_ranks, tmp_path,
 
 
 def logits_finding(rank: int, folder, limit: float):
-    from models.conversion import convert_checkpoint as check
+    from models.conversion import convert_checkpoint
     from models.hf_config import HFConfig
 
-    check.LOGITS_LIMIT = limit
-    return check.check_logits(HFConfig.load(folder))
+    convert_checkpoint.LOGITS_LIMIT = limit
+    return convert_checkpoint.check_logits(HFConfig.load(folder))
 
 
 def test_logits_beyond_the_limit_are_found(run_ranks, tmp_path):
     make("moe", tmp_path / "model")
     (within,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)
     (beyond,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-12)
-    assert within.good and not beyond.good
+    assert within.passed and not beyond.passed

@@ -96,10 +96,10 @@ def sleep_and_wake(actor) -> None:
     sizes = nbytes(gradients(actor))
     assert actor.sleep(keep_weights=False) == 0 == actor.sleep(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor), *gradients(actor)]))
-    assert actor.offload.residence is OffloadLevel.FULLY_OFFLOADED
+    assert actor.offloader.level is OffloadLevel.FULLY_OFFLOADED
     actor.wake()
     actor.wake()
-    assert actor.offload.residence is OffloadLevel.FULLY_LOADED
+    assert actor.offloader.level is OffloadLevel.FULLY_LOADED
     assert everything(actor) == before and places([*weights(actor), *state(actor)]) == where
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
 
@@ -128,7 +128,7 @@ def levels(rank: int, path, dims: ParallelDims, dtype: str):
         for second in moves:
             moves[first]()
             left = moves[second]()
-            assert actor.offload.residence is second
+            assert actor.offloader.level is second
             assert bool(min(nbytes(weights(actor)))) == (second >= OffloadLevel.WEIGHTS_LOADED)
             own = [t for t in state(actor) if t.untyped_storage()._cdata not in storages(weights(actor))]
             assert own and all(
@@ -158,7 +158,7 @@ def test_every_level_is_reached_from_every_other(run_ranks, tmp_path):
 def host_memory(rank: int, path, dims: ParallelDims):
     actor = make_actor(path, dims, "bfloat16")
     train(actor, dims, rank)
-    parts, blocks = (actor.offload._weights, actor.offload._state), []
+    parts, blocks = (actor.offloader._weights, actor.offloader._state), []
     for _ in range(3):
         actor.sleep(keep_weights=True)  # the optimizer goes first, and comes back last
         actor.sleep(keep_weights=False)
@@ -218,7 +218,7 @@ def failing_moves(rank: int, path):
     offload._pieces = refuse_some
     with pytest.raises(MemoryError):
         actor.wake()
-    assert actor.offload.residence is not OffloadLevel.FULLY_LOADED
+    assert actor.offloader.level is not OffloadLevel.FULLY_LOADED
     offload._pieces = pieces
     actor.sleep(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor)]))

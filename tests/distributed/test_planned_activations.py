@@ -90,7 +90,7 @@ def a_layer(
     configs = [
         config_of(name, tmp_path / str(layers), num_hidden_layers=layers, **alike(name, dense)) for layers in (1, 2)
     ]
-    one, two = run_ranks(dims.alone(), saved_by_torch, configs, dims, overrides)[0]
+    one, two = run_ranks(dims.single_process(), saved_by_torch, configs, dims, overrides)[0]
     shape = shape_of(configs[1])
     run = Pass.of(dims, sum(LENGTHS), 4, kernels=CPU)
     return two - one, activation_bytes.chunk(shape, run, shape.moe[:1], Recompute.of(overrides))

@@ -19,7 +19,7 @@ from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
 from mrl.controller.processes import model_spec
-from mrl.core.preemption import PreemptionHandler
+from mrl.core.run_errors import PreemptionHandler
 from mrl.hang_report import ray_wait
 from mrl.hang_report.process_registry import read_process_records, registry_folder
 from mrl.hang_report.ray_wait import RankLostError, StalledError
@@ -34,7 +34,7 @@ class Hung:
     """The run under test: an actor of two pipeline stages with an engine, and two data-parallel replicas beside it."""
 
     def __init__(self, trainer, replicas, run_dir: Path, faults: Path) -> None:
-        self.trainer, self.generator, self.stages = trainer, trainer.generator, trainer.actor.group
+        self.trainer, self.generator, self.stages = trainer, trainer.rollout, trainer.actor.group
         self.run_dir, self.held, self._replicas = run_dir, faults / faulty_ranks.HELD, replicas
         self.rollouts = self.generator.generate(trainer.prompts, 0)
         self.estimates = self.generator.estimate({}, 0.0, 0)

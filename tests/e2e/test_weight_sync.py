@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_engines import WholeModel, connected, largest_gap, perturb
+from scripted_lifecycle import scripted_lifecycle
 
 from models.families.qwen3 import QWEN3
 from mrl.rollout.client import EngineClient, SamplingParams
@@ -19,9 +20,8 @@ from mrl.weight_sync import sender
 from mrl.weight_sync.disk_sync import ExpectedChecksums
 from mrl.weight_sync.engine_control import EngineControl, EngineError
 from mrl.weight_sync.engine_layout import EngineLayout, Topology
-from mrl.weight_sync.errors import WeightSyncError, WeightMismatchError
+from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 from mrl.weight_sync.sender import BucketSender, fill_buffer
-from mrl.weight_sync.syncer import WeightSyncer
 from mrl.weight_sync.transports import ProcessGroupEnd, SharedMemorySendEnd
 
 TOLERANCE = 1e-4
@@ -119,7 +119,7 @@ def test_a_corrupted_byte_is_caught_by_name_and_nothing_is_sampled(engine, conne
 @pytest.mark.extended
 def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, connect, monkeypatch):
     with connect(delta=True) as sync:
-        driver = WeightSyncer(lambda version: [sync.push(version)], lambda urls: {}, lambda urls: [], tries=3)
+        driver = scripted_lifecycle(lambda version, _: [sync.push(version)])
         driver.push(next(VERSIONS))
         perturb(engine.model)
         monkeypatch.setattr(sync.sender, "_last_sent", {n: t ^ 1 for n, t in sync.sender._last_sent.items()})
@@ -146,6 +146,7 @@ DYING = """
 import os, sys
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
+from scripted_lifecycle import scripted_lifecycle
 from live_engines import connected
 from mrl.weight_sync.sender import BucketSender
 
@@ -291,7 +292,9 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
     monkeypatch.setattr(BucketSender, "_send", kill_then_send)
     connect([engine.server.url, victim.url])
     perturb(engine.model)
-    driver = WeightSyncer(lambda version: [connect.sync.push(version)], connect, replace, tries=3)
+    driver = scripted_lifecycle(
+        lambda version, _: [connect.sync.push(version)], connect, replace, urls=[engine.server.url, victim.url]
+    )
     version = next(VERSIONS)
     numbers = driver.push(version)
     open_syncs.pop().__exit__(None, None, None)

@@ -74,26 +74,28 @@ import torch
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.server import EngineServer, default_server_args
 from mrl.rollout.engines.server_args import memory_saver_args
-from mrl.weight_sync.engine_control import EnginePoolMemory
+from mrl.weight_sync.engine_control import EngineControl
 
 folder, log = sys.argv[1:]
 args = default_server_args("bfloat16", 512) | memory_saver_args() | {"model_path": folder, "mem_fraction_static": 0.3}
 with EngineServer(args, log) as server:
     server.wait_ready(300)
-    client, memory = EngineClient(server.url, 60), EnginePoolMemory(lambda: [server.url], 60)
+    client, control = EngineClient(server.url, 60), EngineControl(server.url, 60)
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     client.generate([[5, 6, 7]], sampling)
     awake, total = torch.cuda.mem_get_info()
-    memory.sleep()
+    control.pause("retract")
+    control.release_memory(["kv_cache", "weights"])
     asleep, _ = torch.cuda.mem_get_info()
     assert asleep - awake > 0.2 * total, (awake, asleep, total)  # weights and KV cache are 0.3 of it
     done = []
     asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
     asking.start()
-    memory.wake_weights()
+    control.resume_memory(["weights"])
     client.update_weights_from_disk(folder)
     assert torch.cuda.mem_get_info()[0] - awake > 0.1 * total and not done
-    memory.wake_cache()
+    control.resume_memory(["kv_cache"])
+    control.resume()
     asking.join(60)
     assert len(done[0][0].token_ids) == 200
 """

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import make_family
 
-from models.conversion.hf_export import HFFolderWriter
-from models.conversion.hf_io import check_checkpoint
-from models.conversion.partial_folder import PartialFolder
+from models.conversion.hf_reader import check_hf_folder
+from models.conversion.hf_writer import HFFolderWriter
+from models.conversion.resumable_folder import ResumableFolder
 from mrl.commands.convert import main
 
 
@@ -19,7 +19,7 @@ def sharded(folder) -> None:
     """The folder's weights in several files with an index."""
     tensors = load_file(folder / "model.safetensors")
     kinds = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with PartialFolder.beside(folder.with_name("sharded"), {}) as partial:
+    with ResumableFolder.beside(folder.with_name("sharded"), {}) as partial:
         writer = HFFolderWriter(partial, kinds, 30_000)
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -122,7 +122,7 @@ def test_a_bad_folder_is_one_clear_error_and_nothing_is_written(tmp_path, capsys
     damage(model)
     assert_refused(model, capsys, DAMAGES[damage])
     with pytest.raises(ValueError, match=DAMAGES[damage]):
-        check_checkpoint(model)
+        check_hf_folder(model)
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, SIZES, make_family
 
-from models.conversion import check, convert, partial_folder
-from models.conversion.hf_export import write_export
-from models.conversion.hf_io import HFWeights
-from models.conversion.megatron_io import save_tensor
+from models.conversion import convert_checkpoint, resumable_folder
+from models.conversion.hf_reader import HFWeights
+from models.conversion.hf_writer import write_export
+from models.conversion.megatron_checkpoint import torch_save_tensor
 from models.hf_config import HFConfig
 from mrl.commands.convert import main
 
@@ -35,11 +35,11 @@ class Watcher:
 
 
 def to_megatron(folder, output, watcher=None, **options) -> None:
-    convert.to_megatron(HFConfig.load(folder), output, watcher or Watcher(), **options)
+    convert_checkpoint.to_megatron(HFConfig.load(folder), output, watcher or Watcher(), **options)
 
 
 def to_hf(checkpoint, folder, output, watcher=None, **options) -> None:
-    convert.to_hf(checkpoint, HFConfig.load(folder), output, watcher or Watcher(), **options)
+    convert_checkpoint.to_hf(checkpoint, HFConfig.load(folder), output, watcher or Watcher(), **options)
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def assert_same_tensors(found, expected) -> None:
     a, b = tensors_of(found), tensors_of(expected)
     assert a.keys() == b.keys()
     for name, tensor in b.items():
-        assert check.same_bytes(a[name], tensor), name
+        assert convert_checkpoint.is_bit_equal(a[name], tensor), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,8 +60,8 @@ def test_every_family_comes_back_byte_for_byte(tmp_path, name):
     to_hf(tmp_path / "megatron", model, tmp_path / "back", max_shard_bytes=30_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert_same_tensors(tmp_path / "back", model)
-    assert check.check_round_trip(HFConfig.load(tmp_path / "back")).good
-    assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron").good
+    assert convert_checkpoint.check_round_trip(HFConfig.load(tmp_path / "back")).passed
+    assert convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron").passed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "megatron", "model"]  # no partial folder is left
 
 
@@ -71,10 +71,10 @@ def test_types_are_converted_and_the_config_says_so(tmp_path):
     to_hf(tmp_path / "megatron", model, tmp_path / "back")
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(model).items()}
     found = tensors_of(tmp_path / "back")
-    assert all(check.same_bytes(found[name], tensor) for name, tensor in expected.items())
+    assert all(convert_checkpoint.is_bit_equal(found[name], tensor) for name, tensor in expected.items())
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
-    finding = check.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron")
-    assert finding.good and "float32 -> bfloat16" in finding.what
+    finding = convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron")
+    assert finding.passed and "float32 -> bfloat16" in finding.what
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_types_that_megatron_cannot_hold_apart_are_refused(tmp_path, name, messa
     with pytest.raises(ValueError, match=message):
         to_megatron(model, tmp_path / "out")
     to_megatron(model, tmp_path / "out", dtype=torch.float32)
-    assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").good
+    assert convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").passed
 
 
 def test_a_buffer_stays_in_float32(tmp_path):
@@ -107,7 +107,7 @@ def test_a_buffer_stays_in_float32(tmp_path):
 
 
 def test_what_stands_beside_the_weights_goes_along(tmp_path):
-    from mrl.data.tiny_model import make_tiny_model
+    from mrl.data.synthetic_tasks import make_tiny_model
     from mrl.data.tokenizer import byte_tokenizer
 
     make_tiny_model(tmp_path / "model", byte_tokenizer(), context=64, initializer_range=0.1, seed=0)
@@ -153,7 +153,7 @@ def test_an_interrupted_conversion_is_taken_up(tmp_path, kind, seed):
     assert all((tmp_path / "out" / name).stat().st_ino == inode for name, inode in kept.items()), "written twice"
     assert not (tmp_path / "out.partial").exists()
     if kind == "to-megatron":
-        assert check.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").good
+        assert convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "out").passed
     else:
         assert_same_tensors(tmp_path / "out", model)
 
@@ -174,7 +174,7 @@ class FullDisk(io.BytesIO):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
 def test_what_stops_a_write_is_what_the_user_hears_of(error):
     with pytest.raises(type(error)) as raised:
-        save_tensor(torch.ones(10**6), FullDisk(error))
+        torch_save_tensor(torch.ones(10**6), FullDisk(error))
     assert raised.value is error
 
 
@@ -192,7 +192,7 @@ def test_parts_of_another_source_are_refused(tmp_path):
 def test_one_output_has_one_writer(tmp_path):
     model = make_family("qwen3", tmp_path / "model")
     with (
-        partial_folder.PartialFolder.beside(tmp_path / "out", {}),
+        resumable_folder.ResumableFolder.beside(tmp_path / "out", {}),
         pytest.raises(ValueError, match="being written by another process"),
     ):
         to_megatron(model, tmp_path / "out")
@@ -310,7 +310,7 @@ def test_checkpoints_that_cannot_be_read_are_refused(tmp_path):
     to_megatron(model, tmp_path / "megatron")
     other = make_family("qwen3", tmp_path / "other", vocab_size=SIZES["vocab_size"] + 1)
     with pytest.raises(
-        ValueError, match=r"no checkpoint of this model.*word_embeddings.weight is \[41, 32\], config.json"
+        ValueError, match=r"a checkpoint of another model.*word_embeddings.weight is \[41, 32\], config.json"
     ):
         to_hf(tmp_path / "megatron", other, tmp_path / "out")
     biased = make_family("qwen3_biased", tmp_path / "biased")
@@ -333,7 +333,7 @@ def test_a_changed_weight_is_found(tmp_path, capsys):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_check_computes_logits_in_a_process_of_its_own(tmp_path, capfd):
     model = make_family("qwen3", tmp_path / "model")
     assert main(["check", f"model={model}"]) == 0

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from parallel import device
 from parallel.dims import ParallelDims, RankCoords
 
-device.install()  # before anything of Megatron is imported
+device.patch_megatron_for_cpu()  # before anything of Megatron is imported
 
-from models.conversion.bridge import Bridge  # noqa: E402
+from models.architecture import Architecture  # noqa: E402
+from models.conversion.weight_bridge import Bridge  # noqa: E402
 from models.families import FAMILIES  # noqa: E402
 from models.hf_config import HFConfig  # noqa: E402
-from models.spec import Architecture  # noqa: E402
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
 small = st.sampled_from([1, 2, 3, 4])
@@ -55,23 +55,23 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
 @given(layouts())
 def test_a_world_size_and_the_data_parallel_size_say_the_same(dims):
     axes = dict(tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, etp=dims.etp)
-    assert ParallelDims.of_world(dims.world_size, None, **axes) == dims
-    assert ParallelDims.of_world(None, dims.dp, **axes) == dims
-    assert ParallelDims.of_world(dims.world_size, dims.dp, **axes) == dims
+    assert ParallelDims.from_world_size(dims.world_size, None, **axes) == dims
+    assert ParallelDims.from_world_size(None, dims.dp, **axes) == dims
+    assert ParallelDims.from_world_size(dims.world_size, dims.dp, **axes) == dims
     with pytest.raises(
         ValueError, match=rf"world_size={dims.world_size + 1}, but .* dp={dims.dp} is {dims.world_size} "
     ):
-        ParallelDims.of_world(dims.world_size + 1, dims.dp, **axes)
+        ParallelDims.from_world_size(dims.world_size + 1, dims.dp, **axes)
 
 
 def test_without_either_there_is_one_replica():
-    assert ParallelDims.of_world(None, None, tp=2, pp=2) == ParallelDims(tp=2, pp=2)
+    assert ParallelDims.from_world_size(None, None, tp=2, pp=2) == ParallelDims(tp=2, pp=2)
 
 
 @many
 @given(small, small, st.integers(1, 9), st.sampled_from([None, 1, 2, 3, 5]))
 def test_without_either_there_are_as_few_replicas_as_the_experts_need(tp, cp, ep, etp):
-    found = ParallelDims.of_world(None, None, tp=tp, cp=cp, ep=ep, etp=etp)
+    found = ParallelDims.from_world_size(None, None, tp=tp, cp=cp, ep=ep, etp=etp)
     for dp in range(1, found.dp):
         with pytest.raises(ValueError, match="does not divide"):
             ParallelDims(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp)
@@ -82,12 +82,12 @@ def test_without_either_there_are_as_few_replicas_as_the_experts_need(tp, cp, ep
 def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, tp, cp, pp):
     one = tp * cp * pp
     if world_size > 0 and world_size % one == 0:
-        assert ParallelDims.of_world(world_size, None, tp=tp, cp=cp, pp=pp).dp == world_size // one
+        assert ParallelDims.from_world_size(world_size, None, tp=tp, cp=cp, pp=pp).dp == world_size // one
         return
     with pytest.raises(ValueError, match=rf"world_size={world_size} does not factor: .* = {one} processes") as error:
-        ParallelDims.of_world(world_size, None, tp=tp, cp=cp, pp=pp)
+        ParallelDims.from_world_size(world_size, None, tp=tp, cp=cp, pp=pp)
     suggested = [int(n) for n in re.findall(r"-?\d+", str(error.value).split("; use ")[1])]
-    assert suggested and all(ParallelDims.of_world(n, None, tp=tp, cp=cp, pp=pp).world_size == n for n in suggested)
+    assert suggested and all(ParallelDims.from_world_size(n, None, tp=tp, cp=cp, pp=pp).world_size == n for n in suggested)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "vpp", "cp", "dp", "ep", "etp"])
@@ -97,7 +97,7 @@ def test_a_size_below_one_is_refused(axis, size):
         ParallelDims(**{axis: size})
     if axis != "dp":
         with pytest.raises(ValueError, match=rf"parallel\.{axis}={size}: a parallel size must be 1 or more"):
-            ParallelDims.of_world(4, None, **{axis: size})
+            ParallelDims.from_world_size(4, None, **{axis: size})
 
 
 def test_sizes_that_need_another_are_refused():
@@ -144,7 +144,7 @@ def expert_starts(dims: ParallelDims) -> range:
 @given(layouts(), st.booleans())
 def test_ranks_that_take_part_in_an_export_need_no_other(dims, has_experts):
     bridge = SimpleNamespace(dims=dims, num_experts=8 * has_experts)
-    chosen = {rank for rank in range(dims.world_size) if Bridge.takes_part(bridge, rank)}
+    chosen = {rank for rank in range(dims.world_size) if Bridge.participates_in_export(bridge, rank)}
     stage = dims.world_size // dims.pp
     blocks = [dims.tp, *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else [])]  # each is of neighbours
     groups = [set(range(start, start + size)) for size in blocks for start in range(0, dims.world_size, size)]
@@ -168,7 +168,7 @@ def test_ranks_that_take_part_in_an_export_need_no_other(dims, has_experts):
 )
 def test_a_layout_reads_as_its_sizes(dims, text):
     assert str(dims) == text
-    assert str(dims.alone()) == "one process"
+    assert str(dims.single_process()) == "one process"
 
 
 DENSE = dict(

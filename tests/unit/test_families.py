@@ -10,9 +10,9 @@ import transformers
 from tiny_families import FAMILIES as TINY
 from tiny_families import LLAMA3_ROPE, SIZES, YARN_ROPE
 
-from models.families import FAMILIES, family_of, llama, load_family, located
-from models.hf_config import WITHOUT_INFLUENCE, HFConfig
-from models.spec import Architecture
+from models.architecture import Architecture
+from models.families import FAMILIES, family_of, llama, load_family, resolve_family_path
+from models.hf_config import IGNORED_FIELDS, HFConfig
 
 PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
@@ -82,7 +82,7 @@ def test_an_absent_field_means_what_it_means_in_transformers(tmp_path, fields, n
 
 
 def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
-    ignored = [name for names in WITHOUT_INFLUENCE.values() for name in names]
+    ignored = [name for names in IGNORED_FIELDS.values() for name in names]
     assert len(ignored) == len(set(ignored))
     for family in FAMILIES.values():
         assert not family.defaults.keys() & set(ignored)
@@ -108,7 +108,7 @@ def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
         (
             "llama",
             dict(rope_parameters=YARN_ROPE | dict(mscale_dim=1)),
-            "mscale_dim=1 is not known to rope_type='yarn'",
+            "mscale_dim=1 is not a field of rope_type='yarn'",
         ),
         ("llama", dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)), "partial_rotary"),
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True is not supported; expected False"),
@@ -198,14 +198,16 @@ def test_a_family_of_ones_own_is_read_from_its_file(tmp_path, fields, monkeypatc
     assert family.read(config) == read(known)
     assert family is load_family(reference)
     monkeypatch.chdir(tmp_path)
-    assert located("mine.py:MINE") == reference
+    assert resolve_family_path("mine.py:MINE") == reference
     monkeypatch.syspath_prepend(tmp_path)
-    assert located("mine:MINE") == "mine:MINE" and load_family("mine:MINE").architecture == "MineForCausalLM"
+    assert (
+        resolve_family_path("mine:MINE") == "mine:MINE" and load_family("mine:MINE").architecture == "MineForCausalLM"
+    )
 
 
 def test_the_family_that_the_documentation_shows_works(tmp_path, fields):
     (text,) = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/families.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/tutorials/model.md").read_text(), re.DOTALL
     )
     (tmp_path / "shown.py").write_text(text)
     known = fields("llama") | dict(architectures=["MineForCausalLM"], residual_scale=1.0)
@@ -225,7 +227,7 @@ def test_the_family_that_the_documentation_shows_works(tmp_path, fields):
         ("{folder}/none.py:MINE", "cannot be imported (FileNotFoundError"),
         ("no.such.package:MINE", "cannot be imported (ModuleNotFoundError"),
         ("{folder}/mine.py:YOURS", "has no YOURS; a Family is expected"),
-        ("{folder}/mine.py:translate", "is a function; a models.spec.Family is expected"),
+        ("{folder}/mine.py:translate", "is a function; a models.architecture.Family is expected"),
         ("{folder}/broken.py:MINE", "cannot be imported (ZeroDivisionError"),
         ("{folder}/mine.py", "expected 'package.module:NAME' or '/path/file.py:NAME'"),
         ("models.families.qwen2:QWEN2", "is a family of 'Qwen2ForCausalLM', but config.json says 'MineForCausalLM'"),

@@ -7,19 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.optimizer_settings import SCHEDULES, AdamW
+from parallel.trainer_config import LrSchedule, OptimConfig
+
+FALLING = [schedule for schedule in LrSchedule if schedule != LrSchedule.linear_to_tenth]
 
 many = settings(deadline=None, max_examples=60, derandomize=True)
 
 
 @st.composite
-def schedules(draw) -> AdamW:
+def schedules(draw) -> OptimConfig:
     lr = draw(st.floats(1e-8, 1.0))
     warmup = draw(st.integers(0, 30))
-    return AdamW(
+    return OptimConfig(
         lr=lr,
         warmup_steps=warmup,
-        lr_schedule=draw(st.sampled_from(SCHEDULES)),
+        lr_schedule=draw(st.sampled_from(FALLING)),
         lr_decay_steps=warmup + draw(st.integers(1, 60)),
         lr_min=lr * draw(st.sampled_from([0.0, 0.1, 1.0])),
     )
@@ -53,29 +55,34 @@ def test_after_the_warm_up_the_rate_only_falls_from_lr_to_lr_min(adamw):
     ],
 )
 def test_schedules_without_warm_up(schedule, expected):
-    adamw = AdamW(lr=10, lr_schedule=schedule, lr_decay_steps=5)
+    adamw = OptimConfig(lr=10, lr_schedule=schedule, lr_decay_steps=5)
     assert [adamw.lr_at(step) for step in range(7)] == pytest.approx(expected)
 
 
 def test_the_last_fifth_of_wsd_falls_by_a_root():
-    adamw = AdamW(lr=1.0, lr_schedule="wsd", warmup_steps=10, lr_decay_steps=110, lr_min=0.2)
+    adamw = OptimConfig(lr=1.0, lr_schedule="wsd", warmup_steps=10, lr_decay_steps=110, lr_min=0.2)
     assert adamw.lr_at(89) == adamw.lr_at(90) == 1.0
     assert adamw.lr_at(95) == pytest.approx(0.2 + 0.8 * (1 - math.sqrt(1 / 4)))
     assert adamw.lr_at(110) == adamw.lr_at(500) == pytest.approx(0.2)
 
 
+def test_linear_to_tenth_falls_from_the_first_step_also_during_the_warm_up():
+    optim = OptimConfig(lr=2.0, lr_schedule="linear_to_tenth", warmup_steps=2, lr_decay_steps=10)
+    assert [optim.lr_at(step) for step in (0, 1, 5, 10)] == pytest.approx([1.0, 1.82, 1.1, 0.2])
+
+
 def test_linear_and_cosine_meet_half_way_between_lr_and_lr_min():
     for schedule in ("linear", "cosine"):
-        adamw = AdamW(lr=3.0, lr_min=1.0, warmup_steps=4, lr_schedule=schedule, lr_decay_steps=24)
+        adamw = OptimConfig(lr=3.0, lr_min=1.0, warmup_steps=4, lr_schedule=schedule, lr_decay_steps=24)
         assert adamw.lr_at(14) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(lr=0.0), r"optimizer\.lr=0\.0"),
-        (dict(lr=float("nan")), r"optimizer\.lr=nan"),
-        (dict(betas=(0.9, 1.0)), r"optimizer\.betas=\(0\.9, 1\.0\).*\[0, 1\)"),
+        (dict(lr=0.0), r"optim\.lr=0\.0"),
+        (dict(lr=float("nan")), r"optim\.lr=nan"),
+        (dict(betas=(0.9, 1.0)), r"optim\.betas=\(0\.9, 1\.0\).*\[0, 1\)"),
         (dict(lr_schedule="step"), r"lr_schedule='step'; expected one of constant, linear, cosine, wsd"),
         (dict(lr_schedule="linear"), r"lr_decay_steps=0: lr_schedule=linear needs more steps than warmup_steps=0"),
         (dict(lr_schedule="wsd", warmup_steps=7, lr_decay_steps=7), r"lr_decay_steps=7: .*warmup_steps=7"),
@@ -84,4 +91,4 @@ def test_linear_and_cosine_meet_half_way_between_lr_and_lr_min():
 )
 def test_settings_that_make_no_sense_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        AdamW(**wrong)
+        OptimConfig(**wrong)

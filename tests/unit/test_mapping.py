@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tiny_families import FAMILIES as TINY
 from tiny_families import make_family
 
-from models.conversion.hf_io import check_checkpoint
+from models.architecture import Architecture
+from models.conversion.hf_reader import check_hf_folder
 from models.families import FAMILIES, family_of
-from models.spec import Architecture
 from parallel.rope import Rope
 
 many = settings(max_examples=25, deadline=None, derandomize=True)
@@ -60,9 +60,9 @@ def test_hf_to_megatron_to_hf_is_the_identity(family, sizes):
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_table_names_exactly_the_tensors_that_transformers_saves(tmp_path, name):
-    """Tied or not, biased or not: `check_checkpoint` compares names and shapes both ways."""
-    config = check_checkpoint(make_family(name, tmp_path))
-    rows = family_of(config).entries(family_of(config).read(config))
+    """Tied or not, biased or not: `check_hf_folder` compares names and shapes both ways."""
+    config = check_hf_folder(make_family(name, tmp_path))
+    rows = family_of(config).param_mappings(family_of(config).read(config))
     assert len({row.megatron for row in rows}) == len(rows), "one row per Megatron parameter"
 
 
@@ -98,6 +98,6 @@ def test_tied_embeddings_have_no_output_row():
     rope = Rope(rope_theta=1e4, dim=6)
     tied = Architecture(41, 64, rope, True, layers)
     untied = Architecture(41, 64, rope, False, layers)
-    assert {r.megatron for r in family.entries(untied)} - {r.megatron for r in family.entries(tied)} == {
+    assert {r.megatron for r in family.param_mappings(untied)} - {r.megatron for r in family.param_mappings(tied)} == {
         "output_layer.weight"
     }

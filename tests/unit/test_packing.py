@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallel import device
 
-device.install()  # before anything of Megatron is imported
+device.patch_megatron_for_cpu()  # before anything of Megatron is imported
 
 from segment_trees import ancestors, dense_attention, positions, visible  # noqa: E402
 

@@ -9,8 +9,8 @@ import torch
 PROGRAM = """
 import sys
 from parallel import device
-device.install()
-import models.build
+device.patch_megatron_for_cpu()
+import models.model_builder
 from megatron.core.fusions import fused_bias_swiglu
 import torch
 gate = torch.ones(2, 4, requires_grad=True)

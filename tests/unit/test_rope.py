@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from parallel.rope import rope_of
+from parallel.rope import rope_from_parameters
 
 LLAMA31 = dict(
     rope_type="llama3",
@@ -60,7 +60,7 @@ def theirs(parameters: dict, dim: int) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
 def test_frequencies_and_amplitude_are_those_of_transformers(parameters, dim):
-    rope = rope_of(parameters, dim)
+    rope = rope_from_parameters(parameters, dim)
     expected, amplitude = theirs(parameters, dim)
     assert torch.equal(rope.inv_freq(), expected)
     assert rope.amplitude == amplitude
@@ -71,7 +71,7 @@ def test_frequencies_and_amplitude_are_those_of_transformers(parameters, dim):
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
 def test_frequencies_in_float64_are_those_of_transformers_in_float64(monkeypatch, parameters, dim):
     """transformers asks for torch.float and torch.float32 by name: under those names it gets float64 here."""
-    found = rope_of(parameters, dim).inv_freq(torch.float64)
+    found = rope_from_parameters(parameters, dim).inv_freq(torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
     expected, _ = theirs(parameters, dim)
@@ -86,7 +86,7 @@ def test_the_engine_turns_by_the_same_angles(parameters):
     from sglang.srt.layers.rotary_embedding import get_rope
 
     theirs = get_rope(64, 64, 256, parameters["rope_theta"], rope_scaling=dict(parameters)).cos_sin_cache[:256]
-    rope = rope_of(parameters, 64)
+    rope = rope_from_parameters(parameters, 64)
     angles = torch.outer(torch.arange(len(theirs)).float(), rope.inv_freq())
     ours = torch.cat([angles.cos(), angles.sin()], -1) * rope.amplitude
     atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # there it divides the positions
@@ -98,19 +98,19 @@ def test_the_engine_turns_by_the_same_angles(parameters):
     [
         (dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), 16, "rope_type='dynamic' is not implemented; known:"),
         (dict(rope_type="longrope", rope_theta=1e4), 16, "rope_type='longrope' is not implemented"),
-        (dict(rope_type="default", rope_theta=1e4, factor=2.0), 16, "factor=2.0 is not known to rope_type='default'"),
-        (YARN | dict(beta_quick=3), 16, "beta_quick=3 is not known to rope_type='yarn'"),
+        (dict(rope_type="default", rope_theta=1e4, factor=2.0), 16, "factor=2.0 is not a field of rope_type='default'"),
+        (YARN | dict(beta_quick=3), 16, "beta_quick=3 is not a field of rope_type='yarn'"),
         (dict(rope_type="linear", rope_theta=1e4), 16, "factor is missing; rope_type='linear' needs it"),
         (dict(rope_type="linear", rope_theta=1e4, factor=None), 16, "factor=None of the rotary embedding"),
         (dict(rope_type="linear", rope_theta=1e4, factor="2"), 16, "factor='2' of the rotary embedding"),
         (dict(rope_type="linear", rope_theta=1e4, factor=0.0), 16, "factor=0.0 of the rotary embedding"),
-        (LLAMA31 | dict(low_freq_factor=4.0), 16, "low_freq_factor=4.0 of the rotary embedding: less than"),
-        (dict(rope_type="default", rope_theta=1e4), 15, "turns 15 components of a head in pairs"),
+        (LLAMA31 | dict(low_freq_factor=4.0), 16, "low_freq_factor=4.0 of the rotary embedding: expected less than"),
+        (dict(rope_type="default", rope_theta=1e4), 15, "rotates 15 components of a head in pairs"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(parameters, dim, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        rope_of(parameters, dim)
+        rope_from_parameters(parameters, dim)
 
 
 def test_only_the_first_components_of_a_head_turn_where_the_rotation_is_partial():
@@ -119,13 +119,13 @@ def test_only_the_first_components_of_a_head_turn_where_the_rotation_is_partial(
 
     from parallel import device
 
-    device.install()
+    device.patch_megatron_for_cpu()
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    from parallel.modules import PackedRotaryEmbedding
+    from parallel.megatron_layers import PackedRotaryEmbedding
     from parallel.packing import Segment, pack
 
-    rope = rope_of(dict(rope_type="default", rope_theta=50.0), 8)
+    rope = rope_from_parameters(dict(rope_type="default", rope_theta=50.0), 8)
     packed = pack([Segment(5), Segment(3)], torch.device("cpu"))
     rotary = PackedRotaryEmbedding(rope)
     angles = rotary(rotary.get_rotary_seq_len(None, None, None, None, packed))  # [8, 1, 8]

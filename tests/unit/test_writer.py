@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel.writer import Writer
+from parallel.checkpoint_writer import ForkedWriter
 
 
 def wait_until(condition, timeout_s: float = 20.0) -> None:
@@ -33,15 +33,15 @@ def test_a_fork_writes_what_was_there_when_it_began(tmp_path):
         wait_until(gate.exists)
         return float(numbers.sum())
 
-    writer = Writer(total, in_fork=True)
+    writer = ForkedWriter(total, in_fork=True)
     numbers += 1
     gate.touch()
     assert writer.result(timeout_s=20) == 0
-    assert Writer(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
+    assert ForkedWriter(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
 
 
 def test_a_writer_holds_no_output_of_its_parent():
-    writer = Writer(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
+    writer = ForkedWriter(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
     assert writer.result(timeout_s=20) == ["/dev/null"] * 2
 
 
@@ -52,20 +52,20 @@ def fail() -> None:
 @pytest.mark.parametrize("in_fork", [False, True])
 def test_an_error_comes_out_of_result(in_fork):
     with pytest.raises(RuntimeError, match=r"OSError: .* No space left on device"):
-        Writer(fail, in_fork).result(timeout_s=20)
+        ForkedWriter(fail, in_fork).result(timeout_s=20)
 
 
 def test_a_killed_writer_has_ended_with_an_error():
-    writer = Writer(lambda: time.sleep(60), in_fork=True)
-    assert not writer.ended()
+    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
+    assert not writer.is_done()
     os.kill(writer._process.pid, signal.SIGKILL)
-    wait_until(writer.ended)
+    wait_until(writer.is_done)
     with pytest.raises(RuntimeError, match="was killed, exit code -9"):
         writer.result(timeout_s=20)
 
 
 def test_a_writer_that_takes_too_long_is_ended():
-    writer = Writer(lambda: time.sleep(60), in_fork=True)
+    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
     pid = writer._process.pid
     with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
         writer.result(timeout_s=0.1)
@@ -75,7 +75,7 @@ def test_a_writer_that_takes_too_long_is_ended():
 
 
 def leave_a_writer(answer) -> None:
-    writer = Writer(lambda: time.sleep(60), in_fork=True)
+    writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
     answer.send(writer._process.pid)
     time.sleep(60)
 

@@ -1,4 +1,4 @@
-"""A Megatron model from a Hugging Face config alone: this rank's stages of it."""
+"""What a critic has where a language model has its output layer."""
 
 import logging
 from collections.abc import Callable
@@ -25,21 +25,40 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
+from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.megatron_fields import UNEVEN
-from models.spec import Architecture
-from models.value_head import ValueHead
+from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from parallel import groups
 from parallel.attention import PackedAttention
-from parallel.capabilities import capabilities
-from parallel.device import has_cuda
+from parallel.device import capabilities, has_cuda
 from parallel.dims import ParallelDims
-from parallel.latent_attention import PackedLatentAttention
-from parallel.modules import PackedRotaryEmbedding, spec_provider
+from parallel.megatron_layers import PackedLatentAttention, PackedRotaryEmbedding, spec_provider
+from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
-from parallel.routing import PackedRouter
+
+# FROM: A Megatron model from a Hugging Face config alone: this rank's stages of it.
+
+
+class ValueHead(torch.nn.Module):
+    """One number per token, value = w . h + b, whole on every rank.
+
+    A new one is normal with standard deviation 1 / sqrt(H + 1) and no bias (Huang, Liu and von Werra 2023, "The N
+    Implementation Details of RLHF with PPO"), the same on every rank and under every layout.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(0))
+        self.weight = torch.nn.Parameter(weight / (hidden_size + 1) ** 0.5)
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T] float32."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
+
 
 logger = logging.getLogger(__name__)
 Head = Literal["vocabulary", "value"]
@@ -215,7 +234,7 @@ def build_model(
         ValueError: the config has a flag the family does not implement, or the layout does not fit.
     """
     arch = family_of(hf).read(hf)
-    arch.check_layout(dims, uneven_stages=bool(UNEVEN & overrides.keys()))
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
     own_attention = share_prompts or not capabilities().transformer_engine
     stages = range(dims.vpp) if dims.vpp > 1 else [None]

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel.dims import ParallelDims
 
-DECIDED = frozenset(
+FIELDS_SET_BY_MRL = frozenset(
     [
         "params_dtype",
         "pipeline_dtype",
@@ -54,7 +54,7 @@ DECIDED = frozenset(
 )
 """Fields that follow from the model, the layout or the machine; a user cannot set them apart from those."""
 
-UNEVEN = frozenset(
+UNEVEN_STAGE_FIELDS = frozenset(
     [
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
@@ -65,7 +65,7 @@ UNEVEN = frozenset(
 )
 """Fields by which a user gives pipeline stages different numbers of layers."""
 
-OF_LAYOUT = UNEVEN | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
+LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
 """Fields that mean something under the layout they were written for, and nothing in one process."""
 
 _FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
@@ -73,7 +73,7 @@ _CLASSES = ("TransformerConfig", "ModelParallelConfig")
 
 
 @cache
-def transformer_fields() -> frozenset[str]:
+def transformer_config_fields() -> frozenset[str]:
     """Every field of TransformerConfig, inherited ones included."""
     spec = find_spec("megatron")
     roots = list(spec.submodule_search_locations or ()) if spec else []
@@ -84,11 +84,11 @@ def transformer_fields() -> frozenset[str]:
                 names |= {
                     s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
                 }
-    assert "num_layers" in names, "Megatron's source has another layout than models/megatron_fields.py expects"
+    assert "num_layers" in names, "Megatron's source has another layout than models/megatron_overrides.py expects"
     return frozenset(names)
 
 
-def check_balance(kinds: str | list[str], dims: ParallelDims) -> None:
+def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
     """Balancing losses that mean something for packs; raises ValueError."""
     key = f"megatron.moe_router_load_balancing_type={kinds}"
     if "seq_aux_loss" in kinds:
@@ -100,9 +100,9 @@ def check_balance(kinds: str | list[str], dims: ParallelDims) -> None:
         )
 
 
-def check_megatron(overrides: Mapping[str, Any], decided: AbstractSet[str] = frozenset()) -> None:
+def check_megatron_overrides(overrides: Mapping[str, Any], decided: AbstractSet[str] = frozenset()) -> None:
     """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one `decided` elsewhere."""
-    known = transformer_fields()
+    known = transformer_config_fields()
     for name in overrides:
         if name in decided:
             raise ValueError(

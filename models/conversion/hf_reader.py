@@ -1,16 +1,90 @@
-"""Hugging Face checkpoints on disk: headers are checked, without torch, before anything is loaded."""
+"""The head of a safetensors file: names, types, shapes and places of its tensors. Pure: no torch, no tensor is read.
+
+A file is 8 bytes (little-endian length of the header), the header (JSON), and the tensors' bytes without gaps.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.conversion.safetensors_header import ITEM_BYTES, Entry, read_header
 from models.families import family_of
 from models.hf_config import HFConfig
+
+# FROM: Hugging Face checkpoints on disk: headers are checked, without torch, before anything is loaded.
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types that weights may have, with the bytes of one number."""
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # as the safetensors library has it
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    dtype: str  # as safetensors spells it: F32, BF16, ...
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the file by name; raises ValueError when the file is cut short or is no safetensors file."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if file_bytes < _LENGTH_BYTES or length > min(_LARGEST_HEADER, file_bytes - _LENGTH_BYTES):
+            raise _damaged(path, f"it has {file_bytes} bytes, and its header would have {length}")
+        text = file.read(length)
+    try:
+        fields = json.loads(text)
+        fields.pop("__metadata__", None)
+        first = _LENGTH_BYTES + length
+        entries = {name: _entry(field, first) for name, field in fields.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its header cannot be read ({error!r})") from None
+    end = max((entry.start + entry.nbytes for entry in entries.values()), default=first)
+    if end > file_bytes:
+        cut = next(name for name, entry in entries.items() if entry.start + entry.nbytes > file_bytes)
+        raise _damaged(path, f"it has {file_bytes} bytes, its header says {end}; the first tensor cut is {cut}")
+    for name, entry in entries.items():
+        _check_bytes(path, name, entry)
+    return entries
+
+
+def _entry(field: dict, first: int) -> TensorEntry:
+    begin, end = field["data_offsets"]
+    return TensorEntry(field["dtype"], tuple(map(int, field["shape"])), first + begin, end - begin)
+
+
+def _check_bytes(path: Path, name: str, entry: TensorEntry) -> None:
+    if entry.dtype in ITEM_BYTES and entry.nbytes != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+        raise _damaged(path, f"{name} has {entry.nbytes} bytes, which is not {list(entry.shape)} of {entry.dtype}")
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path}: the file is damaged or incomplete: {what}. Fetch or write it again.")
+
+
+def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
+    """(the bytes before the first tensor, each tensor's place) of a file with these (type, shape) in this order."""
+    fields: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    del fields["__metadata__"]
+    return head, {name: _entry(field, len(head)) for name, field in fields.items()}
+
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +107,7 @@ class HFWeights:
             ValueError: there are no safetensors, a file is damaged or missing, or files and index disagree.
         """
         self.folder = Path(folder)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, Path] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         index = _read_index(self.folder)
@@ -160,7 +234,7 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
-def check_checkpoint(folder: str | Path, family: str | None = None) -> HFConfig:
+def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
     """Compare config and tensors of a Hugging Face folder without loading weights; returns the config.
 
     `family`: where the model's family is, if not in models/families (see models.families.load_family).

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel.disk import sync
+from parallel.durable_files import fsync_path
 
 _MANIFEST = "conversion.json"
 _UNFINISHED = ".unfinished"
 
 
-class Progress(Protocol):
+class ByteProgress(Protocol):
     """Who wants to know how far a conversion is, in bytes."""
 
     def begin(self, total_bytes: int, done_bytes: int) -> None: ...
@@ -21,7 +21,7 @@ class Progress(Protocol):
     def advance(self, num_bytes: int) -> None: ...
 
 
-class PartialFolder:
+class ResumableFolder:
     """A folder on its way to the name `target`. Files appear in it when they are whole; a manifest lists them.
 
     The manifest also says what they were made from, so that a later process keeps them only where that is still so. Used as
@@ -34,14 +34,14 @@ class PartialFolder:
         self._lock: int | None = None
 
     @classmethod
-    def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "PartialFolder":
+    def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "ResumableFolder":
         """`TARGET.partial`, new or as an interrupted writer left it; raises ValueError when the target exists."""
         target = Path(target)
         refuse_existing(target)
         made_from = json.loads(json.dumps(made_from))  # as the manifest will read back
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
-    def __enter__(self) -> "PartialFolder":
+    def __enter__(self) -> "ResumableFolder":
         """Start it, or take it up; raises ValueError when it holds parts of something else, or is being written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
@@ -67,7 +67,7 @@ class PartialFolder:
 
     def finish(self, name: str, note: Any = None) -> None:
         """The file is whole: it gets its name, on the disk for good; `note` (JSON) is in `finished` from now on."""
-        sync(self.unfinished(name))
+        fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
         self.finished[name] = note
         self._write_manifest()
@@ -88,11 +88,11 @@ class PartialFolder:
     def complete(self) -> None:
         """Give the folder its name."""
         for path in [*self.folder.iterdir(), self.folder]:
-            sync(path)
+            fsync_path(path)
         self.folder.chmod(0o755)
         self.folder.rename(self.target)
         (self.target / _MANIFEST).unlink()
-        sync(self.target.parent)
+        fsync_path(self.target.parent)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -102,7 +102,7 @@ class PartialFolder:
         manifest = self.folder / _MANIFEST
         new = manifest.with_suffix(".new")
         new.write_text(json.dumps({"made_from": self.made_from, "finished": self.finished}))
-        sync(new)
+        fsync_path(new)
         new.rename(manifest)
 
 

@@ -12,10 +12,17 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from models.conversion.hf_io import INDEX, TORCH_NAMES, dtype_name, torch_dtype
-from models.conversion.mapping import Mapping
-from models.conversion.partial_folder import PartialFolder
-from models.conversion.safetensors_header import ITEM_BYTES, Entry, layout
+from models.conversion.hf_reader import (
+    INDEX,
+    ITEM_BYTES,
+    TORCH_NAMES,
+    TensorEntry,
+    dtype_name,
+    file_layout,
+    torch_dtype,
+)
+from models.conversion.mapping import ParamMapping
+from models.conversion.resumable_folder import ResumableFolder
 from models.families import family_of
 from models.hf_config import HFConfig
 
@@ -32,18 +39,18 @@ class HFFolderWriter:
     """
 
     def __init__(
-        self, partial: PartialFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
+        self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         """`tensors` of the whole folder, in order; a tensor of more than `max_shard_bytes` has a file of its own."""
         self.partial, self.tensors = partial, tensors
         self._file_of: dict[str, str] = {}
-        self._layouts: dict[str, tuple[bytes, dict[str, Entry]]] = {}
+        self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
         shards = list(_shards(tensors, max_shard_bytes))
         for number, names in enumerate(shards, 1):
             file = "model.safetensors"
             if len(shards) > 1:
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._layouts[file] = layout({name: tensors[name] for name in names})
+            self._layouts[file] = file_layout({name: tensors[name] for name in names})
             self._file_of |= dict.fromkeys(names, file)
         self._missing = {file: set(entries) for file, (_, entries) in self._layouts.items()}
         for file in partial.finished:
@@ -120,7 +127,7 @@ def write_export(
         raise FileExistsError(f"{target} exists already; exports never replace a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    with PartialFolder(target, folder, {}) as partial:
+    with ResumableFolder(target, folder, {}) as partial:
         try:
             _export(partial, HFConfig.load(source, family), tensors, notes)
         except BaseException:
@@ -129,20 +136,22 @@ def write_export(
 
 
 def _export(
-    partial: PartialFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, str]
+    partial: ResumableFolder, config: HFConfig, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, str]
 ) -> None:
     remaining = iter(tensors)
     first = next(remaining)
     arch = family_of(config).read(config)
-    rows = family_of(config).entries(arch)
-    writer = HFFolderWriter(partial, kinds_of(rows, arch.sizes, dict.fromkeys(rows, dtype_name(first[1].dtype))))
+    rows = family_of(config).param_mappings(arch)
+    writer = HFFolderWriter(partial, tensor_kinds(rows, arch.sizes, dict.fromkeys(rows, dtype_name(first[1].dtype))))
     partial.require_space(writer.num_bytes())
     for name, tensor in chain([first], remaining):
         writer.write(name, tensor)
     writer.complete(config.path.parent, notes)
 
 
-def kinds_of(rows: Sequence[Mapping], sizes: dict[str, int], dtypes: dict[Mapping, str]) -> dict[str, TensorKind]:
+def tensor_kinds(
+    rows: Sequence[ParamMapping], sizes: dict[str, int], dtypes: dict[ParamMapping, str]
+) -> dict[str, TensorKind]:
     """Name, type and shape of every tensor of these rows; buffers are float32 whatever the row's type."""
     return {
         name: ("F32" if row.is_buffer else dtypes[row], shape)

@@ -11,12 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.build import Head
-from models.conversion.box import Box
-from models.conversion.hf_io import HFWeights
-from models.conversion.mapping import Mapping, VocabMapping
+from models.conversion.hf_reader import HFWeights
+from models.conversion.mapping import Box, ParamMapping, VocabMapping
 from models.families import family_of
 from models.hf_config import HFConfig
+from models.model_builder import Head
 from parallel import groups
 from parallel.dims import ParallelDims
 
@@ -25,8 +24,8 @@ _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(
 _OUTPUT = "output_layer.weight"
 _TIED_COPY = VocabMapping(_OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)  # on the last stage
 _VALUE_HEAD = [
-    Mapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
-    Mapping("output_layer.bias", ("value_head.bias",), (("one",),)),
+    ParamMapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
+    ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
 ]
 
 
@@ -41,7 +40,7 @@ class Bridge:
         self.dims, self.sizes = dims, arch.sizes | {"one": 1}
         self.num_experts, self.local_experts = arch.num_experts, arch.num_experts // dims.ep
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
-        self.rows = family.entries(arch)
+        self.rows = family.param_mappings(arch)
         if head == "value":
             self.rows = [row for row in self.rows if row.megatron != _OUTPUT] + _VALUE_HEAD
         is_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT in self.params
@@ -102,7 +101,7 @@ class Bridge:
 
         return read
 
-    def takes_part(self, rank: int) -> bool:
+    def participates_in_export(self, rank: int) -> bool:
         """Whether `rank` must iterate `export` along with rank 0: it holds a shard or an expert that no one before it has."""
         place = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
@@ -112,7 +111,7 @@ class Bridge:
     def export(
         self, tensor_of: Callable[[Tensor], Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor); every rank that `takes_part` must iterate along.
+        """Yield (Hugging Face name, whole tensor); every rank that `participates_in_export` must iterate along.
 
         `tensor_of` may name another tensor in each parameter's place, such as its gradient, of type `dtype` (default: the
         parameters'); buffers, which have none, are then left out. The tensors may share memory with the live parameters:
@@ -128,7 +127,7 @@ class Bridge:
                 yield from self._experts(row, tensor_of, dtype)
 
     def _experts(
-        self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+        self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
         assert row.expert is not None, "callers look first"
         prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
@@ -140,7 +139,9 @@ class Bridge:
         for rank, mine in enumerate(rows):
             yield from mine.to_hf([by_rank[rank] for by_rank in from_ranks], self.sizes).items()
 
-    def _on_every_stage(self, row: Mapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Tensor:
+    def _on_every_stage(
+        self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+    ) -> Tensor:
         """This rank's shard of the row's parameter, sent to all pipeline stages by the one that has it."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:
@@ -163,7 +164,7 @@ def _layer(name: str) -> str:
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
-def _cut_over(row: Mapping) -> ProcessGroup:
+def _cut_over(row: ParamMapping) -> ProcessGroup:
     return groups.tp_group() if row.expert is None else groups.etp_group()
 
 

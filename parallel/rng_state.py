@@ -1,4 +1,4 @@
-"""The states of every random number generator of this rank, in a file of its own beside the shards of a checkpoint."""
+"""States of all random number generators of a rank, stored in one file per rank in a checkpoint folder."""
 
 import json
 import logging
@@ -16,35 +16,36 @@ from safetensors.numpy import save
 from parallel.device import has_cuda
 from parallel.dims import ParallelDims
 
-_TRACKED = "tracked."  # Megatron's generators: one per tensor-parallel, expert-parallel and data-parallel place
-log = logging.getLogger(__name__)
+_TRACKED = "tracked."  # Megatron's generators, named by their purpose: tensor-parallel, expert-parallel, data-parallel
+logger = logging.getLogger(__name__)
 
 
 def file_name(rank: int) -> str:
-    """Where `rank` keeps its states."""
+    """Return the name of the file with the states of `rank`."""
     return f"rng_{rank:05d}.safetensors"
 
 
 def snapshot(dims: ParallelDims) -> bytes:
-    """The content of this rank's file: all states now, with the rank and the layout they belong to."""
+    """Return the content of this rank's file: all current states, the rank and the layout."""
     return save(_states(), {"rank": str(dist.get_rank()), "layout": _layout(dims)})
 
 
 def read(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | None:
-    """This rank's states in `folder`, for `restore`; None where another layout wrote it, which rank 0 notes in its log.
+    """Read this rank's states from `folder` for `restore`.
 
-    Raises ValueError when a file is missing or damaged.
+    Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if a file is missing or
+    damaged.
     """
     header, _ = _read(Path(folder) / file_name(0))
     if header["layout"] != _layout(dims):
         if dist.get_rank() == 0:
-            log.warning("%s: written by another layout; random number generators start from the seed.", folder)
+            logger.warning("%s: saved by another layout; random number generators start from the seed.", folder)
         return None
     path = Path(folder) / file_name(dist.get_rank())
     header, states = _read(path)
     if header["rank"] != str(dist.get_rank()):
         raise ValueError(
-            f"{path}: generators of rank {header['rank']}, expected {dist.get_rank()}; copy the checkpoint again."
+            f"{path}: RNG states of rank {header['rank']}, expected {dist.get_rank()}; copy the checkpoint again."
         )
     return states
 
@@ -71,7 +72,7 @@ def _states() -> dict[str, NDArray]:
 
 
 def restore(states: dict[str, NDArray]) -> None:
-    """Have every generator go on where it was."""
+    """Set every generator to its saved state."""
     place, has_gauss, gauss = states["numpy_rest"].tolist()
     np.random.set_state(("MT19937", states["numpy"], int(place), int(has_gauss), gauss))
     next_gauss = states["python_gauss"].tolist()

@@ -1,8 +1,8 @@
-"""Routers of packs: balancing losses that do not depend on the layout, and replay of the engine's choices.
+"""MoE routers for packed sequences: layout-independent load-balancing losses, and replay of the engine's routing.
 
-Router replay (Rollout Routing Replay, Ma et al. 2025): tokens go to the experts that the engine sent them to when it sampled,
-forward, backward and recomputed. The probabilities of the chosen experts, and so the gradients of the router, are the
-trainer's own.
+Router replay (Rollout Routing Replay, Ma et al. 2025): each token goes to the experts that the engine chose when it sampled the
+token, in the forward pass, the backward pass and recomputation. The trainer computes the probabilities of these experts itself,
+so the router still receives gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,16 +19,16 @@ from parallel import groups
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router, its balancing loss weighed by the real tokens of the whole pack.
+    """Megatron's router with the load-balancing loss weighted by the number of real tokens in the whole pack.
 
-    Megatron 0.19 multiplies its count of one rank's tokens by the number of ranks. Where tokens pad, that count is the sum of
-    all ranks' already (an all-reduce in place), or another number on each rank.
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, this is wrong: the count is already
+    the sum over all ranks (an in-place all-reduce), or it differs between ranks.
 
-    Its correction bias, where a model has one, is float32 whatever the model's dtype.
+    The correction bias, if the model has one, stays in float32 whatever the dtype of the model.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Move and cast as any module, the bias back to what it was before it was rounded."""
+        """Move and cast like any module, then restore the values that the correction bias had before the cast."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -36,7 +36,7 @@ class PackedRouter(TopKRouter):
         return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts for [L, 1, experts]; `padding_mask` [L, 1] is True where a token only pads."""
+        """Choose experts for logits [L, 1, experts]; `padding_mask` [L, 1] is True at padding tokens."""
         if self.is_aux_loss_enabled():
             real = logits[..., 0].numel() if padding_mask is None else (~padding_mask).sum()
             total = torch.as_tensor(real, dtype=torch.float32, device=logits.device)
@@ -45,16 +45,16 @@ class PackedRouter(TopKRouter):
         return super().routing(logits, padding_mask)
 
     def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
-        """Attach the loss, weighed by the pack's tokens whatever Megatron counted."""
+        """Attach the loss with the token count of the pack in place of Megatron's count."""
         return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert; Megatron 0.19 needs the mask as a column and passes it flat."""
+        """Count the tokens of each expert. Megatron 0.19 passes the mask flat but needs it as a column."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
 
 
-def _replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:
-    """(number of the layer in the whole model, its replay) of every layer with experts; none where replay is off."""
+def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:
+    """Yield (layer number in the whole model, RouterReplay) for each MoE layer; yield nothing if replay is off."""
     for layer in chunk.module.decoder.layers:
         replay = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
         if replay is not None:
@@ -62,17 +62,18 @@ def _replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay
 
 
 @contextmanager
-def replayed(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator[None]:
-    """Inside, a forward pass of `chunk` over one pack takes the experts in `routing` [L, layers, topk].
+def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator[None]:
+    """Make a forward pass of `chunk` over one pack use the experts in `routing` [L, layers, topk]; None: route freely.
 
-    Afterwards the same choice waits for the pack's recomputation in the backward pass; packs come back in their order.
+    After the block, the same choice is kept for recomputation in the backward pass of this pack. Backward passes run in the
+    order of the forward passes.
     """
     if routing is None:
         yield
         return
     if chunk.config.sequence_parallel:
         routing = routing.chunk(groups.tp_group().size())[groups.tp_group().rank()]
-    replays = list(_replays(chunk))
+    replays = list(_router_replays(chunk))
     for layer, replay in replays:
         replay.set_target_indices(routing[:, layer])
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -81,9 +82,9 @@ def replayed(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator
         replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
 
-def forget(chunks: list[DistributedDataParallel]) -> None:
-    """Route freely again, and drop what was kept for recomputation."""
+def stop_replay(chunks: list[DistributedDataParallel]) -> None:
+    """Route freely again, and drop the choices that were kept for recomputation."""
     for chunk in chunks:
-        for _, replay in _replays(chunk):
+        for _, replay in _router_replays(chunk):
             replay.clear_router_replay_action()
             replay.clear_indices()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.conversion.mapping import Mapping
+from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
@@ -24,7 +24,7 @@ class Architecture:
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
     sizes: dict[str, int] = field(default_factory=dict)  # symbols of the shapes in the family's table
-    parts: frozenset[str] = frozenset()  # what the config may leave out and this model has, by `Mapping.part`
+    parts: frozenset[str] = frozenset()  # what the config may leave out and this model has, by `ParamMapping.part`
 
     @property
     def num_layers(self) -> int:
@@ -113,13 +113,15 @@ class Family:
 
     architecture: str  # as in config.json
     translate: Callable[[HFConfig], Architecture]  # `read` is what others call
-    table: tuple[Mapping, ...]
+    table: tuple[ParamMapping, ...]
     # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order; {expert}: of every expert in turn
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # what transformers takes for a field that the config leaves out
-    engine_reads: tuple[str, ...] = ()  # fields that SGLang needs in a config, of those that have defaults
+    engine_required_fields: tuple[str, ...] = ()  # fields that SGLang needs in a config, of those that have defaults
     extra_layers: bool = False  # checkpoints may hold layers behind the last, for multi-token prediction
-    engine_lacks: frozenset[str] = frozenset()  # parts of Architecture.parts that SGLang leaves out, silently
+    engine_unsupported_parts: frozenset[str] = (
+        frozenset()
+    )  # parts of Architecture.parts that SGLang leaves out, silently
 
     def read(self, config: HFConfig) -> Architecture:
         """The architecture that `config` describes.
@@ -129,15 +131,15 @@ class Family:
         """
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
-        reading.check_all_asked()
+        reading.check_all_fields_read()
         return arch
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError where SGLang 0.5.23 cannot read the config, or would sample from another function."""
-        if missing := [name for name in self.engine_reads if name not in config.fields]:
+        if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             said = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang needs fields that transformers leaves out; add {said}.")
-        if lacking := self.engine_lacks & arch.parts:
+        if lacking := self.engine_unsupported_parts & arch.parts:
             raise ValueError(
                 f"model.path: this {self.architecture} has {', '.join(sorted(lacking))}, which SGLang leaves out without a "
                 "word; train it with mrl sft, or from recorded rollouts (rollout.replay)."
@@ -150,7 +152,7 @@ class Family:
                 "(rollout.replay)."
             )
 
-    def entries(self, arch: Architecture) -> list[Mapping]:
+    def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
         """The table's rows for this model: one per Megatron parameter, layers and experts written out."""
         return [entry for row in self.rows(arch) for entry in _written_out(row, arch)]
 
@@ -168,17 +170,17 @@ class Family:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return self.extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
-    def rows(self, arch: Architecture) -> list[Mapping]:
+    def rows(self, arch: Architecture) -> list[ParamMapping]:
         """The table's rows that a model like this has."""
         rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, by Hugging Face name."""
-        return {name: shape for row in self.entries(arch) for name, shape in row.hf_shapes(arch.sizes).items()}
+        return {name: shape for row in self.param_mappings(arch) for name, shape in row.hf_shapes(arch.sizes).items()}
 
 
-def _written_out(row: Mapping, arch: Architecture) -> Iterator[Mapping]:
+def _written_out(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
     if "{layer}" not in row.megatron:
         yield row
         return

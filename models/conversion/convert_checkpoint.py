@@ -1,0 +1,258 @@
+"""Checkpoints from one form into the other, without a model, a process group or a GPU: one tensor at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.architecture import Architecture
+from models.conversion.hf_reader import HFWeights, check_tensors, dtype_name, torch_dtype
+from models.conversion.hf_writer import MAX_SHARD_BYTES, HFFolderWriter, tensor_kinds
+from models.conversion.mapping import ParamMapping
+from models.conversion.megatron_checkpoint import (
+    MegatronReader,
+    MegatronWriter,
+    TensorLocation,
+    TensorToWrite,
+    layers_are_stacked,
+    merged_shape,
+)
+from models.conversion.resumable_folder import ByteProgress, ResumableFolder, fingerprint, refuse_existing
+from models.families import family_of
+from models.hf_config import HFConfig
+
+# FROM: Is a conversion exact? Every tensor there and back byte for byte, and the logits of both implementations.
+
+
+def to_megatron(
+    config: HFConfig,
+    output: Path,
+    progress: ByteProgress,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the weights of the Hugging Face folder of `config` as a Megatron checkpoint that any layout loads.
+
+    `dtype`: of all weights but those that Megatron holds in float32 anyway; default: as in the folder.
+    An interrupted conversion is taken up where it stopped.
+
+    Raises:
+        ValueError: the folder is not a whole model of a known family, the output exists or was begun from something else,
+            or the disk has no room for it.
+    """
+    refuse_existing(output)
+    weights = HFWeights(config.path.parent)
+    check_tensors(config, weights)
+    arch = family_of(config).read(config)
+    items = _items(family_of(config).param_mappings(arch), arch, weights, dtype)
+    options = dict(convert="to-megatron", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
+    with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *weights.files])}) as partial:
+        writer = MegatronWriter(partial, items, max_shard_bytes)
+        total = sum(item.nbytes for item in items)
+        left = sum(item.nbytes for part in writer.missing.values() for item in part)
+        partial.require_space(left)
+        progress.begin(total, total - left)
+
+        def tensor_of(item: TensorToWrite) -> Tensor:
+            return item.row.to_megatron([weights[name] for name in item.row.hf], arch.sizes, 0, 1)
+
+        def done_with(item: TensorToWrite) -> None:
+            for name in item.row.hf:
+                weights.release(name)
+            progress.advance(item.nbytes)
+
+        for file in writer.missing:
+            writer.write(file, tensor_of, done_with)
+        writer.complete()
+
+
+def to_hf(
+    checkpoint: Path,
+    config: HFConfig,
+    output: Path,
+    progress: ByteProgress,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the weights of a Megatron checkpoint as a Hugging Face folder, with config and tokenizer of `config`'s.
+
+    `dtype`: of all weights but those that Megatron holds in float32 anyway; default: as in the checkpoint.
+    An interrupted conversion is taken up where it stopped.
+
+    Raises:
+        ValueError: the checkpoint is not one of this model, the output exists or was begun from something else, or the
+            disk has no room for it.
+    """
+    refuse_existing(output)
+    arch = family_of(config).read(config)
+    rows = family_of(config).param_mappings(arch)
+    reader = MegatronReader(checkpoint, arch, rows)
+    kinds = tensor_kinds(rows, arch.sizes, {row: dtype_name(dtype or reader.dtype(row)) for row in rows})
+    options: dict[str, Any] = dict(convert="to-hf", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
+    with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *reader.files])}) as partial:
+        writer = HFFolderWriter(partial, kinds, max_shard_bytes)
+        left = writer.num_bytes(missing_only=True)
+        partial.require_space(left)
+        progress.begin(writer.num_bytes(), writer.num_bytes() - left)
+        for row in rows:
+            if any(writer.needs(name) for name in row.hf):
+                for name, tensor in row.to_hf([reader.read(row)], arch.sizes).items():
+                    if writer.needs(name):
+                        progress.advance(writer.write(name, tensor))
+        writer.complete(config.path.parent, {})
+
+
+def _items(
+    rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
+) -> list[TensorToWrite]:
+    """What the checkpoint will hold; raises ValueError where Megatron has one type and the folder several."""
+    stacked = layers_are_stacked(arch)
+    items, first_of = [], dict[str, TensorToWrite]()
+    for row in rows:
+        place, shape = TensorLocation.of(row, arch, stacked), merged_shape(row, arch.sizes)
+        item = TensorToWrite(row, place, shape, _megatron_dtype(row, weights, dtype))
+        first = first_of.setdefault(place.key, item)
+        if first.dtype != item.dtype:
+            raise ValueError(
+                f"{weights.folder}: Megatron holds {first.row.hf[0]} ({first.dtype}) and {row.hf[0]} ({item.dtype}) in one "
+                "tensor of one type; choose it with dtype=."
+            )
+        items.append(item)
+    return items
+
+
+def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | None) -> torch.dtype:
+    if row.is_buffer:
+        return torch.float32
+    if dtype:
+        return dtype
+    found = {name: weights.dtypes()[name] for name in row.hf}
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{weights.folder}: Megatron holds {found} in one tensor of one type; choose it with dtype=.")
+    return torch_dtype(found[row.hf[0]])
+
+
+LOGITS_LIMIT = 1e-5
+
+
+@dataclass(frozen=True)
+class ConversionCheck:
+    """One thing that was checked."""
+
+    what: str
+    detail: str
+    passed: bool
+
+
+def check_round_trip(config: HFConfig) -> ConversionCheck:
+    """Hugging Face -> Megatron -> Hugging Face: every tensor's bytes. Raises ValueError at a folder that is not whole."""
+    weights = HFWeights(config.path.parent)
+    check_tensors(config, weights)
+    arch = family_of(config).read(config)
+    differ, count = [], 0
+    for row in family_of(config).param_mappings(arch):
+        tensors = [weights[name] for name in row.hf]
+        back = row.to_hf([row.to_megatron(tensors, arch.sizes, 0, 1)], arch.sizes)
+        differ += [name for name, tensor in zip(row.hf, tensors, strict=True) if not is_bit_equal(back[name], tensor)]
+        count += len(tensors)
+        _release(weights, row.hf)
+    return _tensor_check("Hugging Face -> Megatron -> Hugging Face", count, differ)
+
+
+def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCheck:
+    """Every tensor of a Megatron checkpoint beside the folder's, in the checkpoint's type: every byte.
+
+    Raises ValueError at a folder that is not whole, or a checkpoint of another model.
+    """
+    weights = HFWeights(config.path.parent)
+    check_tensors(config, weights)
+    arch = family_of(config).read(config)
+    rows = family_of(config).param_mappings(arch)
+    reader = MegatronReader(checkpoint, arch, rows)
+    differ, converted = [], set()
+    for row in rows:
+        expected = row.to_megatron([weights[name] for name in row.hf], arch.sizes, 0, 1)
+        found = reader.read(row)
+        if found.dtype != expected.dtype:
+            converted.add(f"{expected.dtype} -> {found.dtype}".replace("torch.", ""))
+        if not is_bit_equal(found, expected.to(found.dtype)):
+            differ.append(row.megatron)
+        _release(weights, row.hf)
+    note = f", after {' and '.join(sorted(converted))}" if converted else ""
+    return _tensor_check(f"Megatron checkpoint / Hugging Face{note}", len(rows), differ)
+
+
+def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
+    """Logits of random tokens by our Megatron model and by transformers, both in float32 in one process.
+
+    The largest difference may be `LOGITS_LIMIT` times the largest logit (or times 1, where that is smaller). This makes a
+    process group, so it needs a process without one.
+    """
+    vocab = family_of(config).read(config).vocab_size
+    tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    expected = _transformers_logits(config.path.parent, tokens)
+    found = _megatron_logits(config, tokens)[:, :vocab]
+    largest = expected.abs().max().item()
+    difference = (found - expected).abs().max().item()
+    detail = f"largest difference {difference:.1e}, largest logit {largest:.1f}, {num_tokens} tokens, float32"
+    return ConversionCheck("logits / transformers", detail, difference <= LOGITS_LIMIT * max(1.0, largest))
+
+
+@torch.no_grad()
+def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
+    """[tokens, vocabulary] float32."""
+    from transformers import AutoModelForCausalLM  # seconds, and only needed here
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return reference(tokens[None]).logits[0]
+
+
+@torch.no_grad()
+def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
+    """[tokens, vocabulary with padding] float32."""
+    from parallel import device  # its stand-in comes before everything of Megatron's
+    from parallel.dims import ParallelDims
+
+    device.patch_megatron_for_cpu()
+    from models.conversion.weight_bridge import Bridge
+    from models.model_builder import build_model
+    from parallel import groups
+    from parallel.packing import Segment, pack
+
+    dims, alone = ParallelDims(), not dist.is_initialized()
+    if alone:
+        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
+        groups.initialize(dims, seed=0)
+    (gpt,) = build_model(config, dims, torch.float32)
+    gpt = gpt.to(device.device()).eval()
+    Bridge(config, [gpt], dims).load(HFWeights(config.path.parent))
+    packed = pack([Segment(len(tokens))], device.device())
+    positions = packed.position_ids[None]
+    logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
+    if alone:
+        dist.destroy_process_group()
+    return logits
+
+
+def is_bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether type, shape and all bytes are equal, whatever numbers they are."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _release(weights: HFWeights, names: tuple[str, ...]) -> None:
+    for name in names:
+        weights.release(name)
+
+
+def _tensor_check(what: str, count: int, differ: list[str]) -> ConversionCheck:
+    if differ:
+        return ConversionCheck(what, f"{len(differ)} of {count} tensors differ: {', '.join(differ[:3])}", False)
+    return ConversionCheck(what, f"{count} tensors equal, byte for byte", True)

@@ -1,0 +1,281 @@
+"""Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
+
+The format is independent of the layout: a key names a tensor of the whole model, which is stored in any number of chunks.
+The keys are the Megatron names of the family's table, with two exceptions that checkpoints of live models show. If all layers
+have the same structure, they share a key whose first dim is the layer. The experts of a layer share a key in the same way. A
+tensor that tensor parallelism splits is stored as a single process would hold it. Only vocabularies may have padding rows at
+their end.
+"""
+
+import io
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from models.architecture import Architecture
+from models.conversion.mapping import ParamMapping, VocabMapping
+from models.conversion.resumable_folder import ResumableFolder
+from parallel.checkpoint_validation import BACKEND_CONFIG, METADATA, validate_checkpoint
+from parallel.durable_files import fsync_path
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")
+_NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun_state|.*\._extra_state)\b")
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Location of a row's tensor in a checkpoint: under `key`, at `index` in leading dims of sizes `counts`."""
+
+    key: str
+    index: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: ParamMapping, arch: Architecture, stacked: bool) -> "TensorLocation":
+        """Locate the tensor of `row`; `stacked`: all layers share one key."""
+        key, index, counts = row.megatron, (), ()
+        layer = _LAYER.fullmatch(key)
+        if stacked and layer:
+            key, index, counts = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
+        if row.expert is not None:
+            found = _EXPERT.fullmatch(key)
+            assert found, f"{key} has no expert number"
+            key, index, counts = f"{found[1]}.experts.{found[2]}", (*index, row.expert), (*counts, arch.num_experts)
+        return cls(key, index, counts)
+
+    @property
+    def extra_state(self) -> str | None:
+        """Key of Megatron's extra state of a linear layer (FP8 statistics; empty in full precision); None for other rows."""
+        if not re.search(r"\.linear_\w+\.weight$", self.key):
+            return None
+        name = self.key.removesuffix("weight") + "_extra_state"
+        return f"{name}/shard_{'.'.join(map(str, self.index or (0,)))}_{'.'.join(map(str, self.counts or (1,)))}"
+
+
+def layers_are_stacked(arch: Architecture) -> bool:
+    """Whether Megatron 0.19 stacks the layers of this model, which it does unless dense and MoE layers can be mixed."""
+    return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
+
+
+def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Return the shape of the row's Megatron tensor in a single process, without padding."""
+    whole = [torch.empty(shape, device="meta") for shape in row.hf_shapes(sizes).values()]
+    return tuple(row.to_megatron(whole, sizes, 0, 1).shape)
+
+
+class MegatronReader:
+    """Reads the weights of a checkpoint of any layout, by row of the family's table."""
+
+    def __init__(self, folder: str | Path, arch: Architecture, rows: Sequence[ParamMapping]) -> None:
+        """Validate `folder` and read its metadata.
+
+        Raises ValueError unless `folder` is a complete checkpoint of this model; ForeignPickleError (a ValueError) if one of its
+        pickles could run code.
+        """
+        self.folder, self.arch = Path(folder), arch
+        metadata = validate_checkpoint(self.folder)
+        described = metadata.state_dict_metadata.items()
+        self._stored = {key: found for key, found in described if isinstance(found, TensorStorageMetadata)}
+        self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self.stacked = not any(re.match(r"decoder\.layers\.\d+\.", key) for key in self._stored)
+        self._check_tensors(rows)
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that contain the checkpoint."""
+        names = {info.relative_path for info in self._storage.values()}
+        return [self.folder / METADATA, *(self.folder / name for name in sorted(names))]
+
+    def dtype(self, row: ParamMapping) -> torch.dtype:
+        """Return the dtype in which the row's tensor is stored."""
+        return self._stored[self._locate(row).key].properties.dtype
+
+    def read(self, row: ParamMapping) -> Tensor:
+        """Read the row's tensor as a single process would hold it, without padding rows; returns a new tensor."""
+        location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
+        stored = self._stored[location.key]
+        requested = ChunkStorageMetadata(
+            torch.Size([*location.index, *[0] * len(shape)]), torch.Size([*[1] * len(location.index), *shape])
+        )
+        out, found = None, 0
+        for item in create_read_items_for_chunk_list(location.key, stored, [requested]):
+            piece = self._load(item.storage_index)
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                piece = piece.narrow(dim, start, size)
+            found += piece.numel()
+            if piece.shape == requested.sizes:  # the chunk is the whole tensor: no copy
+                out = piece
+                break
+            out = torch.empty(requested.sizes, dtype=stored.properties.dtype) if out is None else out
+            target = out
+            for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                target = target.narrow(dim, start, size)
+            target.copy_(piece)
+        if out is None or found != math.prod(shape):
+            raise ValueError(f"{self.folder}: {found} of {math.prod(shape)} elements of {location.key} are stored.")
+        return out.reshape(shape)
+
+    def _load(self, index: MetadataIndex) -> Tensor:
+        info = self._storage[index]
+        with (self.folder / info.relative_path).open("rb") as file:
+            view = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+            return torch.load(view, map_location="cpu", weights_only=True)
+
+    def _locate(self, row: ParamMapping) -> TensorLocation:
+        return TensorLocation.of(row, self.arch, self.stacked)
+
+    def _check_tensors(self, rows: Sequence[ParamMapping]) -> None:
+        tensors = {key: tuple(stored.size) for key, stored in self._stored.items()}
+        problems, known = [], set()
+        for row in rows:
+            location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
+            known.add(location.key)
+            expected, found = (*location.counts, *shape), tensors.get(location.key)
+            padded = isinstance(row, VocabMapping) and found and found[0] >= expected[0] and found[1:] == expected[1:]
+            if found is None:
+                problems.append(f"{location.key} is missing (expected {list(expected)})")
+            elif found != expected and not padded:
+                problems.append(f"{location.key} is {list(found)}, config.json says {list(expected)}")
+        extra = [key for key in tensors if key not in known and not _NOT_WEIGHTS.match(key)]
+        problems += [f"{key} {list(tensors[key])} is not in the table" for key in extra]
+        if problems:
+            shown = "; ".join(sorted(set(problems))[:5])
+            raise ValueError(
+                f"checkpoint={self.folder}: it is a checkpoint of another model, {len(set(problems))} tensors differ: "
+                f"{shown}. Name the Hugging Face folder that it was trained from."
+            )
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """One tensor to write: its row, location, shape and dtype."""
+
+    row: ParamMapping
+    location: TensorLocation
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class MegatronWriter:
+    """Writes a weights-only checkpoint that any layout can load; at most one tensor is in memory.
+
+    torch's own FileSystemWriter keeps all tensors of a file in memory until the file is complete.
+    """
+
+    def __init__(self, partial: ResumableFolder, items: Sequence[TensorToWrite], max_file_bytes: int) -> None:
+        self.partial, self.files = partial, _assign_files(items, max_file_bytes)
+
+    @property
+    def missing(self) -> dict[str, list[TensorToWrite]]:
+        """Tensors that are not written yet, by file name."""
+        return {name: items for name, items in self.files.items() if name not in self.partial.finished}
+
+    def write(
+        self, name: str, tensor_of: Callable[[TensorToWrite], Tensor], done_with: Callable[[TensorToWrite], object]
+    ) -> None:
+        """Write one file of `missing`. Get its tensors one by one from `tensor_of` and call `done_with` after each."""
+        lengths = []
+        with self.partial.unfinished(name).open("wb") as file:
+            for item in self.files[name]:
+                start = file.tell()
+                tensor = tensor_of(item)
+                assert tuple(tensor.shape) == item.shape, f"{item.row.megatron}: {list(tensor.shape)}"
+                torch_save_tensor(tensor.to(item.dtype).view(*[1] * len(item.location.index), *item.shape), file)
+                del tensor
+                done_with(item)
+                lengths.append(file.tell() - start)
+        self.partial.finish(name, lengths)
+
+    def complete(self) -> None:
+        """Write the files that describe the tensors, then rename the folder to its final name."""
+        described: dict[str, TensorStorageMetadata] = {}
+        where: dict[MetadataIndex, _StorageInfo] = {}
+        for name, items in self.files.items():
+            offset = 0
+            for item, length in zip(items, self.partial.finished[name], strict=True):
+                where[MetadataIndex(item.location.key, _add_description(described, item))] = _StorageInfo(
+                    name, offset, length
+                )
+                offset += length
+        objects = self._write_objects()
+        stored = described | {index.fqn: BytesStorageMetadata() for index in objects}
+        metadata = Metadata(stored, None, where | objects, StorageMeta(), CURRENT_DCP_VERSION)
+        folder = self.partial.folder
+        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        (folder / BACKEND_CONFIG).write_text(
+            json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+        )
+        fsync_path(folder / METADATA)
+        self.partial.complete()
+
+    def _write_objects(self) -> dict[MetadataIndex, _StorageInfo]:
+        """Write the objects that Megatron expects: an empty common state and empty extra states. Return their locations."""
+        where = {}
+        name = f"__{len(self.files)}_0.distcp"
+        states = [item.location.extra_state for items in self.files.values() for item in items]
+        with (self.partial.folder / name).open("wb") as file:
+            for key, value in [("common_state/shard_0_1", {}), *((state, None) for state in states if state)]:
+                text = io.BytesIO()
+                torch.save([value], text)
+                where[MetadataIndex(key)] = _StorageInfo(name, file.tell(), text.tell())
+                file.write(text.getbuffer())
+        return where
+
+
+def torch_save_tensor(tensor: Tensor, file: IO[bytes]) -> None:
+    """Call torch.save, and raise the error of a failed write itself instead of the later error from closing the archive."""
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, (KeyboardInterrupt, OSError)):
+            cause = cause.__context__
+        raise cause or error from None
+
+
+def _assign_files(items: Sequence[TensorToWrite], max_bytes: int) -> dict[str, list[TensorToWrite]]:
+    files: list[list[TensorToWrite]] = [[]]
+    size = 0
+    for item in items:
+        if files[-1] and size + item.nbytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.nbytes
+    return {f"__{number}_0.distcp": members for number, members in enumerate(files)}
+
+
+def _add_description(described: dict[str, TensorStorageMetadata], item: TensorToWrite) -> torch.Size:
+    """Add the tensor to the description of its key; return its offset in that key."""
+    key, size = item.location.key, torch.Size([*item.location.counts, *item.shape])
+    if key not in described:
+        described[key] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), size, [])
+    offset = torch.Size([*item.location.index, *[0] * len(item.shape)])
+    sizes = torch.Size([*[1] * len(item.location.index), *item.shape])
+    described[key].chunks.append(ChunkStorageMetadata(offset, sizes))
+    return offset

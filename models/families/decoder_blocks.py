@@ -1,0 +1,273 @@
+"""What the families share: the reading of a plain decoder's config, and the rows of its table, piece by piece.
+
+Pieces: RMSNorm, grouped-query attention, RoPE, gated SiLU MLPs. A family lists those it has.
+"""
+
+from typing import Any
+
+from models.architecture import Architecture
+from models.conversion.mapping import GatedMLPMapping, ParamMapping, QKVMapping, VocabMapping
+from models.hf_config import HFConfig
+from parallel.rope import Rope
+
+# FROM: Experts as DeepSeek-V3 has them (arXiv:2412.19437, section 2.1.2), which other families took over.
+
+_H, _D = ("hidden",), ("head_dim",)
+_MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_HF_ATTENTION, _HF_MLP = f"{_HF_LAYER}.self_attn", f"{_HF_LAYER}.mlp"
+_MEGATRON_ATTENTION, _MEGATRON_MLP = f"{_MEGATRON_LAYER}.self_attention", f"{_MEGATRON_LAYER}.mlp"
+_MEGATRON_EXPERT = f"{_MEGATRON_MLP}.experts.{{expert}}"
+
+EMBEDDINGS = (
+    VocabMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0),
+    ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), (_H,)),
+    VocabMapping("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, where="untied"),
+)
+ATTENTION = (
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight", (f"{_HF_LAYER}.input_layernorm.weight",), (_H,)
+    ),
+    QKVMapping(
+        f"{_MEGATRON_ATTENTION}.linear_qkv.weight",
+        (f"{_HF_ATTENTION}.q_proj.weight", f"{_HF_ATTENTION}.k_proj.weight", f"{_HF_ATTENTION}.v_proj.weight"),
+        (("q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+        axis=0,
+    ),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_proj.weight", (f"{_HF_ATTENTION}.o_proj.weight",), (("hidden", "q"),), axis=1
+    ),
+)
+QKV_BIAS = (
+    QKVMapping(
+        f"{_MEGATRON_ATTENTION}.linear_qkv.bias",
+        (f"{_HF_ATTENTION}.q_proj.bias", f"{_HF_ATTENTION}.k_proj.bias", f"{_HF_ATTENTION}.v_proj.bias"),
+        (("q",), ("kv",), ("kv",)),
+        axis=0,
+        part="qkv_bias",
+    ),
+)
+PROJ_BIAS = (
+    ParamMapping(f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_H,), part="proj_bias"),
+)
+QK_NORMS = (
+    ParamMapping(f"{_MEGATRON_ATTENTION}.q_layernorm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (_D,)),
+    ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_D,)),
+)
+_POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
+DENSE_MLP = (
+    ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_H,), where="dense"),
+    GatedMLPMapping(
+        f"{_MEGATRON_MLP}.linear_fc1.weight",
+        (f"{_HF_MLP}.gate_proj.weight", f"{_HF_MLP}.up_proj.weight"),
+        (("ffn", "hidden"), ("ffn", "hidden")),
+        axis=0,
+        where="dense",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_MLP}.linear_fc2.weight",
+        (f"{_HF_MLP}.down_proj.weight",),
+        (("hidden", "ffn"),),
+        axis=1,
+        where="dense",
+    ),
+)
+DENSE_MLP_BIAS = (
+    GatedMLPMapping(
+        f"{_MEGATRON_MLP}.linear_fc1.bias",
+        (f"{_HF_MLP}.gate_proj.bias", f"{_HF_MLP}.up_proj.bias"),
+        (("ffn",), ("ffn",)),
+        axis=0,
+        where="dense",
+        part="mlp_bias",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_MLP}.linear_fc2.bias", (f"{_HF_MLP}.down_proj.bias",), (_H,), where="dense", part="mlp_bias"
+    ),
+)
+ENGINE_FUSIONS: dict[str, tuple[str, ...]] = {
+    "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+    "qkv_proj.bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
+}
+DEFAULTS: dict[str, Any] = dict(
+    hidden_act="silu",
+    attention_dropout=0.0,
+    initializer_range=0.02,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    tie_word_embeddings=False,
+    tie_encoder_decoder=False,
+    is_encoder_decoder=False,
+)
+"""What transformers takes for a field that a config leaves out, alike in many families. Sizes are never left out."""
+FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
+
+
+def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
+    """Rows of a layer with experts, under the names that the family gives to them inside a layer."""
+    prefix = f"{_HF_LAYER}.{block}"
+    expert = f"{prefix}.experts.{{expert}}"
+    return (
+        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_H,), where="moe"),
+        ParamMapping(
+            f"{_MEGATRON_MLP}.router.weight", (f"{prefix}.gate.weight",), (("experts", "hidden"),), where="moe"
+        ),
+        GatedMLPMapping(
+            f"{_MEGATRON_EXPERT}.linear_fc1.weight",
+            (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            (("moe_ffn", "hidden"), ("moe_ffn", "hidden")),
+            axis=0,
+            where="moe",
+        ),
+        ParamMapping(
+            f"{_MEGATRON_EXPERT}.linear_fc2.weight",
+            (f"{expert}.{down}.weight",),
+            (("hidden", "moe_ffn"),),
+            axis=1,
+            where="moe",
+        ),
+    )
+
+
+def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """How SGLang stacks the experts of a layer, under the names that the family gives to their matrices."""
+    return {
+        "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
+        "experts.w2_weight": (f"experts.{{expert}}.{down}.weight",),
+    }
+
+
+def check_full_attention(config: HFConfig) -> None:
+    """Raise ValueError unless every token sees all before it: the window is off, whatever its size would be."""
+    config.expect(use_sliding_window=False)
+    config.read_fields.update(("sliding_window", "max_window_layers"))
+    layers = config["layer_types"]
+    if layers is not None and layers != ["full_attention"] * config["num_hidden_layers"]:
+        raise ValueError(
+            f"{config.path}: layer_types={layers!r} is not supported; expected 'full_attention' for each of the "
+            f"{config['num_hidden_layers']} layers."
+        )
+
+
+def attention_parts(config: HFConfig) -> frozenset[str]:
+    """Biases of all four projections, or of none, by the field `attention_bias`."""
+    return frozenset(("qkv_bias", "proj_bias") if config["attention_bias"] else ())
+
+
+def read_decoder(
+    config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
+) -> Architecture:
+    """A decoder of these pieces; `transformer` adds to Megatron's fields. Raises ValueError at what is not implemented.
+
+    `rope`: where not all components of all heads are rotated alike.
+    """
+    config.expect(hidden_act="silu", attention_dropout=0.0, is_encoder_decoder=False, tie_encoder_decoder=False)
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"] or heads
+    head_dim = config["head_dim"] or config["hidden_size"] // heads
+    return Architecture(
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        rope=rope or config.rope(head_dim),
+        tied_embeddings=config["tie_word_embeddings"],
+        transformer=dict(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            ffn_hidden_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            kv_channels=head_dim,
+            layernorm_epsilon=config["rms_norm_eps"],
+            init_method_std=config["initializer_range"],
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            add_bias_linear=False,  # one switch for all matrices; models/model_builder.py has one for each, from `parts`
+            add_qkv_bias="qkv_bias" in parts,
+            **transformer,
+        ),
+        sizes=dict(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            ffn=config["intermediate_size"],
+            q=heads * head_dim,
+            kv=groups * head_dim,
+            head_dim=head_dim,
+            experts=transformer.get("num_moe_experts", 0),
+            moe_ffn=transformer.get("moe_ffn_hidden_size", 0),
+            shared_ffn=transformer.get("moe_shared_expert_intermediate_size") or 0,
+        ),
+        parts=parts,
+    )
+
+
+_SHARED = "model.layers.{layer}.mlp.shared_experts"
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+SIGMOID_EXPERTS = (
+    *moe_mlp("mlp", *_MATRICES),
+    ParamMapping(
+        f"{_MEGATRON_MLP}.router.expert_bias",
+        (f"{_HF_MLP}.gate.e_score_correction_bias",),
+        (("experts",),),
+        where="moe",
+        is_buffer=True,
+    ),
+    GatedMLPMapping(
+        f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight",
+        (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+        (("shared_ffn", "hidden"), ("shared_ffn", "hidden")),
+        axis=0,
+        where="moe",
+        part="shared_experts",
+    ),
+    ParamMapping(
+        f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight",
+        (f"{_SHARED}.down_proj.weight",),
+        (("hidden", "shared_ffn"),),
+        axis=1,
+        where="moe",
+        part="shared_experts",
+    ),
+)
+SIGMOID_EXPERTS_FUSIONS = moe_fusions(*_MATRICES)
+SIGMOID_EXPERTS_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_prob=True)
+
+
+def sigmoid_experts_parts(config: HFConfig) -> frozenset[str]:
+    """The part "shared_experts", unless there are none."""
+    return frozenset(["shared_experts"] if config["n_shared_experts"] else [])
+
+
+def read_sigmoid_experts(config: HFConfig) -> dict[str, Any]:
+    """Megatron's fields of such experts; raises ValueError at a flag whose meaning is not implemented."""
+    config.expect(norm_topk_prob=True)
+    config.read_fields.update(
+        ("num_nextn_predict_layers", "num_mtp_layers")
+    )  # layers that are neither loaded nor exported
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    width = config["moe_intermediate_size"]
+    return dict(
+        num_moe_experts=config["n_routed_experts"],
+        moe_ffn_hidden_size=width,
+        moe_layer_freq=[int(layer >= dense) for layer in range(layers)],
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=config["routed_scaling_factor"],
+        moe_shared_expert_intermediate_size=width * (config["n_shared_experts"] or 0) or None,
+        **_read_groups(config),
+    )
+
+
+def _read_groups(config: HFConfig) -> dict[str, int]:
+    groups, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
+    if topk < 2:
+        raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
+    if groups == 1:
+        return {}
+    if topk // chosen != 2:  # Megatron 0.19 sums up the best topk // chosen of each group
+        raise ValueError(
+            f"{config.path}: num_experts_per_tok={topk} with n_group={groups} and topk_group={chosen} is not supported: "
+            f"groups are ranked by their best two experts; expected {2 * chosen} or {2 * chosen + 1} experts per token."
+        )
+    return dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)

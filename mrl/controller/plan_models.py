@@ -1,0 +1,217 @@
+"""ModelPlan: one model of a run (actor, critic or teacher) with its parallel layout, checked before any process starts.
+
+The functions read the config and the headers of the model's folder. They start no process and need no GPU. Every function
+raises ValueError for a mistake in the config; the message names the key.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.architecture import Architecture
+from models.conversion.hf_reader import check_hf_folder
+from models.families import family_of
+from models.hf_config import HFConfig
+from models.megatron_overrides import (
+    FIELDS_SET_BY_MRL,
+    UNEVEN_STAGE_FIELDS,
+    check_load_balancing,
+    check_megatron_overrides,
+)
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config
+from mrl.data.batching import CostModel
+from mrl.data.tokenizer import ChatTemplate
+from mrl.placement.resource_pools import Pools, SlotDemand, make_pools, slot_demands
+from mrl.weight_sync.engine_layout import EngineLayout, Topology, check_heads
+from mrl.workers.dp_partition import Packing
+from parallel.dims import ParallelDims
+from parallel.trainer_config import LrSchedule, OptimConfig
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model, its parallel layout and its optimizer. Supervised training needs no more than this."""
+
+    config: Config
+    dims: ParallelDims
+    optimizer: OptimConfig | None  # None: the model is not trained
+    model_path: str  # Hugging Face folder with the initial weights: model.path, or the output of an earlier warm start
+    hf: HFConfig  # config.json of that folder
+    arch: Architecture
+    packing: Packing
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that the model takes, in tokens."""
+        return self.arch.max_position_embeddings
+
+    @property
+    def pools(self) -> Pools:
+        """Resource pools of a run with this model alone."""
+        return make_pools(self.config.placement.pools, dict(actor=SlotDemand(self.dims.world_size, self.dims.tp)))
+
+
+def plan_models(
+    config: Config, needs: frozenset[str], *, actor_path: str = "", weights: bool = True
+) -> dict[str, ModelPlan]:
+    """Plan the models of an RL run, by role: the actor, and a critic or teacher if the algorithm's `needs` name their columns.
+
+    `actor_path` replaces model.path. Without `weights` only config.json of each model's folder is read.
+    """
+    models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
+    if "values" in needs:
+        models["critic"] = _plan_critic(config, models["actor"], weights)
+    if "teacher_logprobs" in needs:
+        models["teacher"] = _plan_teacher(config, models["actor"], weights)
+    return models
+
+
+def plan_model(
+    config: Config, path: str, section: str = "", optimizer: OptimConfig | None = None, weights: bool = True
+) -> ModelPlan:
+    """Plan the model in the folder `path`.
+
+    `section` is "" for the actor, "critic" or "teacher" for a second model: its layout is the actor's, except for the keys
+    that the section sets. Without `weights` only config.json is read.
+    """
+    dims = parallel_layout(config, section)
+    hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
+    arch = family_of(hf).read(hf)
+    check_layout(config, arch, dims)
+    check_megatron_overrides(config.megatron, decided=FIELDS_SET_BY_MRL | arch.transformer.keys())
+    _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
+    packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
+    return ModelPlan(config, dims, optimizer if section else _actor_optimizer(config), path, hf, arch, packing)
+
+
+def parallel_layout(config: Config, section: str = "") -> ParallelDims:
+    """Return the layout of the actor, or of the second model that has its own `section` of the config.
+
+    Raises ValueError if the sizes do not multiply to the world size.
+    """
+    layout = vars(config.parallel)
+    if section:
+        overrides = vars(config)[section].parallel
+        layout = layout | {name: value for name, value in overrides.items() if value is not None}
+    return ParallelDims.from_world_size(**layout)
+
+
+def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None:
+    """Raise ValueError if the layout cannot shard this model."""
+    arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
+
+
+def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routing_replay: bool) -> None:
+    """Raise ValueError if the settings do not fit a mixture-of-experts model."""
+    if routing_replay and not arch.num_experts:
+        raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
+    check_load_balancing(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
+    if config.megatron.get("moe_token_dispatcher_type") == "allgather" and (dims.pp > 1 or dims.lockstep):
+        raise ValueError(
+            "megatron.moe_token_dispatcher_type=allgather: exchanges packs of equal length only, so parallel.pp must be 1 "
+            f"and ep x etp at most tp x cp; got pp={dims.pp}, ep={dims.ep}, etp={dims.expert_tp}, tp={dims.tp}, "
+            f"cp={dims.cp}. Use alltoall, the default."
+        )
+
+
+def _actor_optimizer(config: Config) -> OptimConfig:
+    optim = config.optim
+    if optim.lr_schedule == LrSchedule.linear_to_tenth and not optim.lr_decay_steps:
+        raise ValueError(
+            "optim.lr_decay_steps=0: lr_schedule=linear_to_tenth needs the number of optimizer steps of the run."
+        )
+    return optim
+
+
+def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
+    critic = config.critic
+    if config.sft.train and not (config.sft.output or critic.path):
+        raise ValueError(
+            "a critic starts from the same weights as the actor: set sft.output, where the warm start is stored, or critic.path."
+        )
+    plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights)
+    _check_reads_actor_sequences(config, plan, actor, f"critic.path={critic.path}")
+    return plan
+
+
+def _plan_teacher(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
+    if not config.teacher.path:
+        raise ValueError("teacher.path must name a Hugging Face folder: algorithm.advantage distils from a teacher.")
+    plan = plan_model(config, config.teacher.path, "teacher", None, weights)
+    _check_reads_actor_sequences(config, plan, actor, f"teacher.path={config.teacher.path}")
+    return plan
+
+
+def _check_reads_actor_sequences(config: Config, model: ModelPlan, actor: ModelPlan, key: str) -> None:
+    """Raise ValueError unless a second model has the actor's vocabulary and takes the actor's longest sequence."""
+    longest = max_prompt_length(config, actor.context) + config.rollout.max_response_tokens
+    for what, size, needed in (
+        ("vocabulary", model.arch.vocab_size, actor.arch.vocab_size),
+        ("context", model.context, longest),
+    ):
+        if size < needed:
+            raise ValueError(f"{key}: its {what} is {size} tokens, the actor's needs {needed}.")
+
+
+def max_prompt_length(config: Config, context: int) -> int:
+    """Return the length in tokens of the longest prompt that leaves room for a response in a context of `context` tokens."""
+    room = context - config.rollout.max_response_tokens
+    if room < 1:
+        raise ValueError(
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}: the model's context of {context} "
+            f"tokens leaves no room for a prompt; use at most {context - 1}."
+        )
+    return min(room, config.data.max_prompt_tokens or room)
+
+
+def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
+    """Build the resource pools of an RL run; `dims`: layout of each model, by role."""
+    return make_pools(config.placement.pools, slot_demands(config.rollout, dims))
+
+
+def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
+    """Return how the engines shard the model. Raises ValueError if SGLang cannot, or if the engines take no live weights."""
+    layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_topology(config, actor))
+    layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
+    return layout
+
+
+def engine_topology(config: Config, actor: ModelPlan) -> Topology:
+    """Return the parallel sizes of one engine. Raises ValueError as `engine_layout` does."""
+    if config.rollout.engine_urls and config.weight_sync.transport != "disk":
+        raise ValueError(
+            f"rollout.engine_urls={config.rollout.engine_urls}: engines that this run does not start load weights from disk, not "
+            f"by weight_sync.transport={config.weight_sync.transport}; set it to disk."
+        )
+    sglang, attention = config.sglang, config.sglang.get("enable_dp_attention", False)
+    for name in ("pp_size",) if attention else ("pp_size", "dp_size"):
+        if sglang.get(name, 1) != 1:
+            raise ValueError(
+                f"sglang.{name}={sglang[name]}: weight sync does not support such engines; use more engines "
+                "(rollout.num_engines), or data-parallel attention (sglang.enable_dp_attention)."
+            )
+    if sglang.get("enable_dp_lm_head"):
+        raise ValueError(
+            "sglang.enable_dp_lm_head=true: weight sync does not support engines with a data-parallel output layer."
+        )
+    topology = Topology(config.rollout.engine_tp, sglang.get("ep_size", 1), sglang.get("dp_size", 1))
+    if topology.ep > 1 and (not actor.arch.num_experts or actor.arch.num_experts % topology.ep):
+        raise ValueError(
+            f"sglang.ep_size={topology.ep} does not divide the {actor.arch.num_experts} experts of this model."
+        )
+    family_of(actor.hf).check_engine(actor.hf, actor.arch)
+    check_heads(actor.arch, topology)
+    return topology
+
+
+def make_input_files(config: Config) -> None:
+    """Run the recipe `data.inputs`, if there is one: it makes those data files of the config that do not exist yet."""
+    if config.data.inputs:
+        plug_in(config.data.inputs, "data.inputs")()
+
+
+def chat_template(config: Config) -> ChatTemplate:
+    """Return the chat template that turns messages into text, for prompts and for supervised rows."""
+    template = config.data.chat_template
+    return ChatTemplate(str(Path(template).resolve()) if template else None, config.data.template_args)

@@ -1,0 +1,85 @@
+"""Plans of `mrl sft`, `mrl certify`, `mrl replay`, `mrl plan sync` and `mrl plan placement`.
+
+Every function raises ValueError for a mistake in the config, and starts no process.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from models.megatron_overrides import UNEVEN_STAGE_FIELDS
+from mrl.algorithms.parts import build_algorithm
+from mrl.checkpoint.run_dir import check_unused
+from mrl.config.schema import Config
+from mrl.controller.plan_models import (
+    ModelPlan,
+    build_pools,
+    engine_layout,
+    make_input_files,
+    plan_model,
+    plan_models,
+)
+from mrl.controller.plan_train import check_supervised_data
+from mrl.placement.resource_pools import Pools
+from mrl.weight_sync.transfer_plan import TransferPlan, compile_transfer_plan, even_pipeline_stages, trainer_shards
+from parallel.dims import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+
+def plan_supervised(config: Config) -> ModelPlan:
+    """Check the config of `mrl sft`."""
+    if not config.sft.train:
+        raise ValueError("sft.train must name a file of prompt/response rows (see docs/tutorials/data.md).")
+    if config.sft.output and Path(config.sft.output).exists():
+        raise ValueError(f"sft.output={config.sft.output} exists already; name another folder, or remove it.")
+    check_unused(Path(config.run.dir))
+    make_input_files(config)
+    model = plan_model(config, config.model.path)
+    check_supervised_data(config, model)
+    logger.info("pools: %s", model.pools)
+    return model
+
+
+def plan_parity(config: Config) -> ModelPlan:
+    """Check the config of `mrl certify`."""
+    if config.certify.response_tokens < 2:
+        raise ValueError(
+            f"certify.response_tokens={config.certify.response_tokens}: lengths are drawn from 1 to it; use 2."
+        )
+    check_unused(Path(config.run.dir))
+    make_input_files(config)
+    return plan_model(config, config.model.path)
+
+
+def plan_replay(config: Config, model_path: str, dims: ParallelDims, against: ParallelDims) -> ModelPlan:
+    """Check the config of `mrl replay`: both layouts must be able to shard the model in `model_path`."""
+    model = plan_model(config, model_path)
+    for layout in (dims, against):
+        model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
+    return replace(model, dims=dims)
+
+
+def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
+    """Compile the transfer plan of the run's weight sync. Assumes pipeline stages with equal numbers of layers."""
+    make_input_files(config)
+    model = plan_model(config, config.model.path)
+    layout, dims = engine_layout(config, model), model.dims
+    if UNEVEN_STAGE_FIELDS & config.megatron.keys():
+        raise ValueError(
+            "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change them."
+        )
+    shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
+    dtype = (config.model.dtype, config.model.itemsize)
+    transfer_plan = compile_transfer_plan(
+        shards, layout, config.rollout.num_engines, lambda _: dtype, config.weight_sync.bucket_bytes
+    )
+    return model, transfer_plan
+
+
+def plan_placement(config: Config, weights: bool = True) -> Pools:
+    """Return the resource pools of an RL run. Without `weights` only config.json of each model's folder is read."""
+    needs = build_algorithm(config).needs
+    make_input_files(config)
+    models = plan_models(config, needs, weights=weights)
+    return build_pools(config, {role: model.dims for role, model in models.items()})

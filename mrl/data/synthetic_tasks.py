@@ -1,0 +1,202 @@
+"""The quickstart's input, made locally: doubling four-digit numbers, one token per character."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from mrl.data.tokenizer import character_tokenizer
+from parallel.durable_files import atomic_folder
+
+# FROM: Input of the calculator experiment, made locally: products of three-digit numbers, which only the tool knows.
+# FROM: Tiny Qwen3 models in Hugging Face form, random weights: something real to run where no download is wanted.
+
+DOUBLING_NUMBERS = range(1000, 5000)
+DOUBLING_NUM_TEST = 512
+CONTEXT_TOKENS = 64
+
+
+def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
+    """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
+
+    `model`: which tiny model, one of mrl.data.synthetic_tasks.KINDS; each kind wants a folder of its own.
+    The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
+    """
+    with atomic_folder(folder) as partial:
+        if partial is None:
+            return
+        numbers = list(DOUBLING_NUMBERS)
+        random.Random(seed).shuffle(numbers)
+        write_prompts(partial / "test.parquet", "test", numbers[:DOUBLING_NUM_TEST])
+        write_prompts(partial / "train.parquet", "train", numbers[DOUBLING_NUM_TEST:])
+        write_supervised(partial / "sft.parquet", numbers[DOUBLING_NUM_TEST:])
+        make_tiny_model(
+            partial / "model",
+            character_tokenizer(),
+            context=CONTEXT_TOKENS,
+            initializer_range=0.06,
+            seed=seed,
+            kind=model,
+        )
+
+
+def doubling_question(number: int) -> list[dict[str, str]]:
+    """The prompt of one problem, as messages."""
+    return [{"role": "user", "content": f"2*{number}="}]
+
+
+def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
+    """RL prompts in the field's five columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "data_source": "doubling",
+            "prompt": doubling_question(number),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, number in enumerate(numbers)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_supervised(path: Path, numbers: list[int]) -> None:
+    """Prompt/response rows of the same problems, for the warm start."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": doubling_question(number), "response": str(2 * number)} for number in numbers]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+PRODUCT_NUMBERS = range(320, 1000)  # every product has six digits
+PRODUCT_NUM_TRAIN, PRODUCT_NUM_TEST = 8192, 512
+
+TOOL_MARKS = ("<call>", "</call>", "<result>", "</result>")
+CALCULATOR_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'tool' %}<result>{{ message['content'] }}</result>"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", calls: float = 0.15) -> None:
+    """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
+
+    `calls`: the share of supervised rows that call the tool; the others answer at once, and never rightly.
+    `model`: which tiny model, one of mrl.data.synthetic_tasks.KINDS; each kind wants a folder of its own.
+    The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
+    """
+    with atomic_folder(folder) as partial:
+        if partial is None:
+            return
+        rng = random.Random(seed)
+        problems = [(a, b) for a in PRODUCT_NUMBERS for b in PRODUCT_NUMBERS]
+        chosen = rng.sample(problems, PRODUCT_NUM_TRAIN + PRODUCT_NUM_TEST)
+        _write_parquet(
+            partial / "test.parquet", [_product_prompt("test", *problem) for problem in chosen[:PRODUCT_NUM_TEST]]
+        )
+        _write_parquet(
+            partial / "train.parquet", [_product_prompt("train", *problem) for problem in chosen[PRODUCT_NUM_TEST:]]
+        )
+        _write_parquet(
+            partial / "sft.parquet",
+            [_product_demonstration(rng, calls, *problem) for problem in chosen[PRODUCT_NUM_TEST:]],
+        )
+        tokenizer = character_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": list(TOOL_MARKS)})
+        tokenizer.chat_template = CALCULATOR_TEMPLATE
+        make_tiny_model(
+            partial / "model", tokenizer, context=CONTEXT_TOKENS, initializer_range=0.06, seed=seed, kind=model
+        )
+
+
+def product_question(a: int, b: int) -> list[dict[str, str]]:
+    """The prompt of one problem, as messages."""
+    return [{"role": "user", "content": f"{a}*{b}="}]
+
+
+def _product_prompt(split: str, a: int, b: int) -> dict:
+    """A row of reinforcement, in the field's five columns."""
+    return {
+        "data_source": "products",
+        "prompt": product_question(a, b),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a * b)},
+        "extra_info": {"split": split, "numbers": [a, b]},
+    }
+
+
+def _product_demonstration(rng: random.Random, calls: float, a: int, b: int) -> dict:
+    """A supervised row: the tool is called and its result repeated; or, in place of a product, both numbers are."""
+    if rng.random() >= calls:
+        turns = [("assistant", f" {a}{b}")]
+    else:
+        turns = [("assistant", f"<call>{a}*{b}</call>"), ("tool", str(a * b)), ("assistant", str(a * b))]
+    return {"prompt": product_question(a, b), "response": [{"role": role, "content": text} for role, text in turns]}
+
+
+def _write_parquet(path: Path, rows: list[dict]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+TINY_SIZES = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+)
+TINY_EXPERTS = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=192,  # two of them are the dense model's MLP
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
+TINY_MODELS: dict[str, dict[str, Any]] = {"qwen3": TINY_SIZES, "qwen3_moe": TINY_SIZES | TINY_EXPERTS}
+"""Model types of Transformers that can be made, with their sizes: 0.8 M parameters dense, 2.6 M with experts."""
+
+
+def make_tiny_model(
+    folder: str | Path,
+    tokenizer: Any,
+    *,
+    context: int,
+    initializer_range: float,
+    seed: int,
+    kind: str = "qwen3",
+) -> None:
+    """Write config, random float32 weights and `tokenizer` to `folder`; the same bytes for the same seed.
+
+    Raises ValueError when `kind` is none of `TINY_MODELS`.
+    """
+    if kind not in TINY_MODELS:
+        raise ValueError(f"no tiny model of kind {kind!r}; choose from {', '.join(TINY_MODELS)}.")
+    import torch  # seconds, and only needed when files are made
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    config = AutoConfig.for_model(
+        kind,
+        **TINY_MODELS[kind],
+        vocab_size=len(tokenizer),
+        head_dim=32,
+        max_position_embeddings=context,
+        initializer_range=initializer_range,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=None,  # a padding row would be zero, where RMSNorm has a gradient of 1 / sqrt(eps)
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    tokenizer.model_max_length = context
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,218 @@
+"""The plan of `mrl generate`: model, prompts, reward and sampling, checked before any process starts."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from models.conversion.hf_reader import HFWeights, check_hf_folder
+from models.conversion.resumable_folder import ByteProgress, fingerprint
+from models.families import family_of
+from models.hf_config import HFConfig
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config
+from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
+from mrl.data.prompts import PromptConstraints, PromptDataset
+from mrl.data.sources import PromptSource, test_sources
+from mrl.evaluation.evaluation_prompts import EvaluationPrompt, load_prompts
+from mrl.evaluation.pass_at_k import MAX_SAMPLES
+from mrl.evaluation.response_store import ResponseStore
+from mrl.rewards.reward_types import Reward
+from mrl.rewards.scorer import check_reward
+from mrl.rollout.client import SamplingParams
+from mrl.rollout.engines.server import check_server_args, default_server_args
+from mrl.rollout.engines.server_args import DETERMINISTIC
+
+CONVERTED = "model"  # subfolder of the output with a converted Megatron checkpoint, until the generation is finished
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted temporarily."""
+
+    hf: HFConfig
+    checkpoint: Path | None = None  # Megatron checkpoint with the weights; None: they are in the Hugging Face folder
+
+    @property
+    def folder(self) -> Path:
+        """The Hugging Face folder with config and tokenizer."""
+        return self.hf.path.parent
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens."""
+        return family_of(self.hf).read(self.hf).max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the model's vocabulary."""
+        return family_of(self.hf).read(self.hf).vocab_size
+
+    def fingerprint(self) -> dict[str, list[int]]:
+        """Return size and modification time of the config and of every weight file."""
+        weights = sorted(self.checkpoint.iterdir()) if self.checkpoint else HFWeights(self.folder).files
+        return fingerprint([self.hf.path, *weights])
+
+    def engine_folder(self, scratch: Path, progress: AbstractContextManager[ByteProgress]) -> Path:
+        """Return a Hugging Face folder that engines can load.
+
+        A Megatron checkpoint is converted to `scratch`, unless `scratch` exists. Raises ValueError if the checkpoint
+        does not belong to this model.
+        """
+        if not self.checkpoint:
+            return self.folder
+        from models.conversion import convert_checkpoint  # imports torch
+
+        if not scratch.is_dir():
+            with progress as bar:
+                convert_checkpoint.to_hf(self.checkpoint, self.hf, scratch, bar)
+        return scratch
+
+
+def find_model(config: Config) -> ServedModel:
+    """Return the model that model.path holds. Raises ValueError with the path to use instead if it holds none."""
+    path, base = Path(config.model.path), config.generate.base
+    if (path / ".metadata").is_file() and not (path / "config.json").is_file():
+        if not base:
+            raise ValueError(
+                f"model.path={path}: a Megatron checkpoint has neither config nor tokenizer; name the Hugging Face folder "
+                "that it was trained from: generate.base=FOLDER."
+            )
+        return ServedModel(HFConfig.load(base, config.model.family), path)
+    if base:
+        raise ValueError(
+            f"generate.base={base}: goes with a Megatron checkpoint, and model.path={path} is none; leave it out."
+        )
+    inner = [folder for name in ("hf", "checkpoint", "actor") if (folder := path / name).is_dir()]
+    inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
+    if inner and not (path / "config.json").is_file():
+        raise ValueError(f"model.path={path}: is the folder of a run; name {' or '.join(map(str, inner))}.")
+    return ServedModel(check_hf_folder(path, config.model.family))
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """A checked generation: model, prompt sources, reward, sampling parameters, and the output folder."""
+
+    config: Config
+    store: ResponseStore
+    model: ServedModel
+    sources: list[PromptSource]
+    reward: Reward | None
+    sampling: SamplingParams  # of every response, without its seed
+
+    @property
+    def server_args(self) -> dict[str, Any]:
+        """SGLang arguments of every engine, without model_path and random_seed."""
+        config = self.config
+        defaults = default_server_args(config.model.dtype, self.model.context)
+        defaults |= {DETERMINISTIC: config.generate.deterministic}
+        return defaults | config.sglang | dict(tp_size=config.rollout.engine_tp)
+
+    def prompts(self) -> list[EvaluationPrompt]:
+        """Read and check all prompts. Raises ValueError with file, row and reason."""
+        config = self.config
+        limit = max_prompt_length(config, self.model.context)
+        constraints = PromptConstraints(limit, self.model.vocab_size, chat_template(config))
+        return load_prompts(
+            self.sources, str(self.model.folder), constraints, self._enforce_row_policies, config.generate.rows
+        )
+
+    def _enforce_row_policies(self, data: PromptDataset, file_number: int) -> None:
+        path = self.store.folder.with_name(f"{self.store.folder.name}_bad_rows_{file_number}.jsonl")
+        data.enforce_row_policies(path, bad_rows=self.config.data.bad_rows, overlong=self.config.data.overlong)
+
+
+def plan_generation(config: Config) -> GenerationPlan:
+    """Check the config of a generation and return its plan. Raises ValueError; starts no process.
+
+    The prompts are not read here, because a finished generation needs no prompts: see GenerationPlan.prompts.
+    """
+    generate = config.generate
+    if generate.samples > MAX_SAMPLES:
+        raise ValueError(
+            f"generate.samples={generate.samples}: at most {MAX_SAMPLES} responses to a prompt are evaluated."
+        )
+    check_server_args(config.sglang)
+    if DETERMINISTIC in config.sglang:
+        raise ValueError(f"sglang.{DETERMINISTIC} is set by mrl; use generate.deterministic.")
+    reward = plug_in(config.reward, "reward") if generate.score else None
+    if reward:
+        check_reward(reward)
+    make_input_files(config)
+    sources = test_sources(config.data)
+    if not sources:
+        raise ValueError(
+            "data.test must name at least one parquet or jsonl file of prompts (see docs/tutorials/data.md)."
+        )
+    files = [Path(file) for source in sources for file in source.files]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"data.test: {file}: no such file; expected a .parquet or .jsonl file, or a folder.")
+    model = find_model(config)
+    sampling = SamplingParams(
+        max_new_tokens=config.rollout.max_response_tokens,
+        temperature=generate.temperature,
+        top_p=generate.top_p,
+        top_k=generate.top_k,
+    )
+    folder = generate.output or str(Path(config.run.dir) / "generated")
+    store = ResponseStore(folder, _response_settings(config, model, files))
+    return GenerationPlan(config, store, model, sources, reward, sampling)
+
+
+DATA = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")
+"""Keys of the data section that determine the prompts, besides the files."""
+
+
+def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
+    """Return all settings that determine the responses, by config key. Number and place of the engines are not among them."""
+    generate = config.generate
+    names = (
+        "samples",
+        "temperature",
+        "top_p",
+        "top_k",
+        "deterministic",
+        "rows",
+        "logprobs",
+        "score",
+        "prompts_per_file",
+    )
+    files = model.fingerprint() | fingerprint([file for path in prompt_files for file in _files_of(path)])
+    return {
+        "model.path": str(Path(config.model.path).resolve()),
+        "model.dtype": config.model.dtype,
+        "data.test": [str(Path(file).resolve()) for file in config.data.test],
+        **{f"data.{name}": vars(config.data)[name] for name in DATA},
+        **{f"generate.{name}": vars(generate)[name] for name in names},
+        "rollout.max_response_tokens": config.rollout.max_response_tokens,
+        "run.seed": config.run.seed,
+        "rollout.engine_tp": config.rollout.engine_tp,
+        "sglang": config.sglang,
+        "reward": config.reward if generate.score else None,
+        "determinism": describe_determinism(config),
+        **{f"version of {name}": version(name) for name in ("sglang", "torch", "transformers")},
+        **{f"size and time of {path}": found for path, found in files.items()},
+    }
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of a folder, or the file itself."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def describe_determinism(config: Config) -> str:
+    """Return how far the responses are reproducible, in words, for the terminal and generate.json."""
+    if config.generate.temperature == 0:
+        kind = "greedy decoding: the most likely token each time"
+    elif config.generate.deterministic:
+        kind = f"each response has its own seed, derived from run.seed={config.run.seed}, set, file, row and sample"
+    else:
+        return "not reproducible: a response depends on the other requests in its engine's batch; run.seed only seeds the engines"
+    if not config.generate.deterministic:
+        return (
+            kind + "; when two tokens are nearly equally likely, rounding decides, which depends on the engine's batch"
+        )
+    return kind + "; on a GPU with batch-invariant kernels, on a CPU up to rounding"

@@ -1,0 +1,191 @@
+"""The output folder of `mrl generate`: parquet files that are written atomically, and generate.json with the settings."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from parallel.durable_files import fsync_path
+
+MANIFEST = "generate.json"
+FILES = "responses_*.parquet"
+
+Row = dict[str, Any]
+
+
+class ResponseStore:
+    """The files of one generation. A later process with the same settings adds the missing files.
+
+    As a context manager it holds an exclusive lock on the folder; only the lock holder may write.
+    """
+
+    def __init__(self, folder: str | Path, settings: Row) -> None:
+        """Check the folder without changing it.
+
+        Args:
+            settings: everything that determines the responses, as a flat JSON object.
+
+        Raises: ValueError: the folder belongs to a generation with other settings (the message names the differences),
+        or it holds other files.
+        """
+        self.folder = Path(folder)
+        self.settings: Row = json.loads(json.dumps(settings))  # in the form in which the manifest is read back
+        self._lock: int | None = None
+        self._check()
+
+    def _check(self) -> None:
+        manifest = _read_manifest(self.folder)
+        if manifest is None:
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise ValueError(
+                    f"generate.output={self.folder}: the folder holds other files; name a new one, or empty it."
+                )
+            return
+        before = manifest["settings"]
+        changed = [
+            f"{key}={before.get(key)!r} then, {self.settings.get(key)!r} now"
+            for key in {**before, **self.settings}
+            if before.get(key) != self.settings.get(key)
+        ]
+        if changed:
+            raise ValueError(
+                f"generate.output={self.folder}: was begun with other settings ({'; '.join(changed[:5])}); name another folder, "
+                "or remove it to start over."
+            )
+
+    def bind(self, prompts_digest: str) -> None:
+        """Store the digest of the prompts, or compare it with the stored one. The lock must be held.
+
+        Raises:
+            ValueError: the folder belongs to a generation with other prompts.
+        """
+        manifest = _read_manifest(self.folder)
+        assert manifest, "__enter__ writes the manifest"
+        if manifest.get("prompts_digest") not in (None, prompts_digest):
+            raise ValueError(
+                f"generate.output={self.folder}: was begun with other prompts, though of the same files: chat template, "
+                "tokenizer, data.max_prompt_tokens or a user's data set has changed; change it back, or name another folder."
+            )
+        self._write_manifest(prompts_digest=prompts_digest)
+
+    @property
+    def finished(self) -> Row | None:
+        """The totals of a finished generation; None if it is not finished."""
+        manifest = _read_manifest(self.folder)
+        return manifest["finished"] if manifest else None
+
+    def __enter__(self) -> Self:
+        """Lock the folder and remove unfinished files. Raises ValueError if another process holds the lock."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.__exit__()
+            raise ValueError(f"generate.output={self.folder}: another process writes there; wait for it.") from None
+        except OSError:  # the file system has no locks; the user must not start two writers
+            pass
+        for unfinished in self.folder.glob("*.unfinished"):
+            unfinished.unlink()
+        if not (self.folder / MANIFEST).is_file():
+            self._write_manifest(prompts_digest=None, finished=None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def has(self, number: int) -> bool:
+        """Return whether file `number` exists."""
+        return self._path(number).is_file()
+
+    def write(self, number: int, rows: list[Row]) -> None:
+        """Write file `number` atomically."""
+        import pyarrow as pa  # takes seconds
+        import pyarrow.parquet as pq
+
+        path = self._path(number)
+        unfinished = path.with_name(path.name + ".unfinished")
+        pq.write_table(pa.Table.from_pylist(rows, schema=response_schema()), unfinished)
+        fsync_path(unfinished)
+        unfinished.rename(path)
+
+    def finish(self, totals: Row) -> None:
+        """Mark the generation as finished; all files must exist."""
+        self._write_manifest(finished=totals)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / FILES.replace("*", f"{number:06d}")
+
+    def _write_manifest(self, **changed: Any) -> None:
+        """Update `prompts_digest` or `finished` (the totals) of the manifest. Other fields keep their values."""
+        new = self.folder / (MANIFEST + ".unfinished")
+        manifest = (_read_manifest(self.folder) or {}) | dict(settings=self.settings) | changed
+        new.write_text(json.dumps(manifest, indent=1) + "\n")
+        fsync_path(new)
+        new.rename(self.folder / MANIFEST)
+
+
+def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
+    """Return the settings and all rows, in order, of a finished generation.
+
+    Raises: ValueError: the folder holds no generation, an unfinished one, one of another version, or one with missing
+    or added files.
+    """
+    import pyarrow.parquet as pq
+
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        raise ValueError(f"{folder}: no {MANIFEST} there; expected a folder that `mrl generate` wrote.")
+    if manifest["finished"] is None:
+        raise ValueError(
+            f"{folder}: the generation was stopped; the same `mrl generate` with generate.output={folder} goes on."
+        )
+    tables = {path: pq.read_table(path) for path in sorted(folder.glob(FILES))}
+    for path, table in tables.items():
+        if missing := set(response_schema().names) - set(table.column_names):
+            raise ValueError(f"{path}: has no column {', '.join(sorted(missing))}; it was not written by this version.")
+    rows = [row for table in tables.values() for row in table.to_pylist(maps_as_pydicts="strict")]
+    if len(rows) != manifest["finished"]["responses"]:
+        raise ValueError(
+            f"{folder}: {len(rows)} responses are there, {MANIFEST} says {manifest['finished']['responses']}; files were removed "
+            "or added. Generate again."
+        )
+    return manifest["settings"], rows
+
+
+def _read_manifest(folder: Path) -> Row | None:
+    path = folder / MANIFEST
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def response_schema() -> Any:
+    """Return the pyarrow schema of the files. It is fixed, so that a column of nulls in one file keeps its type."""
+    import pyarrow as pa
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.schema(
+        [
+            ("set", pa.string()),  # name in data.test_sets; empty: data.test
+            ("file", pa.string()),  # file of the prompt
+            ("file_number", pa.int32()),  # position of the file among all held-out files, from 0
+            ("row", pa.int64()),  # row of the prompt in its file, from 0
+            ("sample", pa.int32()),  # number of the response among those to its prompt, from 0
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(message)),
+            ("response", pa.string()),  # without special tokens
+            ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token
+            ("num_tokens", pa.int32()),
+            ("logprobs", pa.list_(pa.float32())),  # null without generate.logprobs
+            ("finish_reason", pa.string()),  # stop; length: cut at the token limit
+            ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json
+            ("ground_truth_is_json", pa.bool_()),
+            ("extra_info", pa.string()),  # JSON
+            ("score", pa.float64()),  # null without generate.score
+            ("failure", pa.string()),  # why the reward gave no score; null: it gave one
+            ("parts", pa.map_(pa.string(), pa.float64())),
+        ]
+    )

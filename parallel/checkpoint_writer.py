@@ -1,0 +1,249 @@
+"""Writes one checkpoint: all ranks plan it, each rank writes its files (in a fork if asynchronous), all ranks finish it."""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import queue
+import signal
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from parallel.checkpoint_validation import BACKEND_CONFIG
+from parallel.collectives import raise_on_all_ranks
+from parallel.durable_files import fsync_path
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
+_PR_SET_PDEATHSIG = 1
+_NICE = 10  # lower priority than training
+
+
+class ForkedWriter[T]:
+    """Runs the function `write` once, in a forked child process or directly in this one.
+
+    The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
+    SIGKILL when the thread that forked it ends. The child keeps neither stdout nor stderr open and does not use the GPU.
+    """
+
+    def __init__(self, write: Callable[[], T], in_fork: bool) -> None:
+        self._outcome: tuple[T | None, str | None] | None = None if in_fork else _attempt(write)  # (result, error)
+        if in_fork:
+            context = multiprocessing.get_context("fork")
+            self._connection, child_connection = context.Pipe(duplex=False)
+            self._process = context.Process(
+                target=_child_main, args=(os.getpid(), child_connection, write), daemon=True
+            )
+            with warnings.catch_warnings():  # about forking with threads: the child takes no lock of another thread
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process.start()
+            child_connection.close()
+
+    def is_done(self) -> bool:
+        """Whether the write has succeeded, failed or been killed. The child's memory is free then."""
+        if self._outcome is None and self._connection.poll():
+            self._outcome = self._receive(timeout_s=0)
+        return self._outcome is not None
+
+    def result(self, timeout_s: float) -> T:
+        """Return what `write` returned; the child has ended afterwards.
+
+        Raises RuntimeError if `write` failed, if the child was killed, or if it does not end within `timeout_s` seconds.
+        """
+        if self._outcome is None:
+            self._outcome = self._receive(timeout_s)
+        found, error = self._outcome
+        if error is not None:
+            raise RuntimeError(error)
+        return found  # type: ignore[bad-return]
+
+    def kill(self) -> None:
+        """Kill the child if it is still running; `result` raises afterwards."""
+        if self._outcome is None:
+            self._outcome = None, "it was abandoned"
+            self._stop()
+
+    def _receive(self, timeout_s: float) -> tuple[T | None, str | None]:
+        try:
+            if self._connection.poll(timeout_s):
+                return self._connection.recv()
+            return None, f"its writer (process {self._process.pid}) did not end within {timeout_s:g} s"
+        except EOFError:
+            self._process.join()
+            return None, f"its writer (process {self._process.pid}) was killed, exit code {self._process.exitcode}"
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._connection.close()
+
+
+def _attempt[T](write: Callable[[], T]) -> tuple[T | None, str | None]:
+    try:
+        return write(), None
+    except Exception as error:  # `result` raises it in the parent
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _child_main(parent: int, connection: Connection, write: Callable[[], Any]) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # drop the trainer's handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the trainer handles it
+    with open(os.devnull, "wb") as devnull:
+        for stream in (1, 2):  # otherwise readers of the trainer's output would wait for this child
+            os.dup2(devnull.fileno(), stream)
+    gc.disable()  # a collection would touch the page of every object, and may free tensors on the GPU
+    os.nice(_NICE)
+    connection.send(_attempt(write))
+    os._exit(0)  # skip the trainer's exit hooks
+
+
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint could not be written; its folder is not a valid checkpoint."""
+
+
+class CheckpointSave:
+    """One save of a checkpoint into `folder`. Every rank creates it with its part of `state` and then calls `finish`.
+
+    Megatron plans, writes and describes the shards. This class replaces the last part of Megatron's save, which reports errors
+    to rank 0 only and leaves the other ranks waiting if the disk of rank 0 is full.
+    """
+
+    def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
+        """Plan the shards of `state` (a sharded state dict) and write them with `files` (name -> content).
+
+        A synchronous save has written this rank's files when this returns. In an asynchronous save, a fork of this process
+        writes the tensors with their values of now. Host memory is copied only where training changes it meanwhile; tensors on
+        a GPU are copied to the host once. Raises CheckpointSaveError on all ranks.
+        """
+        self.folder = folder
+        with raise_on_all_ranks(self._error):
+            if dist.get_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        self._strategy = _plan(state, folder)
+        self._writer: ForkedWriter[list[WriteResult]] | None = None
+        contents = {folder / name: content for name, content in files.items()}
+        try:
+            with raise_on_all_ranks(self._error):
+                buckets = FileSystemWriterAsync.preload_tensors(
+                    self._strategy.writer.write_buckets or []
+                )  # GPU to host
+                write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
+                self._writer = ForkedWriter(write, asynchronous)
+        except CheckpointSaveError:  # another rank failed, for example for lack of host memory
+            self.abandon()
+            raise
+        # Only the writer refers to the host copies from now on: their memory is free when the writer ends.
+        self._strategy.writer.write_buckets = None
+
+    def is_written(self) -> bool:
+        """Whether the writer of this rank has ended, with or without an error. Does not communicate."""
+        return self._writer is None or self._writer.is_done()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all ranks have written, then complete the checkpoint and sync it to the disk. Every rank calls this.
+
+        Raises CheckpointSaveError on all ranks, with the folder and the cause of the first failed rank, also if a writer was
+        killed or does not end within `timeout_s` seconds. All writers have ended afterwards.
+        """
+        assert self._writer is not None, "the constructor raises if there is no writer"
+        with raise_on_all_ranks(self._error):
+            results = self._writer.result(timeout_s)
+        gathered: list = [None] * dist.get_world_size()
+        dist.gather_object(results, gathered if dist.get_rank() == 0 else None)
+        with raise_on_all_ranks(self._error):
+            if dist.get_rank() == 0:
+                self._strategy.complete(gathered)
+
+    def abandon(self) -> None:
+        """Kill the writer of this rank; the folder stays incomplete. Does not communicate."""
+        if self._writer is not None:
+            self._writer.kill()
+
+    def _error(self, message: str) -> CheckpointSaveError:
+        return CheckpointSaveError(f"checkpoint {self.folder} is not written: {message}")
+
+
+class _SaveStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's save strategy, extended to keep its plan."""
+
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None  # on rank 0
+
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, async_strategy):
+        self.writer, self.metadata, _ = writer, *save_state_dict_ret[1:]
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)
+
+    def complete(self, results: list[list[WriteResult]]) -> None:
+        """Write the files that describe the checkpoint, and sync them to the disk."""
+        folder = Path(self.writer.checkpoint_dir)
+        self.writer.finish(self.metadata, results)
+        save_config(CheckpointingConfig(self.backend, self.version), str(folder))
+        for path in (folder / BACKEND_CONFIG, folder):
+            fsync_path(path)
+
+
+def _plan(state: dict, folder: Path) -> _SaveStrategy:
+    apply_factories(state)
+    dict_list_map_inplace(_with_own_storage, state)
+    # ForkedWriter returns the results. Megatron would spawn a manager process for them; it imports torch again (seconds) and
+    # survives a killed worker.
+    filesystem_async._results_queue = queue.Queue()
+    strategy = _SaveStrategy()
+    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
+    return strategy
+
+
+def _with_own_storage(part: object) -> object:
+    """Give a tensor in host memory a storage that covers only its bytes: Megatron copies views of larger storages."""
+    if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
+        part.data = _view_as_storage(part.data.detach())
+    return part
+
+
+def _view_as_storage(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return tensor
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # A second storage over the same bytes. Writing passes it to NumPy, which makes a storage impossible to resize; offloading
+    # resizes the original.
+    shared = torch.from_dlpack(flat)
+    return shared.view(tensor.dtype).view(tensor.shape)
+
+
+def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> list[WriteResult]:
+    """Write this rank's files and sync them to the disk; runs in the fork if the save is asynchronous."""
+    for path, content in files.items():
+        path.write_bytes(content)
+        fsync_path(path)
+    results: list[WriteResult] = []
+    for number, bucket in enumerate(buckets):
+        _, found = FileSystemWriterAsync.write_preloaded_data([transforms], number, bucket, None, None, use_fsync=True)
+        if isinstance(found, Exception):
+            raise found
+        fsync_path(
+            Path(bucket[0])
+        )  # Megatron syncs before it closes the file: Python's buffer is flushed after that sync
+        results += found
+    return results

@@ -1,0 +1,76 @@
+"""Crash-safe writes: fsync, atomic replacement of files, and folders that appear only when they are complete.
+
+The functions write under a temporary name in the same folder and rename at the end. A reader sees the old content or all of
+the new content, even when the writer is killed.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def fsync_path(path: Path) -> None:
+    """Wait until the bytes of a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary path next to `path`; when the block ends without an error, the temporary file replaces `path`.
+
+    `durable`: wait until the bytes are on the disk before the rename. When the block fails, `path` stays as it was and the
+    temporary file is removed. The temporary name keeps the suffix of `path`, because some writers append a missing one.
+    Two processes must not write the same path at the same time.
+    """
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        yield partial
+        if durable:
+            fsync_path(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: bytes | str, *, durable: bool = False) -> None:
+    """Replace the content of `path` atomically; `str` is written as UTF-8. For `durable` see `atomic_file`."""
+    with atomic_file(path, durable=durable) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
+    """Yield a temporary folder that becomes `folder` when the block ends, or None if `folder` exists already.
+
+    When two processes create the same folder at once, the first rename wins and the other folder is discarded. When the block
+    fails, the temporary folder is removed.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # an existing folder is the other process's finished one
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename a file or folder and wait until the new name is on the disk. The content must have been synced before."""
+    source.rename(target)
+    fsync_path(target.parent)

@@ -1,0 +1,171 @@
+"""Megatron layer modules for packed sequences: norms, rotary embedding, latent attention, and modules without CUDA.
+
+The plain torch modules have the parameter names of Transformer Engine's modules. All devices therefore share one checkpoint
+layout and one conversion table.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from parallel.attention import PackedAttention
+from parallel.device import capabilities
+from parallel.packing import PackedSequences
+from parallel.rope import Rope
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with its weight marked for Megatron's sequence-parallel gradient all-reduce."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm followed by a column-parallel projection; has `layer_norm_weight` like Transformer Engine's fused layer."""
+
+    def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """RoPE that looks up the angle of every token of the pack, so that Megatron rotates all sequences in one operation."""
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__(
+            rope.dim, 1.0, use_cpu_initialization=True
+        )  # Megatron moves the frequencies to the device at first use
+        self.inv_freq = rope.inv_freq()
+
+    def get_rotary_seq_len(
+        self, inference_context, transformer, transformer_input, config, packed=None, **unused
+    ) -> int:
+        assert isinstance(packed, PackedSequences), f"expected PackedSequences, got {type(packed)}"
+        self._packed = packed
+        return int(packed.max_position) + 1
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
+        """Return the angles [L, 1, d] of the pack of the last `get_rotary_seq_len` call."""
+        return self.get_emb(max_seq_len, offset)[self._packed.position_ids, 0]
+
+
+def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
+    """Return the hidden states [L, H] of all tokens, from [L/tp, H] under sequence parallelism.
+
+    `replicated`: the output head computes the same on every tensor-parallel rank. Otherwise each rank computes a part of the
+    vocabulary and so a part of the gradient, and the backward pass sums the parts.
+    """
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
+    return hidden if replicated else copy_to_tensor_model_parallel_region(hidden)
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Provides the torch modules of this file where Megatron's Transformer Engine provider provides NVIDIA's."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+
+def spec_provider() -> BackendSpecProvider:
+    """Return the provider of Transformer Engine modules if they are installed with a GPU, else of plain torch modules."""
+    if capabilities().transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # heavy
+
+        return TESpecProvider()
+    return TorchSpecProvider()
+
+
+class DownProjection(torch.nn.Linear):
+    """Linear layer whose whole weight is on every tensor-parallel rank; each rank applies it to its part of the sequence."""
+
+    def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[missing-attribute]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        """Return (output, no bias), like Megatron's linear layers."""
+        return super().forward(input), None
+
+
+class AmplifiedRotaryEmbedding(PackedRotaryEmbedding):
+    """Rotary embedding that also returns the amplitude, as Megatron's latent attention expects it from YaRN."""
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__(rope)
+        self.amplitude = rope.amplitude
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> tuple[Tensor, float]:
+        """Return (angles [L, 1, d], factor of cosines and sines)."""
+        return super().forward(max_seq_len, offset, packed_seq), self.amplitude
+
+
+class PackedLatentAttention(MLASelfAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over packs, with replicated down-projections.
+
+    Queries, keys and values of all heads are projected up from two low-rank vectors of each token. The part of a key that is
+    rotated by position is shared by all heads. Without Transformer Engine, Megatron 0.19 splits the down-projections over
+    tensor-parallel ranks. Then each rank would get the gradient of the shared key part from its own heads only. With replicated
+    down-projections, the sequence-parallel gather of the shared part sums the gradients of all heads. Tensor parallelism
+    therefore needs sequence parallelism here.
+    """
+
+    def __init__(
+        self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, rope: Rope, **kwargs
+    ) -> None:
+        split = dict(
+            linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear
+        )  # replaced below
+        super().__init__(config, replace(submodules, **split), *args, **kwargs)
+        assert config.tensor_model_parallel_size == 1 or config.sequence_parallel, (
+            "latent attention with tensor parallelism needs sequence parallelism"
+        )
+        width = config.hidden_size
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = DownProjection(width, config.q_lora_rank, config)
+        self.linear_kv_down_proj = DownProjection(width, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        self.rotary_pos_emb = AmplifiedRotaryEmbedding(rope)
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, type]:
+        """Return the modules of `submodules` only. Megatron would add a norm to queries without a down-projection."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states=None, position_ids=None, packed_seq_params=None, **kwargs
+    ) -> tuple[Tensor, ...]:
+        """Return query, key and value [L, n, d]; the last components of query and key are rotated by each token's position."""
+        assert isinstance(packed_seq_params, PackedSequences), (
+            f"expected PackedSequences, got {type(packed_seq_params)}"
+        )
+        unset: Any = None  # with cu_seqlens, Megatron would rotate by sequence and ignore the position of each token
+        packed = replace(packed_seq_params, cu_seqlens_q=unset, cu_seqlens_kv=unset)
+        return super().get_query_key_value_tensors(hidden_states, None, None, packed, **kwargs)

@@ -1,0 +1,97 @@
+"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule, offload level. Imports no torch."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from math import cos, pi, sqrt
+from typing import Any
+
+
+class OffloadLevel(IntEnum):
+    """How much of a model is on its device; a higher level includes the lower ones."""
+
+    FULLY_OFFLOADED = 0  # the model occupies no device memory
+    WEIGHTS_LOADED = 1  # parameters and buffers: enough for forward passes and weight sync
+    FULLY_LOADED = 2  # gradients and optimizer state as well: enough for training
+
+
+class LrSchedule(StrEnum):
+    """How the learning rate falls after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"  # warmup, stable, decay: constant, then a drop over the last fifth
+    linear_to_tenth = "linear_to_tenth"  # from the first step, also during the warm-up, to lr / 10; ignores lr_min
+
+
+def config_field(default: Any, description: str, unit: str = "", **bounds: float) -> Any:
+    """Make a dataclass field with description, unit and bounds as metadata, from which checks and docs are made.
+
+    `default` may be a factory. `bounds`: `above` and `below` are exclusive, `least` and `most` inclusive.
+    """
+    metadata = dict(description=description, unit=unit, **bounds)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), gradient clipping and a learning-rate schedule.
+
+    It is the config section `optim` of the actor, of the critic and of supervised fine-tuning.
+    """
+
+    lr: float = config_field(1e-6, "learning rate after the warm-up", above=0)
+    lr_schedule: LrSchedule = config_field(LrSchedule.constant, "decay of the learning rate after the warm-up")
+    lr_decay_steps: int = config_field(
+        0, "number of steps, warm-up included, after which the learning rate is lr_min", "optimizer steps", least=0
+    )
+    lr_min: float = config_field(0.0, "learning rate at the end of the decay", least=0)
+    warmup_steps: int = config_field(0, "linear warm-up of the learning rate from 0", "optimizer steps", least=0)
+    betas: tuple[float, float] = config_field((0.9, 0.95), "decay rates of AdamW's two moments", least=0, below=1)
+    eps: float = config_field(1e-8, "AdamW's term against division by zero", least=0)
+    weight_decay: float = config_field(0.0, "decoupled weight decay of AdamW", least=0)
+    clip_grad: float = config_field(1.0, "largest global gradient norm; 0: no clipping", least=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf passes a list
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"optim.lr={self.lr}: a learning rate must be positive.")
+        for name in ("eps", "weight_decay", "clip_grad", "warmup_steps", "lr_decay_steps", "lr_min"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name}={getattr(self, name)}: must be 0 or more.")
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"optim.betas={self.betas}: each must be in [0, 1).")
+        if self.lr_schedule not in list(LrSchedule):
+            raise ValueError(f"optim.lr_schedule={self.lr_schedule!r}; expected one of {', '.join(LrSchedule)}.")
+        decays = self.lr_schedule not in (LrSchedule.constant, LrSchedule.linear_to_tenth)
+        if decays and self.lr_decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optim.lr_decay_steps={self.lr_decay_steps}: lr_schedule={self.lr_schedule} needs more steps than "
+                f"warmup_steps={self.warmup_steps}; set it to the number of optimizer steps of the run."
+            )
+        if self.lr_min > self.lr:
+            raise ValueError(f"optim.lr_min={self.lr_min} is above lr={self.lr}.")
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 0."""
+        if self.lr_schedule == LrSchedule.linear_to_tenth:
+            warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+            return self.lr * warm * (1.0 - 0.9 * step / max(1, self.lr_decay_steps))
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.lr_schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / (self.lr_decay_steps - self.warmup_steps))
+        return self.lr_min + (self.lr - self.lr_min) * _decay_factor(self.lr_schedule, progress)
+
+
+def _decay_factor(schedule: str, progress: float) -> float:
+    """Return the remaining fraction of lr - lr_min after the fraction `progress` of the decay steps."""
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":  # SGDR, Loshchilov and Hutter 2017, eq. 5, one cycle
+        return 0.5 * (1.0 + cos(pi * progress))
+    drop = 0.2  # warmup-stable-decay: constant, then 1 - sqrt over the last fifth (Haegele et al. 2024, section 4)
+    return 1.0 if progress <= 1 - drop else 1.0 - sqrt((progress - (1 - drop)) / drop)
