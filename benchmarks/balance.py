@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from mrl.data.batching import CostModel, Unit, make_units, partition, plan
+from mrl.data.batching import CostModel, PackingUnit, make_units, partition_units, plan_micro_batches
 
 SEQUENCES, SHORTEST, LONGEST, MAX_TOKENS = 512, 512, 32768, 32768
 LENGTHS = (
@@ -62,9 +62,9 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
     return heap[0][2]
 
 
-def ours(units: Sequence[Unit], parts: int) -> list[float]:
+def ours(units: Sequence[PackingUnit], parts: int) -> list[float]:
     """Loads of mrl's partition."""
-    return [sum(unit.cost for unit in part) for part in partition(units, parts)]
+    return [sum(unit.cost for unit in part) for part in partition_units(units, parts)]
 
 
 def up_to(multiple: int, tokens: Lengths) -> Lengths:
@@ -72,9 +72,9 @@ def up_to(multiple: int, tokens: Lengths) -> Lengths:
     return -(-tokens // multiple) * multiple
 
 
-def packed_over_real(units: list[Unit], lengths: Lengths, parts: int) -> float:
+def packed_over_real(units: list[PackingUnit], lengths: Lengths, parts: int) -> float:
     """Tokens processed per real token in padding-free packs: sequences in multiples of 2 CP, packs of TP."""
-    replicas = plan(units, parts, MAX_TOKENS, equal_counts=True, multiple_of=1)
+    replicas = plan_micro_batches(units, parts, MAX_TOKENS, equal_counts=True, multiple_of=1)
     packs = [up_to(TP, up_to(2 * CP, lengths[rows]).sum()) for replica in replicas for rows in replica]
     return float(sum(packs) / lengths.sum())
 

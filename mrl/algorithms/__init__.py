@@ -1,1 +1,1 @@
-"""The mathematics of the update: advantages, losses, and how they are averaged; pure functions."""
+"""Advantages, losses, KL penalties and corrections of the policy update: pure functions of arrays and tensors."""

@@ -1,7 +1,8 @@
-"""Advantage estimators of whole responses: the rewards of a batch -> a number per response.
+"""Advantage estimators: rewards of a batch -> one advantage per response [B] or per sampled token [R].
 
-Rewards are compared within groups, the responses to one prompt. Groups may have any sizes and their rows any order. A
-response alone in its group has nothing to be compared with: its advantage is 0, as for a group whose rewards are all the same.
+Group-relative estimators compare a reward with those of its group, that is, with the other responses to the same
+prompt. Groups may differ in size, and the rows of a group may stand anywhere in the batch. The advantage of a response
+is 0 if it is alone in its group or if all rewards of its group are equal.
 """
 
 from collections.abc import Mapping
@@ -12,28 +13,30 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import AdvantageInputs, Advantages
-from mrl.algorithms.returns import discounted
+from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 Floats = NDArray[np.float64]
 
 
 class Advantage(Protocol):
-    """Any callable of this form can be named in `algorithm.advantage._target_`.
+    """Interface of an advantage estimator. `algorithm.advantage._target_` may name any callable of this form.
 
-    `needs`, a class attribute and empty where it is missing, names what must be there: the columns values, old_logprobs,
-    ref_logprobs and teacher_logprobs, or greedy_rewards. `heeds_kl`, true where it is missing, says that `token_rewards`
-    are read, from which algorithm.kl_in_reward is taken.
+    A class may declare two attributes:
+
+    - `needs` (default: nothing): the inputs it reads, of the columns values, old_logprobs, ref_logprobs and
+      teacher_logprobs, and greedy_rewards.
+    - `uses_token_rewards` (default: true): it reads `token_rewards`, from which the penalty of algorithm.kl_in_reward
+      is subtracted.
     """
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.floating] | Advantages: ...
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Sums over the rows of the same group; each row is given its own group's."""
+class GroupStatistics:
+    """Statistics per group. Every method returns one value per row: that of the row's group."""
 
-    groups: NDArray[np.int64]  # [B]
+    groups: NDArray[np.int64]  # [B] group id of each row
 
     @cached_property
     def _unique(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
@@ -41,42 +44,42 @@ class Groups:
 
     @property
     def index(self) -> NDArray[np.int64]:
-        """[B] number of each row's group, 0 .. number of groups - 1."""
+        """[B] position of each row's group among the sorted group ids, from 0."""
         return self._unique[2]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[B] rows in each row's group."""
+        """[B] number of rows in each row's group."""
         return self._unique[3][self.index]
 
     def sum(self, values: Floats) -> Floats:
-        """[B] -> [B]."""
+        """Return the group sum of `values` [B] for each row [B]."""
         return np.bincount(self.index, values, minlength=len(self._unique[0])).astype(np.float64)[self.index]
 
     def mean(self, values: Floats) -> Floats:
-        """[B] -> [B]."""
+        """Return the group mean of `values` [B] for each row [B]."""
         return self.sum(values) / self.sizes
 
-    def shifted(self, values: Floats) -> Floats:
-        """[B] values less that of the group's first row: exactly 0, not nearly, where a group's values are all the same."""
+    def subtract_first(self, values: Floats) -> Floats:
+        """Return `values` [B] minus the value of the group's first row. The result is exactly 0 in a group of equal values."""
         return values - values[self._unique[1]][self.index]
 
-    def centred(self, values: Floats) -> Floats:
-        """[B] values less their group's mean."""
-        shifted = self.shifted(values)
+    def subtract_mean(self, values: Floats) -> Floats:
+        """Return `values` [B] minus their group mean. The result is exactly 0 in a group of equal values."""
+        shifted = self.subtract_first(values)
         return shifted - self.mean(shifted)
 
     def std(self, values: Floats, ddof: int = 1) -> Floats:
-        """[B] standard deviation of each row's group, with n - ddof in the denominator (1 at least)."""
-        return np.sqrt(self.sum(self.centred(values) ** 2) / np.maximum(self.sizes - ddof, 1))
+        """Return the standard deviation of each row's group [B]. The denominator is max(n - ddof, 1)."""
+        return np.sqrt(self.sum(self.subtract_mean(values) ** 2) / np.maximum(self.sizes - ddof, 1))
 
 
 @dataclass(frozen=True)
 class GRPO:
-    """Group-relative advantage, (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, 4.1.2).
+    """Group-relative advantage (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, 4.1.2).
 
-    The standard deviation is by default the unbiased one (n - ddof with ddof 1), as in the common implementations; the paper
-    does not say which. `normalize_std=False` is Dr.GRPO's form (Liu et al. 2025, 3.2), without the division.
+    The paper does not say which standard deviation it uses. The default is the unbiased one (ddof 1), as in the common
+    implementations. `normalize_std=False` leaves the division out, as Dr.GRPO does (Liu et al. 2025, 3.2).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -85,79 +88,82 @@ class GRPO:
     ddof: int = 1
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
-        groups = Groups(inputs.groups)
-        centred = groups.centred(inputs.rewards)
+        """Return advantages [B]."""
+        groups = GroupStatistics(inputs.groups)
+        centred = groups.subtract_mean(inputs.rewards)
         return centred / (groups.std(inputs.rewards, self.ddof) + self.eps) if self.normalize_std else centred
 
 
 @dataclass(frozen=True)
 class RLOO:
-    """Reward less the mean reward of the other responses to the prompt (Ahmadian et al. 2024, 2.2).
+    """Reward minus the mean reward of the other responses to the prompt (Ahmadian et al. 2024, 2.2).
 
-    verl keeps the bare reward of a response alone in its group; here it is 0.
+    In a group of one response the advantage is 0; verl keeps the reward itself there.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)."""
-        groups = Groups(inputs.groups)
-        return groups.centred(inputs.rewards) * groups.sizes / np.maximum(groups.sizes - 1, 1)
+        """Return advantages [B]: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)."""
+        groups = GroupStatistics(inputs.groups)
+        return groups.subtract_mean(inputs.rewards) * groups.sizes / np.maximum(groups.sizes - 1, 1)
 
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline:
-    """Reward less the group's mean, to be whitened over the whole batch (Hu et al. 2025, REINFORCE++-baseline).
+    """Reward minus the group mean (Hu et al. 2025, REINFORCE++-baseline).
 
-    The whitening is `algorithm.whiten=true`; conf/algorithm/reinforce_pp_baseline.yaml sets it.
+    The method also whitens the advantages over the batch. That step is `algorithm.whiten=true`, which
+    conf/algorithm/reinforce_pp_baseline.yaml sets.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B], before they are whitened."""
-        return Groups(inputs.groups).centred(inputs.rewards)
+        """Return advantages [B] before whitening."""
+        return GroupStatistics(inputs.groups).subtract_mean(inputs.rewards)
 
 
 @dataclass(frozen=True)
 class ReMax:
-    """Reward less that of the greedy response to the same prompt (Li et al. 2023, algorithm 1).
+    """Reward minus the reward of the greedy response to the same prompt (Li et al. 2023, algorithm 1).
 
-    `to_go`: each token is given the rewards from it on, less the baseline, as in verl; a difference only where rewards
-    lie on several tokens, that is with a KL penalty in the reward or rewards of turns.
+    With `to_go`, the advantage of a token is the sum of the rewards from that token on, minus the baseline, as in
+    verl. This differs only if a response has rewards at several tokens: a KL penalty in the reward, or one reward per
+    turn.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
     to_go: bool = False
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B], or [R] with `to_go`."""
+        """Return advantages [B], or [R] with `to_go`."""
         assert inputs.greedy_rewards is not None, "ReMax needs greedy_rewards"
         if not self.to_go:
             return inputs.rewards - inputs.greedy_rewards
-        return discounted(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.rows]
+        return discounted_sums(inputs.token_rewards, inputs.lengths, 1.0) - inputs.greedy_rewards[inputs.rows]
 
 
 @dataclass(frozen=True)
 class OPO:
-    """Reward less the baseline of least variance, the group's mean weighted by lengths (Hao et al. 2025, sec. 3)."""
+    """Reward minus the minimum-variance baseline, the group's length-weighted mean reward (Hao et al. 2025, sec. 3)."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
-        groups, lengths = Groups(inputs.groups), inputs.lengths.astype(np.float64)
-        shifted = groups.shifted(inputs.rewards)
+        """Return advantages [B]."""
+        groups, lengths = GroupStatistics(inputs.groups), inputs.lengths.astype(np.float64)
+        shifted = groups.subtract_first(inputs.rewards)
         return shifted - groups.sum(lengths * shifted) / np.maximum(groups.sum(lengths), 1)
 
 
 @dataclass(frozen=True)
 class GPG:
-    """Centred reward times B / (B - M), M responses having rewards all the same in their group (Chu et al. 2025, AGE).
+    """Reward minus the group mean, times B / (B - M) (Chu et al. 2025, AGE).
 
-    The factor keeps the gradient's size when many groups say nothing. verl counts responses of reward 0 in place of M.
-    `normalize_std` divides by the group's standard deviation too (the paper's F_norm; 1 by default).
+    M is the number of responses whose group has equal rewards. The factor keeps the size of the gradient when many
+    groups give no signal. verl counts the responses of reward 0 instead of M. `normalize_std` also divides by the
+    group's standard deviation; the paper's F_norm is 1 by default.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -165,79 +171,173 @@ class GPG:
     eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
-        groups = Groups(inputs.groups)
-        centred, std = groups.centred(inputs.rewards), groups.std(inputs.rewards)
+        """Return advantages [B]."""
+        groups = GroupStatistics(inputs.groups)
+        centred, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
         scale = len(std) / max(np.count_nonzero(std), 1)
         return scale * (centred / (std + self.eps) if self.normalize_std else centred)
 
 
 @dataclass(frozen=True)
 class PassAtK:
-    """What the best response adds to its group's maximum, 0 for all others (Tang et al. 2025, the leave-one-out baseline).
+    """Marginal gain of the best response of a group; 0 for all others (Tang et al. 2025, leave-one-out baseline).
 
-    For the objective "best of all responses to a prompt": max r - max of the others. Where two are the best it is 0.
+    It optimises the objective "best of all responses to a prompt". The gain is the best reward minus the second best,
+    so it is 0 if two responses share the best reward.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
-        index = Groups(inputs.groups).index
-        order = np.lexsort((inputs.rewards, index))  # by group, the best last
-        best = np.diff(index[order], append=-1) != 0
-        second = np.diff(index[order], prepend=-1) == 0  # there is one before it in its group
+        """Return advantages [B]."""
+        index = GroupStatistics(inputs.groups).index
+        order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward: the best of a group is its last
+        is_best = np.diff(index[order], append=-1) != 0
+        has_second = np.diff(index[order], prepend=-1) == 0  # the row before it belongs to the same group
         gap = np.diff(inputs.rewards[order], prepend=0.0)
         advantages = np.zeros(len(order))
-        advantages[order] = np.where(best & second, gap, 0.0)
+        advantages[order] = np.where(is_best & has_second, gap, 0.0)
         return advantages
 
 
 @dataclass(frozen=True)
 class LogMeanExp:
-    """Reward less tau log(mean exp(r / tau)) of its group, the baseline of OPMD (Kimi k1.5 2025, 2.3.2, tau log Z).
+    """Reward minus tau log(mean exp(r / tau)) of its group: the baseline of OPMD (Kimi k1.5 2025, 2.3.2, tau log Z).
 
-    The paper takes the plain mean in practice, to which this tends as tau grows: GRPO with normalize_std=False.
+    As tau grows, the baseline tends to the group mean. The paper uses the mean in practice: GRPO with
+    normalize_std=False.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     tau: float = 1.0
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
-        groups = Groups(inputs.groups)
-        top = np.full(groups.index.max(initial=-1) + 1, -np.inf)
-        np.maximum.at(top, groups.index, inputs.rewards)
-        below = inputs.rewards - top[groups.index]  # <= 0, so that exp cannot overflow
-        return below - self.tau * np.log(groups.mean(np.exp(below / self.tau)))
+        """Return advantages [B]."""
+        groups = GroupStatistics(inputs.groups)
+        best = np.full(groups.index.max(initial=-1) + 1, -np.inf)
+        np.maximum.at(best, groups.index, inputs.rewards)
+        below_best = inputs.rewards - best[groups.index]  # <= 0, so exp cannot overflow
+        return below_best - self.tau * np.log(groups.mean(np.exp(below_best / self.tau)))
 
 
 @dataclass(frozen=True)
 class GDPO:
-    """Each part of the reward normalised in its group, then added up and normalised over the batch (Liu et al. 2026, sec. 3).
+    """Sum of the reward's parts, each normalised in its group; the sum is normalised over the batch (Liu et al. 2026, sec. 3).
 
-    `weights`: of the parts, by name; one that is not named weighs 1. Parts know no KL penalty: take it into the loss.
-    `normalize_batch=False` leaves the last step out; `algorithm.whiten` in its place counts by tokens, as in verl.
-    A reward that is not combined of several is its only part, `reward`. Raises ValueError for a weight of a part that the
-    reward does not have.
+    `weights` maps a part's name to its weight; a part that is not named has weight 1. The KL penalty of the reward is
+    in no part, so use algorithm.kl_in_loss. `normalize_batch=False` leaves the last step out; `algorithm.whiten`
+    normalises over tokens instead, as verl does. A reward that is not a combination has one part, named `reward`.
+
+    Raises ValueError if `weights` names a part that the reward does not have.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    heeds_kl: ClassVar[bool] = False
+    uses_token_rewards: ClassVar[bool] = False
     weights: Mapping[str, float] = field(default_factory=dict)
     eps: float = 1e-4
     normalize_batch: bool = True
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Advantages [B]."""
+        """Return advantages [B]."""
         parts = inputs.parts or {"reward": inputs.rewards}
         if set(self.weights) - set(parts):
             raise ValueError(
                 f"algorithm.advantage.weights={dict(self.weights)}: the reward has the parts {', '.join(sorted(parts))}."
             )
-        groups, total = Groups(inputs.groups), np.zeros(len(inputs.groups))
+        groups, total = GroupStatistics(inputs.groups), np.zeros(len(inputs.groups))
         for name, rewards in parts.items():
-            normalised = groups.centred(rewards) / (groups.std(rewards) + self.eps)
+            normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
-        # The mean is 0 as it is, each group's being 0; taking it off would leave round-off where there is no advantage.
+        # The batch mean is 0 because each group's mean is 0. Subtracting it would only add round-off to advantages of 0.
         return total / (total.std() + self.eps) if self.normalize_batch else total
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalised advantage estimation with a critic: sum over l of (gamma lam)^l delta[t + l] (Schulman et al. 2015, eq. 16).
+
+    delta[t] = r[t] + gamma V[t + 1] - V[t], with V = 0 after the last token. t counts sampled tokens only: in a
+    multi-turn response the first token of a turn follows the last token of the turn before it. The critic learns
+    advantage + value, the TD(lambda) return, computed before any whitening.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+    gamma: float = 1.0
+    lam: float = 0.95
+
+    def __call__(self, inputs: AdvantageInputs) -> Advantages:
+        """Return advantages [R] and returns [R]."""
+        values = inputs.columns["values"].astype(np.float64)
+        deltas = inputs.token_rewards + self.gamma * next_token_values(values, inputs.lengths) - values
+        advantages = discounted_sums(deltas, inputs.lengths, self.gamma * self.lam)
+        return Advantages(advantages, advantages + values)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus:
+    """Discounted sum of the rewards from each token on, KL penalties included (Hu et al. 2025).
+
+    The method also whitens the advantages over the batch. That step is `algorithm.whiten=true`, which
+    conf/algorithm/reinforce_pp.yaml sets.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gamma: float = 1.0
+
+    def __call__(self, inputs: AdvantageInputs) -> Floats:
+        """Return advantages [R] before whitening."""
+        return discounted_sums(inputs.token_rewards, inputs.lengths, self.gamma)
+
+
+@dataclass(frozen=True)
+class OnPolicyDistillation:
+    """Advantage log p_teacher - log p_old per token: minus the reverse KL to a teacher (Lu and Thinking Machines 2025).
+
+    gamma   0, as in the source: a token's advantage is its own term only. 1: it also includes the terms of all later
+            tokens (the R_t of MiniLLM, Gu et al. 2024, 2.2)
+    reward  another estimator; `reward_coef` times its advantages are added. None: distillation only
+    """
+
+    coef: float = 1.0
+    gamma: float = 0.0
+    reward: Advantage | None = None
+    reward_coef: float = 1.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Both log-probabilities, and the needs of `reward`."""
+        return frozenset({"teacher_logprobs", "old_logprobs"}) | getattr(self.reward, "needs", frozenset())
+
+    @property
+    def uses_token_rewards(self) -> bool:
+        """True if `reward` reads token rewards; the distillation term reads none."""
+        return self.reward is not None and getattr(self.reward, "uses_token_rewards", True)
+
+    def __call__(self, inputs: AdvantageInputs) -> Advantages:
+        """Return advantages [R], and the returns [R] of `reward` if it has any."""
+        old, teacher = (inputs.columns[name].astype(np.float64) for name in ("old_logprobs", "teacher_logprobs"))
+        advantages = self.coef * discounted_sums(teacher - old, inputs.lengths, self.gamma)
+        if self.reward is None:
+            return Advantages(advantages)
+        result = self.reward(inputs)
+        other = result if isinstance(result, Advantages) else Advantages(result)
+        return Advantages(advantages + self.reward_coef * broadcast_to_tokens(other.advantages, inputs), other.returns)
+
+
+def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -> Floats:
+    """Return x [R] with x[t] = values[t] + factor * x[t + 1] within each response and x = 0 after its last token.
+
+    `values` [R] are those of responses with these `lengths` [B].
+    """
+    sums, ends = values.astype(np.float64), np.cumsum(lengths)
+    for back in range(1, lengths.max(initial=0)):  # for all responses at once, backwards from the second last token
+        here = ends[lengths > back] - 1 - back
+        sums[here] += factor * sums[here + 1]
+    return sums
+
+
+def next_token_values(values: Floats, lengths: NDArray[np.int64]) -> Floats:
+    """Return the value [R] of the next token in the same response, 0 at the last token."""
+    shifted = np.concatenate([values[1:], [0.0]])[: len(values)]
+    shifted[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
+    return shifted

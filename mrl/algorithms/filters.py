@@ -1,4 +1,4 @@
-"""Which groups of responses are worth training on; the others are dropped, and further prompts sampled in their place."""
+"""Filters that drop groups of responses; the rollout samples further prompts in place of dropped groups."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,19 +8,19 @@ from numpy.typing import NDArray
 
 
 class Filter(Protocol):
-    """Any callable of this form can be named in `rollout.filter._target_`."""
+    """Interface of a group filter. `rollout.filter._target_` may name any callable of this form."""
 
     def __call__(self, rewards: NDArray[np.float64]) -> bool:
-        """Rewards [G] of the responses to one prompt -> whether to keep them."""
+        """Return whether to keep a group, given the rewards [G] of its responses."""
         ...
 
 
 @dataclass(frozen=True)
 class NonzeroVariance:
-    """Keeps groups whose rewards are not all the same: DAPO's dynamic sampling (Yu et al. 2025, eq. 11).
+    """Keeps groups whose rewards differ: DAPO's dynamic sampling (Yu et al. 2025, eq. 11).
 
-    For rewards of right and wrong it is the paper's 0 < right < G. A group of one has no variance. Rewards that are apart by
-    `tolerance` or less count as the same.
+    For rewards of 0 and 1 this is the paper's condition 0 < number of correct responses < G. A group of one response
+    is dropped. Rewards that differ by `tolerance` or less count as equal.
     """
 
     tolerance: float = 0.0
@@ -31,9 +31,9 @@ class NonzeroVariance:
 
 @dataclass(frozen=True)
 class RewardRange:
-    """Keeps groups whose mean reward is in [low, high], both included: prompts neither too hard nor too easy.
+    """Keeps groups whose mean reward is in [low, high]: prompts that are neither too hard nor too easy.
 
-    PRIME filters its prompts so (Cui et al. 2025, "Process reinforcement", online prompt filtering; 0.2 to 0.8).
+    PRIME filters its prompts this way (Cui et al. 2025, "Process reinforcement", online prompt filtering, 0.2 to 0.8).
     Raises ValueError unless low <= high.
     """
 

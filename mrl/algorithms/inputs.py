@@ -1,4 +1,4 @@
-"""What advantages and losses are given. Shapes: see mrl.core.types."""
+"""Inputs and results of advantages and losses. mrl.core.types explains the shape letters."""
 
 from __future__ import annotations
 
@@ -12,68 +12,69 @@ from numpy.typing import NDArray
 
 from mrl.core.types import Column
 
-if TYPE_CHECKING:  # losses are named and checked in the driver, which needs no torch
+if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class AdvantageInputs:
-    """A whole batch of B responses, as an advantage sees it."""
+class ScoredBatch:
+    """A batch of B responses with their rewards; input of the advantage pipeline."""
 
-    token_rewards: NDArray[np.float64]  # [R] each response's (or turn's) reward at its last token, less KL penalties
-    groups: NDArray[np.int64]  # [B] which prompt each response answers
-    lengths: NDArray[np.int64]  # [B] sampled tokens of each response; their sum is R
-    columns: Mapping[str, Column] = field(default_factory=dict)  # [R] those that the advantage `needs`
+    rewards: NDArray[np.float64]  # [B]
+    groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
+    lengths: NDArray[np.int64]  # [B] number of sampled tokens, may be 0; their sum is R
+    truncated: NDArray[np.bool_]  # [B] the response was cut at the token limit
+    turn_rewards: NDArray[np.float64] | None = (
+        None  # [R] reward at the last token of each turn, else 0; replaces `rewards`
+    )
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
-    parts: Mapping[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # [B] the rewards that a combined one is made of
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Input of an advantage estimator: the B responses of a batch that have sampled tokens."""
+
+    token_rewards: NDArray[np.float64]  # [R] reward at the last token of each response or turn, minus KL penalties
+    groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
+    lengths: NDArray[np.int64]  # [B] number of sampled tokens; their sum is R
+    columns: Mapping[str, Column] = field(default_factory=dict)  # [R] the columns that the advantage `needs`
+    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
 
     @cached_property
     def rewards(self) -> NDArray[np.float64]:
-        """[B] each response's reward, KL penalties included."""
+        """[B] reward of each response, KL penalties included."""
         return np.bincount(self.rows, self.token_rewards, minlength=len(self.lengths)).astype(np.float64)
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """[R] the response that each token belongs to."""
+        """[R] row of the response that each token belongs to."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
 class Advantages(NamedTuple):
-    """What an estimator makes of a batch; one without a critic may return the advantages alone."""
+    """Result of an advantage estimator. An estimator without returns may return the bare array instead."""
 
-    advantages: NDArray[np.floating]  # [B], the same for all tokens of a response, or [R]
-    returns: NDArray[np.floating] | None = None  # [R] what the critic learns to predict
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What is known of a batch of B responses once they are scored."""
-
-    rewards: NDArray[np.float64]  # [B]
-    groups: NDArray[np.int64]  # [B] which prompt each response answers
-    lengths: NDArray[np.int64]  # [B] sampled tokens of each response, 0 allowed; their sum is R
-    truncated: NDArray[np.bool_]  # [B] cut at the token limit
-    turn_rewards: NDArray[np.float64] | None = None  # [R] mostly 0; in place of the reward at the last token
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] what a combined reward is made of
-    greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
+    advantages: NDArray[np.floating]  # [B], one for all tokens of a response, or [R]
+    returns: NDArray[np.floating] | None = None  # [R] targets of the critic
 
 
 @dataclass(frozen=True)
-class Estimated:
-    """What losses need of a batch of B responses."""
+class AdvantageColumns:
+    """Result of the advantage pipeline: the columns that the losses of B responses need."""
 
-    columns: Mapping[str, Column]  # [R] advantages, returns where a critic learns, and what the loss made itself
-    without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is zero
-    rejected: NDArray[np.bool_]  # [B] left out of the loss and of its denominators
-    numbers: Mapping[str, float]  # metrics
+    columns: Mapping[str, Column]  # [R] advantages; returns if a critic learns; the loss's extra columns
+    without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is 0
+    rejected: NDArray[np.bool_]  # [B] excluded from the loss and from its denominators
+    numbers: Mapping[str, float]  # metrics by name
 
 
-def per_token(advantages: NDArray[np.floating], inputs: AdvantageInputs) -> NDArray[np.floating]:
-    """Advantages [B] or [R] -> [R].
+def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInputs) -> NDArray[np.floating]:
+    """Return advantages [B] or [R] as one value per sampled token [R].
 
-    Raises: ValueError for another shape.
+    Raises:
+        ValueError: `advantages` has another shape.
     """
     if advantages.shape == inputs.lengths.shape:
         return advantages[inputs.rows]
@@ -85,39 +86,43 @@ def per_token(advantages: NDArray[np.floating], inputs: AdvantageInputs) -> NDAr
     )
 
 
-def _alone(values: Tensor) -> Tensor:
+def _identity(values: Tensor) -> Tensor:
     return values
 
 
 @dataclass(frozen=True)
 class Responses:
-    """The n responses of a micro-batch, each of which lies here as a whole or, under context parallelism, in part."""
+    """Sums and means over the n responses of a micro-batch. Context parallelism may hold only a part of each response here."""
 
-    index: Tensor  # [R here] int64, the response that each token belongs to
-    lengths: Tensor  # [n] tokens of each response, on all ranks together
-    reduce: Callable[[Tensor], Tensor] = _alone  # adds up over the ranks that hold parts; differentiable
+    index: Tensor  # [local R] int64, the response that each token belongs to, from 0
+    lengths: Tensor  # [n] sampled tokens of each response on all ranks together
+    reduce: Callable[[Tensor], Tensor] = _identity  # sums over the ranks that hold the other parts; differentiable
 
     def sum(self, values: Tensor) -> Tensor:
-        """[R here] -> [n] sums over whole responses."""
+        """Return the sum over each whole response: [local R] -> [n]."""
         return self.reduce(values.new_zeros(len(self.lengths)).index_add(0, self.index, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """[R here] -> [n] means over whole responses."""
+        """Return the mean over each whole response: [local R] -> [n]."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[n] -> [R here] each response's number for each of its tokens."""
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Return each response's value for each of its tokens: [n] -> [local R]."""
         return values[self.index]
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Columns of the R sampled tokens of a micro-batch."""
+    """Input of a loss or correction: columns of the R sampled tokens of a micro-batch."""
 
     logprobs: Tensor  # [R] under the weights being trained, differentiable
-    old_logprobs: Tensor  # [R] under the weights before this rollout's first update
+    old_logprobs: Tensor  # [R] under the weights before the first optimizer step on this rollout
     advantages: Tensor  # [R]
-    entropy: Tensor  # [R] nats, of the distribution that predicts each token; differentiable where the loss uses it
-    rollout_logprobs: Tensor  # [R] as the engine sampled them
+    entropy: (
+        Tensor  # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
+    )
+    rollout_logprobs: Tensor  # [R] under the engine that sampled the tokens
     responses: Responses
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R] those that the loss `needs` or made itself
+    columns: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # [R] the columns that the loss `needs`, and its extra columns

@@ -1,9 +1,9 @@
-"""Estimates of KL(policy || reference) per sampled token, as a penalty in the reward or as a term of the loss."""
+"""KL penalties against the reference policy: estimates per sampled token, and their coefficients over a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mrl.algorithms.inputs import LossInputs
 from mrl.core.types import Column
 
-if TYPE_CHECKING:  # named and checked in the driver, which needs no torch
+if TYPE_CHECKING:  # the driver builds and checks penalties without torch
     from torch import Tensor
 
 KINDS: dict[str, Callable[[Any, Any], Any]] = {
@@ -23,24 +23,26 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
     "k3+": lambda d, exp: exp(-d) - 1 + d,
     "unbiased": lambda d, exp: exp(-d) - 1 + d,
 }
-"""Values from d = log pi - log pi_ref of a token sampled from pi (Schulman, "Approximating KL divergence", 2020)."""
+"""Kind -> estimate from d = log pi - log pi_ref of a token sampled from pi (Schulman, "Approximating KL divergence", 2020)."""
 
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """`coef` times a KL estimate: taken from the rewards (algorithm.kl_in_reward), or added to the loss (kl_in_loss).
+    """`coef` times an estimate of KL(policy || reference) per token.
 
-    All kinds but k2 are right in value on average. As a term of the loss they differ in the gradient that they have on average
-    over samples of the policy itself:
+    The penalty is subtracted from the rewards (algorithm.kl_in_reward) or added to the loss (algorithm.kl_in_loss). On
+    average over samples of the policy, every kind but k2 has the value KL(policy || reference). In the loss, the kinds
+    differ in their average gradient:
 
-        k1        none: its mean is 0 (harmless in the reward, useless in the loss)
-        k2        that of KL(policy || reference)
-        k3        that of KL(reference || policy), the other direction; it is the one of GRPO (DeepSeekMath 2024, eq. 4)
-        k1+, k3+  that of k2: the value of the first with the gradient of the second, as verl names them
-        unbiased  that of KL(policy || reference), also for samples of the old policy: k3 times pi / pi_old, which carries
-                  gradient (DeepSeek-V3.2 2025, 3.1); the value is weighted in the loss, and k3 in the reward
+        k1        0: use it in the reward, it has no effect in the loss
+        k2        the gradient of KL(policy || reference)
+        k3        the gradient of KL(reference || policy), the reverse direction, as in GRPO (DeepSeekMath 2024, eq. 4)
+        k1+, k3+  the value of k1 or k3 with the gradient of k2; the names are verl's
+        unbiased  the gradient of KL(policy || reference), also for samples of the old policy: k3 times pi / pi_old,
+                  and the ratio carries gradient (DeepSeek-V3.2 2025, 3.1). In the reward it is k3
 
-    With `target` the coefficient adapts to the measured KL (Ziegler et al. 2019, 2.2), over about `horizon` responses.
+    With `target` the coefficient adapts to the measured KL per token (Ziegler et al. 2019, 2.2). `horizon` is the
+    number of responses over which it adapts. Raises ValueError for an unknown kind and for a target of 0 or less.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
@@ -56,23 +58,61 @@ class KLPenalty:
             raise ValueError(f"target={self.target}: must be greater than 0, or null for a constant coefficient.")
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """[R] KL estimates, with the gradient that belongs to the kind."""
+        """Return KL estimates [R] for the loss, without `coef`, with the gradient of the kind."""
         d = inputs.logprobs - inputs.columns["ref_logprobs"]
         value = KINDS[self.kind](d, lambda x: x.exp())
         if self.kind == "unbiased":
             return (inputs.logprobs - inputs.old_logprobs).exp() * value
         if self.kind.endswith("+"):
-            slope = KINDS["k2"](d, None)
-            return value.detach() + (slope - slope.detach())
+            k2 = KINDS["k2"](d, None)
+            return value.detach() + (k2 - k2.detach())
         return value
 
     def values(self, logprobs: Column, ref_logprobs: Column) -> NDArray[np.float64]:
-        """[R] KL estimates of tokens that the policy of `logprobs` sampled, for the reward."""
+        """Return KL estimates [R] for the reward, without `coef`. The policy of `logprobs` sampled the tokens."""
         return KINDS[self.kind](logprobs.astype(np.float64) - ref_logprobs.astype(np.float64), np.exp)
 
     def next_coef(self, coef: float, measured: float, samples: int) -> float:
-        """The coefficient after a step of `samples` responses whose mean KL (per token, as `target`) was `measured`."""
+        """Return the coefficient after a step of `samples` responses whose mean KL per token was `measured`."""
         if self.target is None:
             return coef
         error = min(max(measured / self.target - 1, -0.2), 0.2)
         return coef * (1 + error * samples / self.horizon)
+
+
+MEASURED = {"reward": "policy/kl_reward", "loss": "policy/kl_ref"}
+"""Where a penalty is applied -> the metric with its measured KL."""
+
+
+@dataclass
+class KLControl:
+    """The current coefficients of the KL penalties in the reward and in the loss: constant, or adapted to the measured KL."""
+
+    penalties: Mapping[str, KLPenalty]  # by where they are applied: "reward", "loss"
+    coefs: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.coefs = {where: penalty.coef for where, penalty in self.penalties.items()} | self.coefs
+
+    def coef(self, where: str) -> float:
+        """Return the coefficient for the next step; 0 if there is no penalty at `where`."""
+        return self.coefs.get(where, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the coefficients as metrics."""
+        return {f"policy/kl_coef_{where}": coef for where, coef in self.coefs.items()}
+
+    def adapt(self, metrics: Mapping[str, float], samples: int) -> None:
+        """Adapt the coefficients to the `metrics` of a step that trained the actor on `samples` responses."""
+        for where, penalty in self.penalties.items():
+            self.coefs[where] = penalty.next_coef(self.coefs[where], metrics[MEASURED[where]], samples)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficients for a checkpoint."""
+        return dict(self.coefs)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore adaptive coefficients. Constant ones keep the value of the config."""
+        for where, penalty in self.penalties.items():
+            if penalty.target is not None:
+                self.coefs[where] = state.get(where, self.coefs[where])

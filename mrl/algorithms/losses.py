@@ -1,4 +1,8 @@
-"""Losses per sampled token; `mrl.algorithms.reduce` says how they are averaged, `mrl.algorithms.objective` what is added."""
+"""Policy losses per sampled token, and the value loss of the critic.
+
+`mrl.algorithms.objective` averages the losses and adds KL and entropy terms. `mrl.algorithms.sequence_losses` holds
+the losses whose ratio belongs to a whole response.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +14,46 @@ import numpy as np
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs
 from mrl.core.types import Column
 
-if TYPE_CHECKING:  # losses are named and checked in the driver, which needs no torch
+if TYPE_CHECKING:  # the driver builds and checks losses without torch
     from torch import Tensor
 
 
 class Loss(Protocol):
-    """Any callable of this form can be named in `algorithm.loss._target_`; deriving from PolicyLoss gives the defaults."""
+    """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form; PolicyLoss has the defaults."""
 
     @property
     def zero_without_advantage(self) -> bool:
-        """A response of advantage 0 has loss and gradient 0: it need not be trained."""
+        """Whether loss and gradient of a response with advantage 0 are 0, so that training may skip the response."""
         ...
 
     @property
     def uses_entropy(self) -> bool:
-        """The loss is a function of the entropies too, which then carry gradients."""
+        """Whether the loss depends on the entropies, which then carry gradient."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns that must be there: old_logprobs, ref_logprobs, values, teacher_logprobs."""
+        """The columns that the loss reads, of old_logprobs, ref_logprobs, values and teacher_logprobs."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [R], and numbers [R] to report under their metric names, averaged like the loss."""
+        """Return the loss [R], and metrics [R] by name, which are averaged in the same way as the loss."""
         ...
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Columns [R] made once from the whole batch of a rollout, before it is cut; they come back in `inputs.columns`."""
+        """Return columns [R] computed once from the whole rollout, before it is split; the loss gets them in `inputs.columns`."""
         ...
 
 
 class PolicyLoss:
-    """The defaults of a policy-gradient loss."""
+    """Defaults of a policy-gradient loss: it needs no columns and adds none."""
 
     zero_without_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """None."""
+        """Return no columns."""
         return {}
 
 
@@ -57,9 +61,9 @@ class PolicyLoss:
 class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, Schulman et al. 2017, eq. 7).
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al. 2025, eq. 10). `dual_clip` c > 1: where A < 0 the loss is at
-    most -c A, however large the ratio (Ye et al. 2020, eq. 5); verl has c = 3 always, the paper only for its game.
-    Raises ValueError for a `dual_clip` of 1 or less.
+    `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al. 2025, eq. 10). `dual_clip` c > 1 bounds the loss by
+    -c A where A < 0, however large the ratio is (Ye et al. 2020, eq. 5). verl always uses c = 3; the paper uses it
+    only for its game. Raises ValueError for a `dual_clip` of 1 or less.
     """
 
     clip_low: float = 0.2
@@ -74,19 +78,19 @@ class PPOClip(PolicyLoss):
         ratio = (inputs.logprobs - inputs.old_logprobs).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -(ratio * inputs.advantages).minimum(clipped * inputs.advantages)
-        numbers = {"loss/clip_fraction": (ratio != clipped).float()}
+        metrics = {"loss/clip_fraction": (ratio != clipped).float()}
         if self.dual_clip is None:
-            return loss, numbers
+            return loss, metrics
         ceiling = -self.dual_clip * inputs.advantages
         bounded = (inputs.advantages < 0) & (loss > ceiling)
-        return ceiling.where(bounded, loss), numbers | {"loss/dual_clip_fraction": bounded.float()}
+        return ceiling.where(bounded, loss), metrics | {"loss/dual_clip_fraction": bounded.float()}
 
 
 @dataclass(frozen=True)
 class PolicyGradient(PolicyLoss):
-    """The plain policy gradient, -A log pi (Williams 1992); of fresh samples only, or with a correction.
+    """Plain policy gradient -A log pi (Williams 1992). It is on-policy: use fresh samples, or a correction.
 
-    With advantages of mean 0 in their group and divided by 1 + tau it is the "opmd" loss of Trinity-RFT.
+    With advantages of group mean 0, divided by 1 + tau, it is the "opmd" loss of Trinity-RFT.
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,9 +99,10 @@ class PolicyGradient(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: weights are clipped, no token loses its gradient (MiniMax-M1 2025, eq. 4-5).
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1 2025, eq. 4-5); sg is the stop-gradient.
 
-    The paper sets no lower bound, and does not say its upper one; 5 is what Khatri et al. (2025, ScaleRL) recommend.
+    The clip bounds the weight of a token; every token keeps its gradient. The paper sets no lower bound and does not
+    publish its upper bound. The default upper bound of 5 is the recommendation of Khatri et al. (2025, ScaleRL).
     """
 
     clip_low: float = 1.0
@@ -111,10 +116,10 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """A soft gate in place of the clip, -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025), averaged by responses in the paper.
+    """Soft gate in place of the clip, -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025). The paper averages over responses.
 
-    On policy its gradient is that of the plain policy gradient, for any tau. A larger tau fades sooner; that of negative
-    advantages is the larger one.
+    On policy, the gradient is that of the plain policy gradient for any tau. The gate fades faster with a larger tau;
+    the tau of negative advantages is the larger one.
     """
 
     tau_positive: float = 1.0
@@ -129,10 +134,11 @@ class SAPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-sg(min(r, max_ratio)) A log pi, 0 where pi has moved by more than delta to where A drives it (Qi et al. 2026).
+    """-sg(min(r, max_ratio)) A log pi; 0 for tokens outside the trust region (Qi et al. 2026).
 
-    The trust region is one of probabilities, |pi - pi_old| (binary total variation), not of their ratio: rare tokens keep
-    their gradient, frequent ones are bounded earlier. The truncated ratio is that of verl.
+    A token is outside if pi - pi_old exceeds delta in the direction that A drives it. The trust region bounds |pi -
+    pi_old| (binary total variation), not the ratio: rare tokens keep their gradient, and frequent tokens reach the
+    bound earlier. The truncation of the ratio is verl's.
     """
 
     delta_low: float = 0.2
@@ -140,10 +146,10 @@ class DPPO(PolicyLoss):
     max_ratio: float = 20.0
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        frozen = inputs.logprobs.detach()
-        moved = frozen.exp() - inputs.old_logprobs.exp()
+        detached = inputs.logprobs.detach()
+        moved = detached.exp() - inputs.old_logprobs.exp()
         outside = (moved > self.delta_high).where(inputs.advantages > 0, moved < -self.delta_low)
-        weight = (frozen - inputs.old_logprobs).exp().clamp(max=self.max_ratio).masked_fill(outside, 0.0)
+        weight = (detached - inputs.old_logprobs).exp().clamp(max=self.max_ratio).masked_fill(outside, 0.0)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": outside.float()}
 
 
@@ -157,20 +163,109 @@ class CrossEntropy(PolicyLoss):
         return -inputs.logprobs, {}
 
 
+def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
+    """Return each token's term of the covariance, (log pi - mean log pi) (A - mean A): [R] float64.
+
+    Tokens whose log-probability and advantage vary together drive the entropy down (Cui et al. 2025). ClipCov and
+    KLCov select such tokens once, over all tokens of the rollout, with the log-probabilities before the first
+    optimizer step (eq. 10). So the selection depends neither on micro-batches nor on the parallel layout. The authors'
+    code selects anew in each micro-batch.
+    """
+    a, b = advantages.astype(np.float64), logprobs.astype(np.float64)
+    return (a - a.mean()) * (b - b.mean()) if len(a) else a
+
+
+def _indicator(size: int, selected: np.ndarray) -> Column:
+    """Return a column [size] with 1 at the `selected` positions, else 0."""
+    column = np.zeros(size, np.float32)
+    column[selected] = 1.0
+    return column
+
+
+@dataclass(frozen=True)
+class ClipCov(PolicyLoss):
+    """-r A, and 0 for a random `fraction` of the tokens (Cui et al. 2025, eq. 11).
+
+    The tokens left out are drawn from those whose covariance is in (low, high); `fraction` is relative to all tokens.
+
+    The authors' code also clips r as PPO does, with bounds of 1 and 1 in their runs. `clip_low` and `clip_high` do the
+    same; by default nothing is clipped.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    clip_low: float = float("inf")
+    clip_high: float = float("inf")
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return `clip_cov`: 1 for the tokens left out. It leaves out at least one token, if there is a candidate."""
+        cov = covariances(advantages, batch.columns["old_logprobs"])
+        candidates = np.flatnonzero((cov > self.low) & (cov < self.high))
+        count = min(max(int(self.fraction * len(cov)), 1), len(candidates))
+        return {"clip_cov": _indicator(len(cov), rng.choice(candidates, count, replace=False))}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = -(ratio * inputs.advantages).minimum(clipped * inputs.advantages)
+        left_out = inputs.columns["clip_cov"] > 0
+        metrics = {"loss/clip_fraction": (ratio != clipped).float(), "loss/selected_fraction": left_out.float()}
+        return loss.masked_fill(left_out, 0.0), metrics
+
+
+KL_COV_ESTIMATES = ("k3", "abs")
+
+
+@dataclass(frozen=True)
+class KLCov(PolicyLoss):
+    """-r A, plus coef KL(old || pi) on the `fraction` of tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
+
+    `kl` selects the estimate of the KL. "k3", r - 1 - log r, is right on average in value and gradient. "abs", |log
+    r|, is the one in the authors' code, for which they chose the coefficient 1. A token of advantage 0 may be selected
+    too. Raises ValueError for another `kl`.
+    """
+
+    zero_without_advantage: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    fraction: float = 2e-4
+    coef: float = 1.0
+    kl: str = "k3"
+
+    def __post_init__(self) -> None:
+        if self.kl not in KL_COV_ESTIMATES:
+            raise ValueError(f"kl={self.kl!r}: expected {' or '.join(KL_COV_ESTIMATES)}.")
+
+    def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
+        """Return `kl_cov`: 1 for the penalised tokens, at least one. The first token wins among equal covariances."""
+        cov = covariances(advantages, batch.columns["old_logprobs"])
+        count = min(max(int(self.fraction * len(cov)), 1), len(cov))
+        return {"kl_cov": _indicator(len(cov), np.argsort(-cov, kind="stable")[:count])}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        log_ratio = inputs.logprobs - inputs.old_logprobs
+        ratio, selected = log_ratio.exp(), inputs.columns["kl_cov"]
+        kl = log_ratio.abs() if self.kl == "abs" else ratio - 1 - log_ratio
+        loss = -ratio * inputs.advantages + self.coef * selected * kl
+        return loss, {"loss/selected_fraction": selected}
+
+
 @dataclass(frozen=True)
 class ValueLoss:
     """Half the squared error of the critic, (V - R)^2 / 2 (PPO, Schulman et al. 2017, L^VF of eq. 9, halved).
 
-    `clip`: the larger of this and the same for V kept within `clip` of its value before the rollout's first update, as in
-    the authors' code (openai/baselines, ppo2); 0: no clipping.
+    With `clip` > 0 the loss is the maximum of this and the same error of a clipped V. The clipped V stays within
+    `clip` of the value before the first optimizer step on the rollout, as in the authors' code (openai/baselines,
+    ppo2). 0: no clipping.
     """
 
     clip: float = 0.0
 
     def __call__(self, values: Tensor, returns: Tensor, old_values: Tensor) -> Tensor:
-        """Values, returns and old values [R] -> loss [R]."""
+        """Return the loss [R] from values, returns and old values, each [R]."""
         loss = (values - returns) ** 2
         if self.clip:
-            kept = old_values + (values - old_values).clamp(-self.clip, self.clip)
-            loss = loss.maximum((kept - returns) ** 2)
+            clipped = old_values + (values - old_values).clamp(-self.clip, self.clip)
+            loss = loss.maximum((clipped - returns) ** 2)
         return 0.5 * loss

@@ -1,4 +1,9 @@
-"""What one optimizer step minimises: a policy loss, weighted against off-policy samples, with KL and entropy terms."""
+"""The actor's objective: policy loss, off-policy correction, KL and entropy terms; and how token losses are averaged.
+
+A loss is the sum over all response tokens of the batch, each times its weight from `token_weights`. The denominators
+are global, so any split of the batch into micro-batches and data-parallel ranks gives the same loss and gradient.
+Ranks sum their gradients and never divide them again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mrl.algorithms.corrections import Correction
 from mrl.algorithms.inputs import AdvantageInputs, LossInputs
@@ -13,19 +19,19 @@ from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import Loss, PolicyLoss
 from mrl.core.types import Column
 
-if TYPE_CHECKING:  # named and checked in the driver, which needs no torch
+if TYPE_CHECKING:  # the driver builds and checks objectives without torch
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A Loss made of a policy loss and the terms that go with any."""
+    """The Loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms."""
 
     policy: Loss
     correction: Correction | None = None
     kl: KLPenalty | None = None
-    entropy_coef: float = 0.0  # the mean entropy is raised where this is positive
-    old_from_rollout: bool = False  # what the engine said of a token stands for the old policy
+    entropy_coef: float = 0.0  # positive: the mean entropy is maximised with this coefficient
+    old_from_rollout: bool = False  # use the engine's log-probabilities as old_logprobs
 
     @property
     def zero_without_advantage(self) -> bool:
@@ -37,28 +43,57 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        found = getattr(self.policy, "needs", frozenset())
-        return found | self.kl.needs if self.kl else found
+        needs = getattr(self.policy, "needs", frozenset())
+        return needs | self.kl.needs if self.kl else needs
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Those of the policy loss."""
+        """Return the extra columns of the policy loss."""
         make = getattr(self.policy, "extra_columns", PolicyLoss().extra_columns)
         return make(batch, advantages, rng)
 
     def with_kl_coef(self, coef: float) -> Objective:
-        """The same with another weight of the KL term."""
+        """Return the same objective with another coefficient of the KL term."""
         return replace(self, kl=replace(self.kl, coef=coef)) if self.kl else self
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         if self.old_from_rollout:
             inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
-        loss, numbers = self.policy(inputs)
+        loss, metrics = self.policy(inputs)
         if self.correction:
-            weights, found = self.correction(inputs)
-            loss, numbers = loss * weights, numbers | found
+            weights, more = self.correction(inputs)
+            loss, metrics = loss * weights, metrics | more
         if self.kl:
             kl = self.kl(inputs)
-            loss, numbers = loss + self.kl.coef * kl, numbers | {"policy/kl_ref": kl.detach()}
+            loss, metrics = loss + self.kl.coef * kl, metrics | {"policy/kl_ref": kl.detach()}
         if self.entropy_coef:
             loss = loss - self.entropy_coef * inputs.entropy
-        return loss, numbers
+        return loss, metrics
+
+
+AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+
+
+def token_weights(
+    response_lengths: NDArray[np.int64], aggregation: str, max_tokens: int | None = None
+) -> NDArray[np.float64]:
+    """Return the loss weight of one token of each response [B]. This function alone chooses the denominators of the loss.
+
+    token_mean     1 / (all response tokens): every token counts the same (DAPO's token-level loss, eq. 8)
+    sequence_mean  1 / (B * tokens of the response): every response counts the same (GRPO as published, eq. 3)
+    fixed_length   1 / (B * max_tokens): sum over each response, with a denominator that is independent of response
+                   lengths (Dr.GRPO, Liu et al. 2025, 3.2). `max_tokens` is the longest response allowed
+
+    A length may be 0; such a response has no token to weigh, but it counts in B. Raises ValueError for an unknown
+    aggregation, and for fixed_length without `max_tokens`.
+    """
+    lengths = response_lengths.astype(np.float64)
+    count = max(len(lengths), 1)
+    if aggregation == "token_mean":
+        return np.full(len(lengths), 1.0 / max(lengths.sum(), 1))
+    if aggregation == "sequence_mean":
+        return 1.0 / (np.maximum(lengths, 1) * count)
+    if aggregation == "fixed_length":
+        if not max_tokens or max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens}: algorithm.aggregation=fixed_length needs the longest response.")
+        return np.full(len(lengths), 1.0 / (count * max_tokens))
+    raise ValueError(f"algorithm.aggregation={aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
+from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import Advantage
-from mrl.algorithms.corrections import ImportanceSampling, compares_old
-from mrl.algorithms.estimate import Estimator
+from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.objective import Objective
-from mrl.algorithms.reduce import AGGREGATIONS
+from mrl.algorithms.objective import AGGREGATIONS, Objective
 from mrl.config.instantiate import plug_in
 from mrl.config.schema import Config, Node
 
@@ -17,29 +16,29 @@ COMPUTED = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprob
 
 
 @dataclass(frozen=True)
-class Behaviours:
+class AlgorithmParts:
     """What decides how a policy learns from rewards."""
 
     objective: Objective
-    estimator: Estimator
+    advantage_pipeline: AdvantagePipeline
     keep: Filter | None
     needs: frozenset[str]  # of COMPUTED, and greedy_rewards
     penalties: dict[str, KLPenalty]  # by where they stand: "reward", "loss"
 
 
-def make_behaviours(config: Config) -> Behaviours:
+def build_algorithm(config: Config) -> AlgorithmParts:
     """Build every part; raises ValueError naming the key, the value and what fits."""
     algorithm = config.algorithm
-    objective = make_objective(config)
+    objective = build_objective(config)
     in_reward = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = plug_in(algorithm.advantage, "algorithm.advantage")
-    estimator = Estimator(advantage, objective, in_reward, algorithm.whiten, algorithm.mask_truncated)
-    needs = estimator.needs | objective.needs
+    advantage_pipeline = AdvantagePipeline(advantage, objective, in_reward, algorithm.whiten, algorithm.mask_truncated)
+    needs = advantage_pipeline.needs | objective.needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are not on policy
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
         needs -= {"old_logprobs"}
-    if in_reward and not getattr(advantage, "heeds_kl", True):
+    if in_reward and not getattr(advantage, "uses_token_rewards", True):
         raise ValueError(
             f"algorithm.kl_in_reward: {type(advantage).__name__} does not look at it; use algorithm.kl_in_loss."
         )
@@ -53,16 +52,18 @@ def make_behaviours(config: Config) -> Behaviours:
         )
     keep = plug_in(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": in_reward, "loss": objective.kl}
-    return Behaviours(objective, estimator, keep, needs, {where: kl for where, kl in penalties.items() if kl})
+    return AlgorithmParts(
+        objective, advantage_pipeline, keep, needs, {where: kl for where, kl in penalties.items() if kl}
+    )
 
 
-def make_objective(config: Config) -> Objective:
+def build_objective(config: Config) -> Objective:
     """What the actor's optimizer steps minimise."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     if algorithm.aggregation not in AGGREGATIONS:
         raise ValueError(f"algorithm.aggregation={algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")
     correction = plug_in(algorithm.correction, "algorithm.correction") if algorithm.correction else None
-    if from_rollout and correction and compares_old(correction):
+    if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(
             "algorithm.old_logprobs=rollout: the old policy is then the engine's, and algorithm.correction has nothing to "
             "correct; use recompute, or leave the correction out."

@@ -1,32 +1,34 @@
-"""`mrl data`: make or convert input files."""
+"""`mrl data`: creates or converts input files."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from mrl.data.prepare import RECIPES, prepare
+from mrl.data.recipes import RECIPES, prepare
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `mrl data`."""
-    top = argparse.ArgumentParser(prog="mrl data", description="Make or convert input files.")
+    """Return the argument parser of `mrl data`."""
+    top = argparse.ArgumentParser(prog="mrl data", description="Create or convert input files.")
     kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    made = kinds.add_parser("prepare", help="a known data set's rows -> five-column parquet, answers extracted")
+    made = kinds.add_parser("prepare", help="convert a known data set to five-column parquet, with extracted answers")
     made.add_argument(
-        "recipe", choices=sorted(RECIPES), help="; ".join(f"{n}: {r.meaning}" for n, r in RECIPES.items())
+        "recipe", choices=sorted(RECIPES), help="; ".join(f"{n}: {r.source_columns}" for n, r in RECIPES.items())
     )
-    made.add_argument("source", type=Path, help="jsonl or parquet file, or folder of datasets' save_to_disk")
+    made.add_argument("source", type=Path, help="jsonl or parquet file, or folder written by save_to_disk of datasets")
     made.add_argument("target", type=Path, help="parquet file to write")
-    made.add_argument("--instruction", help="text after each problem (default: the recipe's, '' for none)")
-    made.add_argument("--split", default="train", help="name kept in extra_info (default: %(default)s)")
+    made.add_argument("--instruction", help="text added to each problem (default: the recipe's; '' for none)")
+    made.add_argument("--split", default="train", help="split name in extra_info (default: %(default)s)")
 
-    tiny = kinds.add_parser("tiny-model", help="a tiny random Qwen3 with a byte-level tokenizer, for trying a pipeline")
+    tiny = kinds.add_parser("tiny-model", help="create a tiny random Qwen3 with a byte-level tokenizer, for testing")
     tiny.add_argument("folder", type=Path, help="Hugging Face folder to write")
     tiny.add_argument("--context", type=int, default=4096, help="longest sequence in tokens (default: %(default)s)")
     tiny.add_argument("--seed", type=int, default=0)
 
-    arithmetic = kinds.add_parser("arithmetic", help="the quickstart's files: prompts, supervised rows, tiny model")
+    arithmetic = kinds.add_parser(
+        "arithmetic", help="create the files of the quickstart: prompts, supervised rows, tiny model"
+    )
     arithmetic.add_argument("folder", type=Path)
     arithmetic.add_argument("--seed", type=int, default=0)
     return top
@@ -50,7 +52,7 @@ def _prepare(args: argparse.Namespace) -> str:
 
 
 def _tiny_model(args: argparse.Namespace) -> str:
-    from mrl.data.tiny_model import make_tiny_model
+    from mrl.data.synthetic_tasks import make_tiny_model
     from mrl.data.tokenizer import byte_tokenizer
 
     _refuse_existing(args.folder)
@@ -59,10 +61,10 @@ def _tiny_model(args: argparse.Namespace) -> str:
 
 
 def _arithmetic(args: argparse.Namespace) -> str:
-    from mrl.data.arithmetic import make_inputs
+    from mrl.data.synthetic_tasks import make_doubling_task
 
     _refuse_existing(args.folder)
-    make_inputs(args.folder, args.seed)
+    make_doubling_task(args.folder, args.seed)
     return f"quickstart inputs in {args.folder}"
 
 

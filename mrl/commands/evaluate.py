@@ -1,75 +1,76 @@
-"""`mrl evaluate`: pass@k, maj@k and mean score, with confidence intervals."""
+"""`mrl evaluate`: computes pass@k, maj@k and mean score of a model, with confidence intervals."""
 
 import json
 import sys
 from pathlib import Path
 
-from mrl.commands import generate, hydra_app
+from mrl.commands import generate
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.evaluation.evaluate import PICTURE, REPORT, SCORES, checked_reward, evaluate, write
-from mrl.evaluation.intervals import Estimate
-from mrl.evaluation.plan import plan_generation
-from mrl.evaluation.report import Summary, choose_k
+from mrl.evaluation.evaluate_responses import PICTURE, REPORT, SCORES, checked_reward, evaluate, write_evaluation
+from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k
+from mrl.evaluation.generation_plan import plan_generation
+from mrl.evaluation.pass_at_k import IntervalEstimate
 
 USAGE = """usage: mrl evaluate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 
-How good is a model? Samples responses as `mrl generate` does, or takes those of a finished one, and reports of each data
-source and of all prompts together, with intervals:
-  pass@k    the probability that one of k responses passes (Chen et al. 2021, equation 1: unbiased)
-  maj@k     the probability that the majority's answer of k responses passes (the exact mean over all subsets and ties)
-  mean@n    the mean score
+Samples responses as `mrl generate` does, or reads those of a finished `mrl generate`, and reports for each data source and
+for all prompts together, with confidence intervals:
+  pass@k    probability that at least one of k responses passes (Chen et al. 2021, equation 1: unbiased)
+  maj@k     probability that the majority answer of k responses passes (exact mean over all subsets and ties)
+  mean@n    mean score
 
   mrl evaluate model.path=Qwen3-1.7B data.test=[gsm8k.parquet,math.parquet] reward=gsm8k generate.samples=16
-  mrl evaluate evaluate.input=outputs/answers                    of `mrl generate generate.output=outputs/answers ...`
+  mrl evaluate evaluate.input=outputs/answers                    written by `mrl generate generate.output=outputs/answers ...`
   mrl evaluate evaluate.input=outputs/answers evaluate.rescore=true reward._target_=my_rewards.Strict
   mrl evaluate evaluate.input=outputs/answers evaluate.k=[1,8] evaluate.threshold=0.5
 
-The keys of `mrl generate` (its --help explains them), and the section evaluate:
-  input         folder of a finished `mrl generate`; default: generate first
+It takes the keys of `mrl generate` (see its --help) and the section evaluate:
+  input         folder of a finished `mrl generate`; default: generate the responses first
   output        folder of evaluation.json, evaluation.png and scores.parquet; default: run.dir
-  k             default: 1, 2, 4, ... and all samples
-  threshold     a response passes when its score is this or more (1.0)
-  confidence    of the intervals (0.95)
-  rescore       score again by `reward`; default: the scores that the input has (false)
+  k             values of k; default: 1, 2, 4, ... and the number of samples
+  threshold     a response passes if its score is at least this (1.0)
+  confidence    confidence level of the intervals (0.95)
+  rescore       recompute all scores with `reward` (false: use the scores of the input)
 
-docs/evaluate.md says how each number and interval is computed.
+docs/reference/commands.md explains how each number and interval is computed.
 """
 
 
 def job(config: Config) -> None:
-    """One evaluation: a table for people, evaluation.json for programs."""
+    """Run one evaluation: print a table and write the report files."""
     try:
-        folder = _generated(config)
-        found = evaluate(folder, config)
+        folder = _response_folder(config)
+        evaluation = evaluate(folder, config)
     except ValueError as error:
-        hydra_app.refuse(error)
+        hydra_entry.exit_with_error(error)
     output = Path(config.evaluate.output or config.run.dir)
-    write(found, output, config)
-    title = f"{folder}: responses of {found.settings['model.path']}"
-    sys.stdout.write(f"reward: {json.dumps(found.reward)}\n")
-    show(found.summaries, title, config.evaluate.confidence)
+    write_evaluation(evaluation, output, config)
+    title = f"{folder}: responses of {evaluation.settings['model.path']}"
+    sys.stdout.write(f"reward: {json.dumps(evaluation.reward)}\n")
+    print_table(evaluation.summaries, title, config.evaluate.confidence)
     files = ", ".join(str(output / name) for name in (REPORT, PICTURE, SCORES))
     sys.stdout.write(f"written: {files}\n")
 
 
-def _generated(config: Config) -> Path:
-    """The folder to evaluate, filled first unless it is named; raises ValueError at a mistake."""
+def _response_folder(config: Config) -> Path:
+    """Return the folder to evaluate, after generating its responses if evaluate.input is not set. Raises ValueError."""
     if config.evaluate.input:
         return Path(config.evaluate.input)
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        checked_reward(config)  # it is needed when all is generated
-    generate.answer(plan)
+        checked_reward(config)  # fail before the generation, not after it
+    generate.run_generation(plan)
     return plan.store.folder
 
 
-def show(summaries: list[Summary], title: str, confidence: float) -> None:
-    """A table: a block per data source, a line per k."""
+def print_table(summaries: list[EvaluationSummary], title: str, confidence: float) -> None:
+    """Print a table with one block per data source and one line per k, then the fractions of problematic responses."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 
-    table = Table("source", title=f"{title}\nmeans over prompts, {confidence:.0%} intervals", title_justify="left")
+    table = Table("data source", title=f"{title}\nmeans over prompts, {confidence:.0%} intervals", title_justify="left")
     for name in ("prompts", "mean@n", "k", "pass@k", "maj@k"):
         table.add_column(name, justify="right")
     for summary in summaries:
@@ -87,7 +88,7 @@ def show(summaries: list[Summary], title: str, confidence: float) -> None:
         )
 
 
-def _text(estimate: Estimate) -> str:
+def _text(estimate: IntervalEstimate) -> str:
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
@@ -95,7 +96,7 @@ def _text(estimate: Estimate) -> str:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl evaluate`."""
-    return hydra_app.run(argv, job, USAGE)
+    return hydra_entry.run(argv, job, USAGE)
 
 
 if __name__ == "__main__":

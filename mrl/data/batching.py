@@ -1,11 +1,11 @@
-"""Cuts a batch over data-parallel replicas and micro-batches, by length alone: pure arithmetic.
+"""Balances a batch over data-parallel replicas and splits each share into micro-batches, from sequence lengths alone.
 
-    units   rows that are packed together: one response, or responses that share one computed prompt
-    parts   one per data-parallel replica, even by cost
-    packs   the micro-batches of a part, each within a token budget, even by cost
+    unit   rows packed together: one response, or several responses that share one computed prompt
+    part   the units of one data-parallel replica; parts have nearly equal cost
+    pack   the units of one micro-batch, within a token budget; the packs of a part have nearly equal cost
 
-The same three steps make parts, packs and the pieces of a large group: place the units greedily (`_place`), then move and
-swap them while the heaviest part grows lighter (`_improve`).
+One two-step search assigns units to parts, units to packs, and rows to the pieces of a large group. It assigns greedily
+(`_assign_greedily`), then moves and swaps units as long as the heaviest part becomes lighter (`_rebalance`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int64]
 
 UNBOUNDED = np.inf
-EVEN_ENOUGH = 1.0005  # heaviest over mean at which the search stops
-CANDIDATES = (256, 4096)  # at most so many units of the heaviest part against so many others: bounds memory
-# what a group may cost uncut, of the mean cost per part; above 1 because cuts repeat prompts that the mean counts once
+EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this times the mean
+CANDIDATES = (256, 4096)  # units of the heaviest part, and of the others, that one search step compares; bounds memory
+# Cost limits of an uncut group, relative to the mean cost of a part. Some are above 1: a cut computes a prompt twice, and the
+# mean counts it once.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
@@ -35,13 +36,13 @@ class CostModel:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PackingUnit:
     """Rows that are packed together: one response, or several responses that share one computed prompt."""
 
     rows: tuple[int, ...]
-    tokens: int  # that a pack holds: all of a lone sequence; or the shared prompt once, and the responses
+    tokens: int  # in the pack: prompt and response of a single row, or the shared prompt once and all responses
     cost: float
-    group: int = -1  # whose prompt is shared; -1: not shared
+    group: int = -1  # group whose prompt is shared; -1: not shared
 
 
 def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides over cuts
@@ -53,83 +54,87 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides 
     max_tokens: int,
     parts: int,
     share_prompts: bool,
-) -> list[Unit]:
-    """The units of `rows`; lengths (tokens) and groups are [B], indexed by row.
+) -> list[PackingUnit]:
+    """Return the units of `rows`. Lengths (tokens) and groups are columns [B] of the whole batch.
 
-    With `share_prompts` a group is one unit, of P + sum R_i tokens. It is cut, and its prompt computed once per piece, where
-    it is larger than `max_tokens`; and where it costs too much of a part's mean for the parts to be even. As a cut repeats a
-    prompt, the coarsest of GROUP_LIMITS is taken that makes the heaviest part as light as any does.
+    Without `share_prompts` every row is a unit. With it, a group is a unit of P + sum R_i tokens. A group is cut into several
+    units, each of which computes the prompt, if it exceeds `max_tokens`, or if its cost would make the `parts` uneven. Each cut
+    computes a prompt once more. Therefore the function takes the coarsest of GROUP_LIMITS whose heaviest part is as light as with
+    any other limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
-        return [Unit((row,), int(lengths[row]), cost(int(lengths[row]))) for row in rows.tolist()]
+        return [PackingUnit((row,), int(lengths[row]), cost(int(lengths[row]))) for row in rows.tolist()]
     members: dict[int, list[int]] = {}
     for row in sorted(rows.tolist(), key=lambda r: (response_lengths[r], r)):
         members.setdefault(int(groups[row]), []).append(row)
 
-    def cut(limit: float) -> list[Unit]:
+    def cut(limit: float) -> list[PackingUnit]:
         return [
             _shared_unit(piece, group, prompt_lengths, response_lengths, cost)
             for group, of_group in sorted(members.items())
-            for piece in _pieces(of_group, int(prompt_lengths[of_group[0]]), response_lengths, cost, max_tokens, limit)
+            for piece in _split_group(
+                of_group, int(prompt_lengths[of_group[0]]), response_lengths, cost, max_tokens, limit
+            )
         ]
 
-    whole = cut(UNBOUNDED)
-    mean = _total_cost(whole) / parts
-    if _heaviest(whole, parts) <= EVEN_ENOUGH * mean:  # no cut can do better: cuts add cost
-        return whole
-    choices = [whole, *(cut(mean * share) for share in GROUP_LIMITS)]
+    uncut = cut(UNBOUNDED)
+    mean = _total_cost(uncut) / parts
+    if _heaviest(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so no cut is better
+        return uncut
+    choices = [uncut, *(cut(mean * share) for share in GROUP_LIMITS)]
     heaviest = [_heaviest(units, parts) for units in choices]
     return next(units for units, load in zip(choices, heaviest, strict=True) if load <= EVEN_ENOUGH * min(heaviest))
 
 
-def partition(units: Sequence[Unit], parts: int) -> list[list[Unit]]:
-    """Give each unit to one of `parts`, even by cost; any number of both, so that some parts may be empty."""
+def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[PackingUnit]]:
+    """Distribute units over `parts` of nearly equal cost. With fewer units than parts, some parts are empty."""
     costs = np.array([unit.cost for unit in units], dtype=np.float64)
-    home = _spread(costs, np.zeros(len(units), np.int64), parts, UNBOUNDED)
-    assert home is not None, f"{len(units)} units did not fit into {parts} parts of any size"
-    return _gather(units, home, parts)
+    assignment = _assign(costs, np.zeros(len(units), np.int64), parts, UNBOUNDED)
+    assert assignment is not None, f"{len(units)} units did not fit into {parts} parts of any size"
+    return _collect(units, assignment, parts)
 
 
-def micro_batches(units: Sequence[Unit], max_tokens: int, count: int | None = None) -> list[list[Unit]]:
-    """Cut units into packs of at most `max_tokens`, even by cost; a larger unit is a pack of its own.
+def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None = None) -> list[list[PackingUnit]]:
+    """Distribute units over packs of at most `max_tokens` and nearly equal cost. A larger unit gets a pack of its own.
 
-    Without `count` there are as few packs as first-fit-decreasing needs; with it exactly so many, some perhaps empty.
+    Without `count`, the number of packs is that of first-fit-decreasing. With `count`, exactly so many packs are returned; some
+    may be empty.
 
     Raises:
-        ValueError: `count` packs do not hold the units.
+        ValueError: the units do not fit into `count` packs.
     """
     if count is None:
-        count = _packs_needed(units, max_tokens)
+        count = _count_packs(units, max_tokens)
     costs = np.array([unit.cost for unit in units], dtype=np.float64)
     tokens = np.array([unit.tokens for unit in units], dtype=np.int64)
-    home = _spread(costs, tokens, count, max_tokens)
-    if home is None:
-        needed = _packs_needed(units, max_tokens)
+    assignment = _assign(costs, tokens, count, max_tokens)
+    if assignment is None:
+        needed = _count_packs(units, max_tokens)
         raise ValueError(
             f"{tokens.sum()} tokens need {needed} micro-batches of {max_tokens}, not {count}; raise one of them"
         )
-    return _gather(units, home, count)
+    return _collect(units, assignment, count)
 
 
-def plan(
-    units: Sequence[Unit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
+def plan_micro_batches(
+    units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
 ) -> list[tuple[Rows, ...]]:
-    """The micro-batches, as rows, of each of `parts` data-parallel replicas; each row of `units` is in exactly one.
+    """Return, for each of `parts` data-parallel replicas, the rows of its micro-batches. Each row is in exactly one.
 
     Args:
-        equal_counts: every replica has as many micro-batches as the one that needs most.
-        multiple_of: counts are rounded up to a multiple of it (a virtual pipeline needs that); zero stays zero.
+        equal_counts: give every replica as many micro-batches as the replica that needs most.
+        multiple_of: round the counts up to a multiple of this; a virtual pipeline needs it. Zero stays zero.
 
-    Micro-batches that only make up the number are empty.
+    Micro-batches added to reach a count are empty.
     """
-    replicas = partition(units, parts)
-    counts = [_packs_needed(replica, max_tokens) for replica in replicas]
+    replicas = partition_units(units, parts)
+    counts = [_count_packs(replica, max_tokens) for replica in replicas]
     if equal_counts:
         counts = [max(counts)] * parts
     counts = [-(-count // multiple_of) * multiple_of for count in counts]
     return [
-        tuple(_in_order(pack) for pack in micro_batches(replica, max_tokens, count))
+        tuple(_ordered_rows(pack) for pack in pack_units(replica, max_tokens, count))
         for replica, count in zip(replicas, counts, strict=True)
     ]
 
@@ -140,11 +145,11 @@ def _shared_unit(
     prompt_lengths: NDArray[np.int64],
     response_lengths: NDArray[np.int64],
     cost: CostModel,
-) -> Unit:
-    """The unit of rows that share one prompt; a response attends to the prompt and to itself."""
+) -> PackingUnit:
+    """Return the unit of rows that share one prompt. Each response attends to the prompt and to itself."""
     prompt, responses = int(prompt_lengths[rows[0]]), [int(response_lengths[row]) for row in rows]
     assert (prompt_lengths[rows] == prompt).all(), f"group {group} has prompts of {set(prompt_lengths[rows])} tokens"
-    return Unit(
+    return PackingUnit(
         tuple(rows),
         prompt + sum(responses),
         cost(prompt) + sum(cost(prompt + r) - cost(prompt) for r in responses),
@@ -152,124 +157,134 @@ def _shared_unit(
     )
 
 
-def _pieces(
+def _split_group(
     rows: list[int], prompt: int, response_lengths: NDArray[np.int64], cost: CostModel, max_tokens: int, limit: float
 ) -> list[list[int]]:
-    """Cut a group into the fewest even pieces within `max_tokens` and a cost of `limit`.
+    """Split a group into the fewest even pieces within `max_tokens` and a cost of `limit`.
 
-    A row that alone exceeds either is a piece. A piece is not cut for its cost once half of it is the prompt: that is
-    what a cut repeats.
+    A row that alone exceeds either bound is a piece of its own. A piece is not split for its cost when half of that cost is the
+    prompt, because every split adds the prompt again.
     """
-    large = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
+    too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
     tokens = response_lengths[rows]
     costs = np.array([cost(prompt + int(r)) - cost(prompt) for r in tokens], dtype=np.float64)
     limit = max(limit - cost(prompt), cost(prompt))
     fewest = max(1, -(-int(tokens.sum()) // max(1, max_tokens - prompt)))
     for count in range(fewest, len(rows) + 1):
-        home = _spread(costs, tokens, count, max_tokens - prompt)
-        if home is None:
+        assignment = _assign(costs, tokens, count, max_tokens - prompt)
+        if assignment is None:
             continue
-        pieces = _gather(range(len(rows)), home, count)
+        pieces = _collect(range(len(rows)), assignment, count)
         if all(len(piece) == 1 or costs[piece].sum() <= limit for piece in pieces):
-            return large + [[rows[i] for i in piece] for piece in pieces if piece]
+            return too_long + [[rows[i] for i in piece] for piece in pieces if piece]
     assert not rows, f"rows {rows} of at most {max_tokens} tokens with their prompt of {prompt} found no piece"
-    return large
+    return too_long
 
 
-def _spread(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
-    """[U] which part each unit goes to, even by cost, within `capacity` tokens per part; None where that is not found.
+def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
+    """Return the part of each unit [U], with nearly equal costs and at most `capacity` tokens per part; None if none is found.
 
-    Costliest first to the lightest part; where room runs out, first-fit by tokens instead, which needs least of it.
+    The costliest unit goes first, to the lightest part. If that runs out of room, first-fit-decreasing by tokens is tried, which
+    needs the least room.
     """
-    home = _place(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
-    if home is None:
-        home = _place(np.argsort(-tokens, kind="stable"), np.zeros(len(costs)), tokens, parts, capacity)
-    return None if home is None else _improve(home, costs, tokens, parts, capacity)
+    assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
+    if assignment is None:
+        no_costs = np.zeros(len(costs))
+        assignment = _assign_greedily(np.argsort(-tokens, kind="stable"), no_costs, tokens, parts, capacity)
+    return None if assignment is None else _rebalance(assignment, costs, tokens, parts, capacity)
 
 
-def _place(
+def _assign_greedily(
     order: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Rows | None:
-    """[U] homes: each unit in turn to the lightest part with room (the first of equals); None if one finds no room."""
-    loads, full = np.zeros(parts), np.zeros(parts, np.int64)
-    home = np.zeros(len(order), np.int64)
+    """Assign each unit, in `order`, to the lightest part with room; the first part wins ties. Return [U], or None without room.
+
+    An empty part has room for a unit of any size.
+    """
+    loads, used = np.zeros(parts), np.zeros(parts, np.int64)
+    assignment = np.zeros(len(order), np.int64)
     for unit in order.tolist():
-        room = (full + tokens[unit] <= capacity) | (full == 0)
+        room = (used + tokens[unit] <= capacity) | (used == 0)
         if not room.any():
             return None
         part = np.where(room, loads, np.inf).argmin()
-        home[unit] = part
+        assignment[unit] = part
         loads[part] += costs[unit]
-        full[part] += tokens[unit]
-    return home
+        used[part] += tokens[unit]
+    return assignment
 
 
-def _improve(home: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows:
-    """[U] homes after moves and swaps between the heaviest part and any other, best first, while the heaviest falls."""
-    home, count = home.copy(), len(home)
-    # one empty unit per part, after the real ones: a swap with it is a move
+def _rebalance(
+    assignment: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
+) -> Rows:
+    """Return the assignment [U] after the best moves and swaps with the heaviest part, repeated while its load falls."""
+    assignment, count = assignment.copy(), len(assignment)
+    # One empty unit per part, after the real units: a swap with an empty unit is a move.
     costs, tokens = np.append(costs, np.zeros(parts)), np.append(tokens, np.zeros(parts, np.int64))
     for _ in range(2 * (count + parts)):
-        at = np.append(home, np.arange(parts))
-        loads, full = np.bincount(at, costs, parts), np.bincount(at, tokens, parts)
+        part_of = np.append(assignment, np.arange(parts))
+        loads, used = np.bincount(part_of, costs, parts), np.bincount(part_of, tokens, parts)
         heavy = loads.argmax()
         if loads[heavy] <= EVEN_ENOUGH * loads.mean():
             break
-        ours, theirs = _thin(at == heavy, count, CANDIDATES[0]), _thin(at != heavy, count, CANDIDATES[1])
-        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that leaves the heaviest
+        ours, theirs = _thin(part_of == heavy, count, CANDIDATES[0]), _thin(part_of != heavy, count, CANDIDATES[1])
+        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that leaves the heaviest part
         shifted = tokens[ours, None] - tokens[theirs]
-        highest = np.maximum(loads[heavy] - moved, loads[at[theirs]] + moved)
-        highest[(full[heavy] - shifted > capacity) | (full[at[theirs]] + shifted > capacity)] = np.inf
+        highest = np.maximum(loads[heavy] - moved, loads[part_of[theirs]] + moved)
+        highest[(used[heavy] - shifted > capacity) | (used[part_of[theirs]] + shifted > capacity)] = np.inf
         best = np.unravel_index(highest.argmin(), highest.shape)
         if highest[best] > loads[heavy] * (1 - 1e-9):
             break
         mine, other = ours[best[0]], theirs[best[1]]
-        at[mine], at[other] = at[other], heavy
-        home = at[:count]
-    return home
+        part_of[mine], part_of[other] = part_of[other], heavy
+        assignment = part_of[:count]
+    return assignment
 
 
-def _thin(chosen: NDArray[np.bool_], count: int, most: int) -> Rows:
-    """Indices that are chosen: of the first `count` about `most`, evenly spaced, and all that follow."""
-    units = np.flatnonzero(chosen[:count])
-    return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(chosen[count:]))
+def _thin(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
+    """Return selected indices: about `most` evenly spaced ones of the first `count`, and all later ones."""
+    units = np.flatnonzero(selected[:count])
+    return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))
 
 
-def _packs_needed(units: Sequence[Unit], max_tokens: int) -> int:
-    """Packs that first-fit-decreasing opens; at most 2 T / max_tokens + 1, as neighbours together exceed one pack."""
+def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
+    """Return the number of packs of first-fit-decreasing.
+
+    It is at most 2 T / max_tokens + 1 for T tokens, because two neighbouring packs together hold more than `max_tokens`.
+    """
     tokens = np.array([unit.tokens for unit in units], dtype=np.int64)
     most = min(len(units), 2 * int(tokens.sum()) // max_tokens + 1)
-    home = _place(np.argsort(-tokens, kind="stable"), np.zeros(len(units)), tokens, most, max_tokens)
-    assert home is not None, f"first fit of {tokens.sum()} tokens into packs of {max_tokens} exceeded {most}"
-    return int(home.max(initial=-1)) + 1
+    assignment = _assign_greedily(np.argsort(-tokens, kind="stable"), np.zeros(len(units)), tokens, most, max_tokens)
+    assert assignment is not None, f"first fit of {tokens.sum()} tokens into packs of {max_tokens} exceeded {most}"
+    return int(assignment.max(initial=-1)) + 1
 
 
-def _gather[T](items: Sequence[T], home: Rows, parts: int) -> list[list[T]]:
-    """Items by the part they are at home in, in the order given."""
-    gathered: list[list[T]] = [[] for _ in range(parts)]
-    for item, part in zip(items, home.tolist(), strict=True):
-        gathered[part].append(item)
-    return gathered
+def _collect[T](items: Sequence[T], assignment: Rows, parts: int) -> list[list[T]]:
+    """Return the items of each part, in their given order."""
+    collected: list[list[T]] = [[] for _ in range(parts)]
+    for item, part in zip(items, assignment.tolist(), strict=True):
+        collected[part].append(item)
+    return collected
 
 
-def _in_order(pack: Sequence[Unit]) -> Rows:
-    """Rows of a micro-batch: pieces of one group side by side, shortest first, so that equal lengths are neighbours."""
+def _ordered_rows(pack: Sequence[PackingUnit]) -> Rows:
+    """Return the rows of a micro-batch, shortest unit first, with the pieces of a group next to each other."""
     shortest: dict[int, int] = {}
     for unit in pack:
         shortest[unit.group] = min(unit.tokens, shortest.get(unit.group, unit.tokens))
 
-    def place(unit: Unit) -> tuple[int, int, int, tuple[int, ...]]:
+    def sort_key(unit: PackingUnit) -> tuple[int, int, int, tuple[int, ...]]:
         return (unit.tokens if unit.group < 0 else shortest[unit.group], unit.group, unit.tokens, unit.rows)
 
-    return np.array([row for unit in sorted(pack, key=place) for row in unit.rows], dtype=np.int64)
+    return np.array([row for unit in sorted(pack, key=sort_key) for row in unit.rows], dtype=np.int64)
 
 
-def _total_cost(units: Iterable[Unit]) -> float:
-    """Cost of units together."""
+def _total_cost(units: Iterable[PackingUnit]) -> float:
+    """Return the summed cost of units."""
     return sum(unit.cost for unit in units)
 
 
-def _heaviest(units: Sequence[Unit], parts: int) -> float:
-    """Cost of the heaviest part of a partition."""
-    return max(_total_cost(part) for part in partition(units, parts))
+def _heaviest(units: Sequence[PackingUnit], parts: int) -> float:
+    """Return the cost of the heaviest of `parts` after partition_units."""
+    return max(map(_total_cost, partition_units(units, parts)))

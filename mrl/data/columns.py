@@ -7,8 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from mrl.config.schema import Node
-from mrl.data.report import RowError
-from mrl.data.table import Row, column, text
+from mrl.data.row_files import Row, RowError, column, text
 from mrl.data.tokenizer import Messages
 
 GroundTruth = str | list[Any] | dict[str, Any]

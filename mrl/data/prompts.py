@@ -13,25 +13,24 @@ from numpy.typing import NDArray
 
 from mrl.data import tokenizer as text
 from mrl.data.columns import Example
-from mrl.data.report import BadRow, Report, RowError
-from mrl.data.sources import Source
-from mrl.data.table import Row, Table, convert_rows
-from mrl.data.tokenizer import Chat, Messages
+from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
+from mrl.data.sources import PromptSource
+from mrl.data.tokenizer import ChatTemplate, Messages
 
 CHUNK = 4096  # prompts tokenised at a time: what the tokenizer library keeps of each is many times its tokens
 
 
 @dataclass(frozen=True)
-class Rules:
+class PromptConstraints:
     """What a prompt's tokens must fit."""
 
     max_prompt_tokens: int
     vocab_size: int  # of the model
-    chat: Chat = field(default_factory=Chat)
+    chat: ChatTemplate = field(default_factory=ChatTemplate)
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """The rows of one source: a range of row numbers, and how often they are drawn relative to others."""
 
     name: str
@@ -47,13 +46,13 @@ class PromptDataset:
     numbers: NDArray[np.int64]  # [R] of each row in its own file, from 0
     tokens: NDArray[np.int32]  # [T] of all prompts
     cu_seqlens: NDArray[np.int64]  # [R+1] where each prompt begins in `tokens`
-    shares: tuple[Share, ...]  # one per source
-    report: Report
+    shares: tuple[SourceShare, ...]  # one per source
+    report: RowReport
     model_path: str  # whose tokenizer this is
 
     @classmethod
-    def load(cls, sources: Sequence[Source], model_path: str | Path, rules: Rules) -> "PromptDataset":
-        """Read every row of every source; bad and overlong ones are left out and are in `report`, see `settle`.
+    def load(cls, sources: Sequence[PromptSource], model_path: str | Path, rules: PromptConstraints) -> "PromptDataset":
+        """Read every row of every source; bad and overlong ones are left out and are in `report`, see `enforce_row_policies`.
 
         Raises:
             ValueError: a file cannot be read at all; the tokenizer or its chat template cannot be used.
@@ -62,11 +61,11 @@ class PromptDataset:
         examples: list[Example] = []
         numbers: list[int] = []
         tokens: list[NDArray[np.int32]] = []
-        shares, report = [], Report(0, 0)
+        shares, report = [], RowReport(0, 0)
         for source in sources:
-            found = [_Part.read(table, source, tokenizer, rules) for table in source.tables()]
-            of_source = sum((part.report for part in found), Report(0, 0))
-            shares.append(Share(source.name, of_source.kept, source.weight))
+            found = [_FilePrompts.read(table, source, tokenizer, rules) for table in source.tables()]
+            of_source = sum((part.report for part in found), RowReport(0, 0))
+            shares.append(SourceShare(source.name, of_source.kept, source.weight))
             report += of_source
             examples += (example for part in found for example in part.examples)
             numbers += (number for part in found for number in part.numbers)
@@ -76,13 +75,13 @@ class PromptDataset:
         own = np.array(numbers, np.int64)
         return cls(examples, own, flat, cu_seqlens, tuple(shares), report, str(Path(model_path).resolve()))
 
-    def settle(self, path: Path, *, bad_rows: str, overlong: str) -> None:
+    def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
         """List the rows left out in `path`; `bad_rows` and `overlong` are "error" or "skip".
 
         Raises:
             ValueError: rows were left out that may not be, or of a source no row is left.
         """
-        self.report.settle(path, bad_rows=bad_rows, overlong=overlong)
+        self.report.enforce_row_policies(path, bad_rows=bad_rows, overlong=overlong)
         for share in self.shares:
             if not share.rows:
                 of = f"source {share.name!r}" if share.name else "the files"
@@ -131,16 +130,16 @@ class PromptDataset:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FilePrompts:
     """What one file contributes."""
 
     examples: list[Example]
     numbers: list[int]  # of each in the file
     tokens: list[NDArray[np.int32]]
-    report: Report
+    report: RowReport
 
     @classmethod
-    def read(cls, table: Table, source: Source, tokenizer: Any, rules: Rules) -> "_Part":
+    def read(cls, table: RowTable, source: PromptSource, tokenizer: Any, rules: PromptConstraints) -> "_FilePrompts":
         from jinja2 import TemplateError
 
         name = source.data_source(table)
@@ -168,7 +167,7 @@ class _Part:
                     numbers.append(number)
                     tokens.append(np.array(ids, np.int32))
         left_out.sort(key=lambda bad: bad.row)
-        return cls(examples, numbers, tokens, Report(len(table), len(examples), tuple(left_out)))
+        return cls(examples, numbers, tokens, RowReport(len(table), len(examples), tuple(left_out)))
 
 
 def _check_text(column: str, value: Any) -> None:
@@ -179,7 +178,7 @@ def _check_text(column: str, value: Any) -> None:
         raise RowError(column, f"not a text of whole characters ({error}).") from error
 
 
-def _fault(ids: list[int], rules: Rules) -> tuple[str, bool]:
+def _fault(ids: list[int], rules: PromptConstraints) -> tuple[str, bool]:
     """Why these tokens are no prompt of the model (empty: they are), and whether that is their number alone."""
     if not ids:
         return "the chat template made no token of it.", False
@@ -210,13 +209,13 @@ class PromptStream:
         batch_size: int,
         seed: int,
         shuffle: bool,
-        shares: Sequence[Share] = (),
+        shares: Sequence[SourceShare] = (),
         fingerprint: str = "",
     ) -> None:
         """`shares`: of sources whose rows follow each other; none: one source. `fingerprint`: of the rows themselves."""
         if num_rows < 1:
             raise ValueError("a stream needs at least one row, got none.")
-        self.shares = tuple(shares) or (Share("", num_rows),)
+        self.shares = tuple(shares) or (SourceShare("", num_rows),)
         assert sum(share.rows for share in self.shares) == num_rows, f"{self.shares} have not {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.fingerprint = fingerprint

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from mrl.config.instantiate import construct
 from mrl.config.schema import DataConfig, Node
 from mrl.data.columns import Columns
-from mrl.data.report import BadRow
-from mrl.data.table import Row, Table, read_table
+from mrl.data.row_files import BadRow, Row, RowTable, read_table
 
 
 class Rows(Protocol):
@@ -27,7 +26,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """One source of prompts and its share in a mixture."""
 
     files: tuple[str, ...] = ()
@@ -38,29 +37,29 @@ class Source:
     rows: Rows | None = None  # a user's own, in place of files
     origin: str = ""  # what gave them, for messages
 
-    def tables(self) -> Iterator[Table]:
+    def tables(self) -> Iterator[RowTable]:
         """The rows, file by file; raises ValueError at a file that cannot be read."""
         if self.rows is not None:
             yield _read_own(self.rows, self.origin)
         for path in self.files:
             yield read_table(path)
 
-    def each(self) -> Iterator["Source"]:
+    def split_by_file(self) -> Iterator["PromptSource"]:
         """The same with one file each; a user's own rows as they are."""
         yield from ([replace(self, files=(file,)) for file in self.files] if self.files else [self])
 
-    def data_source(self, table: Table) -> str:
+    def data_source(self, table: RowTable) -> str:
         """Of rows that do not say."""
         return self.name or (Path(table.file).stem if self.files else "dataset")
 
 
-def train_sources(data: DataConfig) -> list[Source]:
+def train_sources(data: DataConfig) -> list[PromptSource]:
     """The sources of training prompts; raises ValueError unless exactly one of data.train, mixture and dataset is set."""
     given = {"data.train": data.train, "data.mixture": data.mixture, "data.dataset": data.dataset}
     chosen = [key for key, value in given.items() if value]
     if not chosen:
         raise ValueError(
-            "data.train must name at least one parquet or jsonl file of prompts, or a folder (see docs/data.md); "
+            "data.train must name at least one parquet or jsonl file of prompts, or a folder (see docs/tutorials/data.md); "
             "data.mixture and data.dataset may stand in its place."
         )
     if len(chosen) > 1:
@@ -72,18 +71,18 @@ def train_sources(data: DataConfig) -> list[Source]:
     return [_named(name, node, "data.mixture", data) for name, node in data.mixture.items()]
 
 
-def test_sources(data: DataConfig) -> list[Source]:
+def test_sources(data: DataConfig) -> list[PromptSource]:
     """The held-out sets: the files of data.test without a name, and each of data.test_sets by its own; raises ValueError."""
     unnamed = [_source(dict(files=list(data.test)), "data.test", data)] if data.test else []
     return unnamed + [_named(name, node, "data.test_sets", data) for name, node in data.test_sets.items()]
 
 
-def _named(name: str, node: Any, key: str, data: DataConfig) -> Source:
+def _named(name: str, node: Any, key: str, data: DataConfig) -> PromptSource:
     node = node if isinstance(node, dict) else dict(files=node)
     return _source(node, f"{key}.{name}", data, name)
 
 
-def _source(node: Node, key: str, data: DataConfig, name: str = "") -> Source:
+def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSource:
     fits = ("files", "dataset", "weight", "columns", "system")
     for unknown in node.keys() - set(fits):
         near = difflib.get_close_matches(unknown, fits, n=1)
@@ -101,8 +100,8 @@ def _source(node: Node, key: str, data: DataConfig, name: str = "") -> Source:
     own = dict(columns=columns, system=node.get("system", data.system), name=name, weight=float(weight))
     if node.get("dataset"):
         rows = _construct_rows(node["dataset"], key if key == "data.dataset" else f"{key}.dataset")
-        return Source(**own, rows=rows, origin=node["dataset"]["_target_"])
-    return Source(**own, files=_files(node["files"], key))
+        return PromptSource(**own, rows=rows, origin=node["dataset"]["_target_"])
+    return PromptSource(**own, files=_files(node["files"], key))
 
 
 def _files(value: Any, key: str) -> tuple[str, ...]:
@@ -124,7 +123,7 @@ def _construct_rows(node: Any, key: str) -> Rows:
     for method in ("__len__", "__getitem__"):
         if not hasattr(type(built), method):
             raise ValueError(
-                f"{key}: {node['_target_']} gives {type(built).__name__}, which has no {method} (see docs/data.md)."
+                f"{key}: {node['_target_']} gives {type(built).__name__}, which has no {method} (see docs/tutorials/data.md)."
             )
     if not len(built):
         raise ValueError(f"{key}: {node['_target_']} has no rows.")
@@ -138,7 +137,7 @@ def _called(built: Callable[[], Any], key: str, target: str) -> Any:
         raise ValueError(f"{key}: {target} failed: {error!r}") from error
 
 
-def _read_own(source: Rows, origin: str) -> Table:
+def _read_own(source: Rows, origin: str) -> RowTable:
     rows: list[Row] = []
     numbers, bad = [], []
     for number in range(len(source)):
@@ -147,4 +146,4 @@ def _read_own(source: Rows, origin: str) -> Table:
             numbers.append(number)
         except Exception as error:  # any failure of a user's code is that row's, and is shown with its number
             bad.append(BadRow(origin, number, "", f"expected a row, the data set raised {error!r:.200}"))
-    return Table(origin, rows, numbers, bad)
+    return RowTable(origin, rows, numbers, bad)

@@ -14,7 +14,7 @@ RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_genera
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatTemplate:
     """How messages become text: by the model's chat template or by one of the user's, and with which arguments."""
 
     template: str | None = None  # a file; None: the tokenizer's own
@@ -33,14 +33,14 @@ def read_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def load_tokenizer(folder: str | Path, chat: Chat | None = None) -> Any:
+def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
     """The fast tokenizer of a Hugging Face folder, with its chat template or the one that `chat` names.
 
     Raises:
         ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template of `chat` is
             missing or cannot be parsed; an argument of `chat` is one that the template does not read.
     """
-    chat = chat or Chat()
+    chat = chat or ChatTemplate()
     tokenizer = read_tokenizer(folder)
     if chat.template:
         if not Path(chat.template).is_file():
@@ -55,7 +55,7 @@ def load_tokenizer(folder: str | Path, chat: Chat | None = None) -> Any:
     return tokenizer
 
 
-def _check_template(tokenizer: Any, chat: Chat, folder: str | Path) -> None:
+def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> None:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     where = f"data.chat_template={chat.template}" if chat.template else f"{folder}: chat template"

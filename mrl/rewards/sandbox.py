@@ -1,9 +1,9 @@
 """A locked-down place to run Python that nobody has read: a model's answer, or the code tool of an agent.
 
-One run is one process (`mrl/rewards/jail.py`) that has given up, before the program is compiled, the network, new processes,
+One run is one process (`mrl/rewards/sandbox_child.py`) that has given up, before the program is compiled, the network, new processes,
 other processes and every file but the Python installation's and those of its own temporary folder. The kernel keeps these
 promises (Landlock, seccomp, resource limits); this file starts the process, watches what no kernel limit covers, ends it in
-time and says why it ended. docs/code_rewards.md tells what is locked and what is not.
+time and says why it ended. docs/tutorials/reward.md tells what is locked and what is not.
 """
 
 import difflib
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from mrl.rewards import jail
+from mrl.rewards import sandbox_child
 
 Reason = Literal[
     "ok",  # ended by itself with status 0
@@ -50,7 +50,7 @@ _DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run may use. Raises ValueError for one that nothing could run in."""
 
     wall_s: float = 10.0
@@ -76,13 +76,13 @@ class Limits:
         if unknown := [name for name in values if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"{unknown[0]!r} is no limit of the sandbox; did you mean {near!r}? Limits: {', '.join(known)}."
+                f"{unknown[0]!r} is no limit of the sandbox; did you mean {near!r}? SandboxLimits: {', '.join(known)}."
             )
         return cls(**values)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxResult:
     """How a run ended. Output is decoded as UTF-8; bytes that are none become U+FFFD."""
 
     reason: Reason
@@ -101,11 +101,11 @@ class Outcome:
 @functools.cache
 def why_unavailable() -> str | None:
     """What this machine lacks to lock a program in; None: nothing."""
-    if sys.platform != "linux" or os.uname().machine not in jail.ARCHITECTURES:
-        return f"it needs Linux on {' or '.join(jail.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
-    if jail.landlock_abi() < 1:
+    if sys.platform != "linux" or os.uname().machine not in sandbox_child.ARCHITECTURES:
+        return f"it needs Linux on {' or '.join(sandbox_child.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
+    if sandbox_child.landlock_abi() < 1:
         return "the kernel offers no Landlock (Linux 5.13 or later with lsm=landlock; a container runtime may also hide it)"
-    if not jail.seccomp_works():
+    if not sandbox_child.seccomp_works():
         return "the kernel offers no seccomp filters (CONFIG_SECCOMP_FILTER)"
     return None
 
@@ -118,12 +118,12 @@ def require() -> None:
         )
 
 
-def run_python(source: str, limits: Limits | None = None) -> Outcome:
+def run_python(source: str, limits: SandboxLimits | None = None) -> SandboxResult:
     """Run a program that reads nothing, as a code tool does; see `run`."""
-    return run(source, "", limits or Limits())
+    return run(source, "", limits or SandboxLimits())
 
 
-def run(source: str, stdin: str, limits: Limits, path: tuple[str, ...] = ()) -> Outcome:
+def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = ()) -> SandboxResult:
     """Run the Python program `source` on `stdin`, and return when nothing of it is left.
 
     path: further folders that it may read and import from, beside the standard library.
@@ -161,9 +161,9 @@ def _sealed(name: str, text: str) -> Iterator[int]:
 
 
 def _start(
-    folder: Path, source: int, stdin: int, limits: Limits, path: tuple[str, ...]
+    folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a bare interpreter on jail.py; also the descriptor on which it will say that it is locked."""
+    """Start a bare interpreter on sandbox_child.py; also the descriptor on which it will say that it is locked."""
     ready, status = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
@@ -182,7 +182,7 @@ def _start(
     }
     try:
         process = subprocess.Popen(
-            [os.path.realpath(sys.executable), "-I", "-S", "-B", jail.__file__, marshal.dumps(config).hex()],
+            [os.path.realpath(sys.executable), "-I", "-S", "-B", sandbox_child.__file__, marshal.dumps(config).hex()],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -205,7 +205,7 @@ class _Run:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    limits: Limits
+    limits: SandboxLimits
     stdin: os.stat_result
     output: dict[int, bytearray] = field(default_factory=dict)  # by descriptor
     stopped: tuple[Reason, str] | None = None  # why it was ended from here
@@ -216,13 +216,13 @@ class _Run:
         """Raises: RuntimeError unless the process says that it is locked."""
         poll = select.poll()  # select() knows no descriptor above 1023
         poll.register(ready, select.POLLIN)
-        if poll.poll(_START_S * 1000) and os.read(ready, 64) == jail.LOCKED:
+        if poll.poll(_START_S * 1000) and os.read(ready, 64) == sandbox_child.LOCKED:
             return
         self.process.kill()
         said = self.process.communicate()[1].decode("utf-8", "replace").strip()
         raise RuntimeError(f"the sandbox could not be locked, nothing was run: {_last_line(said) or 'no answer'}")
 
-    def watch(self) -> Outcome:
+    def watch(self) -> SandboxResult:
         """Read its output and look at what it uses until it has ended, by itself or from here."""
         assert self.process.stdout and self.process.stderr, "both are pipes"
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
@@ -246,7 +246,7 @@ class _Run:
         self.process.returncode = os.waitstatus_to_exitcode(status)
         stdout, stderr = (bytes(self.output[each]).decode("utf-8", "replace") for each in (out, err))
         reason, detail = self.stopped or self._explain(stderr, usage)
-        return Outcome(reason, detail, stdout, stderr, self.process.returncode, seconds)
+        return SandboxResult(reason, detail, stdout, stderr, self.process.returncode, seconds)
 
     def _read(self, descriptor: int) -> bool:
         """Take what is there, up to the limit; False at the end."""

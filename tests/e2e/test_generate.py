@@ -49,7 +49,7 @@ def continued(start_mrl, keys, tmp_path_factory):
     assert 3 <= there < ROWS / 8 and json.loads((folder / "generate.json").read_text())["finished"] is None
     again = start_mrl("generate", *keys).finish()
     assert again.process.returncode == 0, again.output()
-    assert f"{there * 8 * SAMPLES} of {ROWS * SAMPLES} responses are there from before" in again.output()
+    assert f"continuing: {there * 8 * SAMPLES} of {ROWS * SAMPLES} responses are done" in again.output()
     assert again.leftovers(within_s=30) == []
     return keys, folder
 

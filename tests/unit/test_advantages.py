@@ -9,18 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.algorithms.advantages import (
+    GAE,
     GDPO,
     GPG,
     GRPO,
     OPO,
     RLOO,
     LogMeanExp,
+    OnPolicyDistillation,
     PassAtK,
+    ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from mrl.algorithms.inputs import AdvantageInputs, Advantages, per_token
-from mrl.algorithms.token_advantages import GAE, OnPolicyDistillation, ReinforcePlusPlus
+from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_tokens
 
 
 def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageInputs:
@@ -175,7 +177,7 @@ def test_the_order_of_rows_does_not_matter(name, sizes, seed):
         {name: values[order] for name, values in batch.parts.items()},
     )
     np.testing.assert_allclose(
-        per_token(estimate(name, moved), moved), per_token(estimate(name, batch), batch)[tokens], rtol=1e-7, atol=1e-9
+        broadcast_to_tokens(estimate(name, moved), moved), broadcast_to_tokens(estimate(name, batch), batch)[tokens], rtol=1e-7, atol=1e-9
     )
 
 
@@ -283,4 +285,4 @@ def test_distillation_may_be_mixed_with_rewards():
 def test_advantages_of_a_wrong_shape_are_named():
     batch = make_batch(2, [3, 2])
     with pytest.raises(ValueError, match=r"shape \(2,\); expected one number for each of the 5 responses"):
-        per_token(np.zeros(2), batch)
+        broadcast_to_tokens(np.zeros(2), batch)

@@ -10,10 +10,9 @@ import torch
 from loss_cases import loss_inputs, make_case
 from omegaconf import OmegaConf
 
-from mrl.algorithms.estimate import Estimator
-from mrl.algorithms.inputs import Scored
-from mrl.algorithms.objective import Objective
-from mrl.algorithms.reduce import AGGREGATIONS
+from mrl.algorithms.advantage_pipeline import AdvantagePipeline
+from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.objective import AGGREGATIONS, Objective
 from mrl.config.instantiate import construct
 from mrl.config.validate import is_known
 from mrl.core.metrics import check
@@ -72,9 +71,9 @@ def test_the_parts_make_an_update(name):
     )
     kl, settings = build(name, "algorithm.kl_in_reward"), load(name)["algorithm"]
     whiten, masked = settings.get("whiten", False), settings.get("mask_truncated", False)
-    estimator = Estimator(build(name, "algorithm.advantage"), objective, kl, whiten, masked)
+    advantage_pipeline = AdvantagePipeline(build(name, "algorithm.advantage"), objective, kl, whiten, masked)
     case, rng = make_case(0, lengths=(3, 1, 5, 2), spread=1e-5), np.random.default_rng(0)
-    scored = Scored(
+    scored = ScoredBatch(
         rewards=np.array([1.0, 0.0, 1.0, 0.0]),
         groups=np.array([0, 0, 1, 1]),
         lengths=case.lengths,
@@ -84,8 +83,8 @@ def test_the_parts_make_an_update(name):
     )
     given = {n: rng.normal(size=11).astype(np.float32) for n in ("values", "teacher_logprobs", "ref_logprobs")}
     given["old_logprobs"] = case.old.astype(np.float32)
-    columns = {n: given[n] for n in estimator.needs - {"greedy_rewards"}}  # what it says it needs is enough
-    found = estimator(scored, columns, kl.coef if kl else 0.0, [0])
+    columns = {n: given[n] for n in advantage_pipeline.needs - {"greedy_rewards"}}  # what it says it needs is enough
+    found = advantage_pipeline(scored, columns, kl.coef if kl else 0.0, [0])
     assert found.rejected.any() == masked
     case.advantages[:], logprobs = found.columns["advantages"], torch.tensor(case.logprobs, requires_grad=True)
     case.columns.clear()
@@ -101,7 +100,7 @@ def test_the_parts_make_an_update(name):
 
 def test_files_with_filters_critics_and_teachers_name_what_these_need():
     assert build("dapo", "rollout.filter")(np.array([0.0, 1.0])) and not build("dapo", "rollout.filter")(np.ones(2))
-    assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["lr"] > 0
+    assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["optim"]["lr"] > 0
     assert "teacher_logprobs" in build("distill", "algorithm.advantage").needs
     assert load("distill")["teacher"]["path"] == "???"
     users = {name for name in FILES if "greedy_rewards" in build(name, "algorithm.advantage").needs}
@@ -125,26 +124,26 @@ def test_nested_plug_ins_are_built():
     assert gdpo.weights == {"right": 2.0} and type(gdpo.weights) is dict
     mixed = construct(
         {
-            "_target_": "mrl.algorithms.token_advantages.OnPolicyDistillation",
-            "reward": {"_target_": "mrl.algorithms.token_advantages.GAE"},
+            "_target_": "mrl.algorithms.advantages.OnPolicyDistillation",
+            "reward": {"_target_": "mrl.algorithms.advantages.GAE"},
         },
         "algorithm.advantage",
     )
     assert "values" in mixed.needs
 
 
-DOCS = Path("docs/algorithms.md").read_text()
+DOCS = Path("docs/concepts/algorithms.md").read_text()
 
 
 def test_the_page_names_what_there_is():
     tables = [line for line in DOCS.splitlines() if line.startswith("| `")]
-    modules = ("losses", "sequence_losses", "covariance_losses", "advantages", "token_advantages")
+    modules = ("losses", "sequence_losses", "advantages")
     named = {cell.split(".")[-1] for line in tables for cell in re.findall(r"`([\w.]+)`", line.split("|")[1])}
     named |= {cell for line in tables for cell in re.findall(r"`(\w+)\(", line)}
     for module in modules:
         found = importlib.import_module(f"mrl.algorithms.{module}")
         classes = {n for n, x in vars(found).items() if isinstance(x, type) and x.__module__ == found.__name__}
-        missing = classes - named - {"Advantage", "Groups", "Loss", "PolicyLoss"}
+        missing = classes - named - {"Advantage", "GroupStatistics", "Loss", "PolicyLoss"}
         assert not missing, missing
     rows = [line.split("|") for line in tables if line.count("|") == 7]
     configs = {name for row in rows for name in re.findall(r"`(\w+)`", row[5])}
@@ -156,10 +155,10 @@ def test_the_examples_of_the_page_run():
     names = {}
     exec(example, names)
     loss, case = names["Unsure"](), make_case(0)
-    scored = Scored(np.arange(5.0), np.array([0, 0, 1, 1, 1]), case.lengths, np.zeros(5, bool))
-    estimator = Estimator(names["Sign"](), loss)
-    found = estimator(scored, {"old_logprobs": case.old.astype(np.float32)}, 0.0, [0])
+    scored = ScoredBatch(np.arange(5.0), np.array([0, 0, 1, 1, 1]), case.lengths, np.zeros(5, bool))
+    advantage_pipeline = AdvantagePipeline(names["Sign"](), loss)
+    found = advantage_pipeline(scored, {"old_logprobs": case.old.astype(np.float32)}, 0.0, [0])
     assert found.columns["advantages"][[0, 3, 4]].tolist() == [-1, 1, -1]
     assert found.columns["unsure"].sum() == 3  # a fifth of 15
     case.columns.update(found.columns)
-    assert estimator.needs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3
+    assert advantage_pipeline.needs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3

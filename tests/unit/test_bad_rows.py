@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.data.arithmetic import make_inputs
-from mrl.data.prompts import PromptDataset, Rules
-from mrl.data.report import SHOWN
-from mrl.data.sources import Source
-from mrl.data.tokenizer import Chat
+from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.row_files import SHOWN
+from mrl.data.sources import PromptSource
+from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.data.tokenizer import ChatTemplate
 
 LIMIT = 12  # tokens of a prompt, one per character
 VOCABULARY = 30  # the tokenizer has 32: <r28> and <r29> are ids that the model does not know
@@ -149,13 +149,13 @@ LONG = "overlong"
 class Files:
     model: str
     folder: Any
-    rules: Rules
+    rules: PromptConstraints
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad_rows")
-    make_inputs(folder / "made")
+    make_doubling_task(folder / "made")
     model = folder / "made/model"
     tokenizer = orjson.loads((model / "tokenizer.json").read_bytes())
     words = tokenizer["model"]["vocab"]
@@ -164,7 +164,7 @@ def files(tmp_path_factory):
     assert words[chr(0x2460)] == 31
     (model / "tokenizer.json").write_bytes(orjson.dumps(tokenizer))
     (folder / "template.jinja").write_text(TEMPLATE)
-    return Files(str(model), folder, Rules(LIMIT, VOCABULARY, Chat(str(folder / "template.jinja"))))
+    return Files(str(model), folder, PromptConstraints(LIMIT, VOCABULARY, ChatTemplate(str(folder / "template.jinja"))))
 
 
 def made(kind: str, source: random.Random) -> bytes:
@@ -205,7 +205,7 @@ def check_file(files, kinds, blanks, source):
     path = files.folder / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))
 
-    data = PromptDataset.load([Source((str(path),))], files.model, files.rules)
+    data = PromptDataset.load([PromptSource((str(path),))], files.model, files.rules)
 
     expected = {number: kind for number, kind in zip(where, kinds, strict=True) if kind != GOOD}
     assert [bad.row for bad in data.report.left_out] == sorted(expected)
@@ -245,7 +245,7 @@ def test_a_parquet_column_of_the_wrong_type_makes_every_row_bad(files, tmp_path,
     name, values, reason = PARQUET[kind]
     table = pa.table(pa.Table.from_pylist([row()] * 3).drop_columns([name]).to_pydict() | {name: pa.array(values)})
     pq.write_table(table, tmp_path / "a.parquet")
-    report = PromptDataset.load([Source((str(tmp_path / "a.parquet"),))], files.model, files.rules).report
+    report = PromptDataset.load([PromptSource((str(tmp_path / "a.parquet"),))], files.model, files.rules).report
     assert (report.rows, report.kept, [bad.row for bad in report.left_out]) == (3, 0, [0, 1, 2])
     assert all(bad.column.startswith(name) and reason in bad.reason for bad in report.left_out), report
 
@@ -257,7 +257,7 @@ def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(files, broken):
     unchecked = pa.Array.from_buffers(pa.string(), len(broken), texts.buffers())
     rest = pa.Table.from_pylist([{"reward_model": {"ground_truth": "2"}}] * len(broken))
     pq.write_table(rest.append_column("prompt", unchecked), files.folder / "utf8.parquet")
-    report = PromptDataset.load([Source((str(files.folder / "utf8.parquet"),))], files.model, files.rules).report
+    report = PromptDataset.load([PromptSource((str(files.folder / "utf8.parquet"),))], files.model, files.rules).report
     assert [bad.row for bad in report.left_out] == [number for number, bad in enumerate(broken) if bad]
     assert {(bad.column, bad.reason[:9]) for bad in report.left_out} <= {("prompt", "not UTF-8")}
     assert report.kept == broken.count(False)
@@ -266,11 +266,11 @@ def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(files, broken):
 def test_a_policy_of_error_lists_all_rows_in_a_file_and_the_first_in_the_message(files, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([line(row()), *[b"{oops"] * 7, line(row("1" * 20))]))
-    data = PromptDataset.load([Source((str(path),))], files.model, files.rules)
+    data = PromptDataset.load([PromptSource((str(path),))], files.model, files.rules)
     listed = tmp_path / "run/bad_rows.jsonl"
 
     with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as caught:
-        data.settle(listed, bad_rows="error", overlong="error")
+        data.enforce_row_policies(listed, bad_rows="error", overlong="error")
     message = str(caught.value)
     assert message.count("not a JSON object") == SHOWN and "... and 3 more" in message
     assert f"All are in {listed}" in message and "set data.bad_rows=skip and data.overlong=skip" in message
@@ -279,27 +279,27 @@ def test_a_policy_of_error_lists_all_rows_in_a_file_and_the_first_in_the_message
     assert all(entry["file"] == str(path) and entry["reason"] for entry in rows)
 
     with pytest.raises(ValueError, match=r"1 of 9 rows.*\n.*row 8.*20 tokens are more than") as caught:
-        data.settle(listed, bad_rows="skip", overlong="error")
+        data.enforce_row_policies(listed, bad_rows="skip", overlong="error")
     assert "data.overlong=skip" in str(caught.value) and "data.bad_rows=skip" not in str(caught.value)
-    data.settle(listed, bad_rows="skip", overlong="skip")
+    data.enforce_row_policies(listed, bad_rows="skip", overlong="skip")
     assert str(data.report) == "1 of 9 rows kept, 7 bad, 1 overlong"
 
 
 def test_a_source_of_which_no_row_is_left_is_an_error_under_any_policy(files, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(line(row()))
     (tmp_path / "bad.jsonl").write_bytes(b"[]")
-    sources = [Source((str(tmp_path / f"{name}.jsonl"),), name=name) for name in ("good", "bad")]
+    sources = [PromptSource((str(tmp_path / f"{name}.jsonl"),), name=name) for name in ("good", "bad")]
     data = PromptDataset.load(sources, files.model, files.rules)
     with pytest.raises(ValueError, match=r"source 'bad': no row is left"):
-        data.settle(tmp_path / "list.jsonl", bad_rows="skip", overlong="skip")
+        data.enforce_row_policies(tmp_path / "list.jsonl", bad_rows="skip", overlong="skip")
     assert (tmp_path / "list.jsonl").is_file()
 
 
 def test_a_list_of_an_earlier_attempt_does_not_stay(files, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(line(row()))
     (tmp_path / "list.jsonl").write_text("old")
-    data = PromptDataset.load([Source((str(tmp_path / "good.jsonl"),))], files.model, files.rules)
-    data.settle(tmp_path / "list.jsonl", bad_rows="error", overlong="error")
+    data = PromptDataset.load([PromptSource((str(tmp_path / "good.jsonl"),))], files.model, files.rules)
+    data.enforce_row_policies(tmp_path / "list.jsonl", bad_rows="error", overlong="error")
     assert not (tmp_path / "list.jsonl").exists()
 
 
@@ -315,4 +315,4 @@ def test_a_file_that_is_not_readable_at_all_says_why(files, tmp_path, name, make
     pq.write_table(pa.Table.from_pylist([row()]), tmp_path / name)
     make(tmp_path / name)
     with pytest.raises(ValueError, match=reason):
-        PromptDataset.load([Source((str(tmp_path / name),))], files.model, files.rules)
+        PromptDataset.load([PromptSource((str(tmp_path / name),))], files.model, files.rules)

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mrl.core.types import TokenBlock
-from mrl.data.batching import CostModel, Unit, make_units, micro_batches, partition, plan
+from mrl.data.batching import CostModel, PackingUnit, make_units, pack_units, partition_units, plan_micro_batches
 
 SEVEN_B = CostModel(4.24e10, 6.02e5)  # FLOPs of training a 7B-like model
 SEEDS = range(60)
@@ -44,7 +44,7 @@ class Ragged:
             share_prompts=bool(draw.integers(2)),
         )
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[PackingUnit]:
         return make_units(**vars(self))
 
     def computed(self, rows: tuple[int, ...]) -> list[int]:
@@ -63,7 +63,7 @@ def costs_of(parts):
 
 
 def lone(lengths, cost=SEVEN_B):
-    return [Unit((row,), int(length), cost(int(length))) for row, length in enumerate(lengths)]
+    return [PackingUnit((row,), int(length), cost(int(length))) for row, length in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -91,7 +91,9 @@ def test_a_plan_holds_every_row_once_within_the_budget(seed):
     packs = [
         pack
         for equal, multiple in [(True, 1), (False, 4)]
-        for replica in plan(batch.units(), batch.parts, batch.max_tokens, equal_counts=equal, multiple_of=multiple)
+        for replica in plan_micro_batches(
+            batch.units(), batch.parts, batch.max_tokens, equal_counts=equal, multiple_of=multiple
+        )
         for pack in replica
     ]
     assert all(pack.dtype == np.int64 for pack in packs)
@@ -111,10 +113,12 @@ def test_a_plan_keeps_the_rules_of_counts(seed):
     units = batch.units()
 
     def counts(equal_counts, multiple_of):
-        replicas = plan(units, batch.parts, batch.max_tokens, equal_counts=equal_counts, multiple_of=multiple_of)
+        replicas = plan_micro_batches(
+            units, batch.parts, batch.max_tokens, equal_counts=equal_counts, multiple_of=multiple_of
+        )
         return [len(replica) for replica in replicas]
 
-    needed = [len(micro_batches(part, batch.max_tokens)) for part in partition(units, batch.parts)]
+    needed = [len(pack_units(part, batch.max_tokens)) for part in partition_units(units, batch.parts)]
     assert counts(False, 1) == needed
     assert counts(True, 1) == [max(needed)] * batch.parts
     assert counts(False, 4) == [4 * -(-count // 4) for count in needed]
@@ -125,7 +129,7 @@ def test_a_plan_keeps_the_rules_of_counts(seed):
 def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
     batch = Ragged.of(seed)
     lengths = batch.prompt_lengths + batch.response_lengths
-    for replica in plan(batch.units(), batch.parts, batch.max_tokens, equal_counts=False, multiple_of=1):
+    for replica in plan_micro_batches(batch.units(), batch.parts, batch.max_tokens, equal_counts=False, multiple_of=1):
         for pack in replica:
             if batch.share_prompts:
                 groups = batch.groups[pack]
@@ -137,7 +141,7 @@ def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_batch_is_cut_the_same_way(seed):
     first, second = (
-        plan(
+        plan_micro_batches(
             Ragged.of(seed).units(),
             Ragged.of(seed).parts,
             Ragged.of(seed).max_tokens,
@@ -156,7 +160,7 @@ def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them
     batch = Ragged.of(seed)
     uncut = make_units(**{**vars(batch), "parts": 1, "share_prompts": True})
     cut = make_units(**{**vars(batch), "share_prompts": True})
-    heaviest, before = (costs_of(partition(units, batch.parts)).max() for units in (cut, uncut))
+    heaviest, before = (costs_of(partition_units(units, batch.parts)).max() for units in (cut, uncut))
     assert heaviest <= before * (1 + 1e-9)
     assert len(cut) >= len(uncut)
 
@@ -166,8 +170,8 @@ def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them
 def test_asking_for_more_packs_gives_exactly_so_many(seed, extra):
     batch = Ragged.of(seed)
     units = batch.units()
-    least = len(micro_batches(units, batch.max_tokens))
-    packs = micro_batches(units, batch.max_tokens, least + extra)
+    least = len(pack_units(units, batch.max_tokens))
+    packs = pack_units(units, batch.max_tokens, least + extra)
     assert len(packs) == least + extra
     assert rows_of([unit for pack in packs for unit in pack]) == batch.rows.tolist()
     assert all(sum(unit.tokens for unit in pack) <= batch.max_tokens or len(pack) == 1 for pack in packs)
@@ -205,7 +209,7 @@ def test_a_row_over_the_budget_is_a_unit_and_the_others_share():
 def test_a_group_is_cut_for_parts_that_would_be_empty_but_no_finer_than_helps():
     units = group_of(10, [100] * 8, 10_000, 4)
     assert [len(unit.rows) for unit in units] == [2, 2, 2, 2]
-    loads = costs_of(partition(units, 4))
+    loads = costs_of(partition_units(units, 4))
     assert loads.max() == loads.min() == 210
 
 
@@ -223,7 +227,7 @@ def test_even_groups_that_fill_the_parts_are_not_cut():
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 64])
 def test_partition_gives_every_unit_to_one_part(parts):
     units = lone(np.random.default_rng(0).integers(1, 50, 37))
-    cut = partition(units, parts)
+    cut = partition_units(units, parts)
     assert len(cut) == parts
     assert rows_of([unit for part in cut for unit in part]) == list(range(37))
 
@@ -236,34 +240,38 @@ def test_parts_are_within_two_percent_of_the_best_that_the_longest_sequence_perm
     lengths = np.random.default_rng(seed).lognormal(np.log(2048), sigma, 512).clip(512, 32768).astype(np.int64)
     units = lone(lengths, cost)
     start = process_time()
-    loads = costs_of(partition(units, parts))
+    loads = costs_of(partition_units(units, parts))
     assert process_time() - start < 1
     assert loads.max() <= 1.02 * max(loads.mean(), max(unit.cost for unit in units))
 
 
 def test_micro_batches_are_even_by_cost_where_the_budget_leaves_room():
     lengths = np.random.default_rng(0).lognormal(np.log(2048), 0.8, 64).clip(512, 8192).astype(np.int64)
-    loads = costs_of(micro_batches(lone(lengths), 32768, 6))
+    loads = costs_of(pack_units(lone(lengths), 32768, 6))
     assert loads.max() <= 1.02 * loads.mean()
 
 
 def test_too_few_micro_batches_are_an_error_that_says_how_many():
     with pytest.raises(ValueError, match="30 tokens need 3 micro-batches of 10, not 2"):
-        micro_batches(lone([10, 10, 10]), 10, 2)
+        pack_units(lone([10, 10, 10]), 10, 2)
 
 
 def test_no_rows_make_no_micro_batches():
     none = np.array([], dtype=np.int64)
     units = make_units(none, none, none, none, CostModel(), 10, 2, True)
-    assert units == micro_batches(units, 10) == []
-    assert plan(units, 2, 10, equal_counts=True, multiple_of=4) == [(), ()]
-    assert micro_batches(units, 10, 2) == [[], []]
+    assert units == pack_units(units, 10) == []
+    assert plan_micro_batches(units, 2, 10, equal_counts=True, multiple_of=4) == [(), ()]
+    assert pack_units(units, 10, 2) == [[], []]
 
 
 def test_a_replica_without_rows_gets_empty_micro_batches_only_where_counts_are_equal():
     units = lone([5, 5])
-    assert [len(replica) for replica in plan(units, 3, 10, equal_counts=False, multiple_of=2)] == [2, 2, 0]
-    filled = plan(units, 3, 10, equal_counts=True, multiple_of=2)
+    assert [len(replica) for replica in plan_micro_batches(units, 3, 10, equal_counts=False, multiple_of=2)] == [
+        2,
+        2,
+        0,
+    ]
+    filled = plan_micro_batches(units, 3, 10, equal_counts=True, multiple_of=2)
     assert [[len(pack) for pack in replica] for replica in filled] == [[1, 0], [1, 0], [0, 0]]
 
 

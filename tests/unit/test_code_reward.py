@@ -9,13 +9,12 @@ import pytest
 
 from mrl.config.instantiate import plug_in
 from mrl.core import metrics
-from mrl.rewards import code, sandbox
-from mrl.rewards.base import Response, Score, Scores
-from mrl.rewards.code import REASONS, CodeExecution, find_code, part_name, read_cases
-from mrl.rewards.combine import Weighted
-from mrl.rewards.sandbox import Limits
+from mrl.rewards import code_execution, sandbox
+from mrl.rewards.code_execution import REASONS, CodeExecution, find_code, part_name, read_cases
+from mrl.rewards.reward_types import Response, Score, Scores, Weighted
+from mrl.rewards.rule_based import Overlong
+from mrl.rewards.sandbox import SandboxLimits
 from mrl.rewards.scorer import Scorer
-from mrl.rewards.shape import Overlong
 
 pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
 
@@ -87,14 +86,14 @@ def test_a_wrong_answer_is_no_failure(program, tests, fraction):
     ],
 )
 def test_a_program_that_does_not_end_normally_earns_zero_and_its_reason(program, reason, detail, caplog):
-    caplog.set_level(logging.DEBUG, logger="mrl.rewards.code")
+    caplog.set_level(logging.DEBUG, logger="mrl.rewards.code_execution")
     assert score(program, DOUBLE) == scored(0.0, reason)
     assert f"a program did not end well: {reason}: " in caplog.text and detail in caplog.text
     assert f"1 programs did not end well: {reason} 1" in caplog.text
 
 
 def test_an_endless_program_is_stopped_at_the_limit_given():
-    assert score("while True: pass", DOUBLE, limits=Limits(wall_s=0.3)) == scored(0.0, "time limit")
+    assert score("while True: pass", DOUBLE, limits=SandboxLimits(wall_s=0.3)) == scored(0.0, "time limit")
 
 
 def test_a_crash_in_one_test_leaves_the_others_their_fraction():
@@ -197,13 +196,13 @@ def test_a_sandbox_that_cannot_be_locked_is_a_failure(monkeypatch):
     def broken(*arguments):
         raise RuntimeError("the sandbox could not be locked, nothing was run: no answer")
 
-    monkeypatch.setattr(code, "run", broken)
+    monkeypatch.setattr(code_execution, "run", broken)
     assert score("print(1)", DOUBLE).failure == "the sandbox could not be locked, nothing was run: no answer"
 
 
 def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
-    real = code.run
+    real = code_execution.run
 
     def counted(*arguments):
         nonlocal running, most
@@ -216,7 +215,7 @@ def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
             with lock:
                 running -= 1
 
-    monkeypatch.setattr(code, "run", counted)
+    monkeypatch.setattr(code_execution, "run", counted)
     tests = json.dumps({"inputs": [""], "outputs": ["1"]})
     rows = [Response("code", fenced(f"import time\ntime.sleep(0.1)\nprint({i})"), tests) for i in range(6)]
     begun = time.monotonic()
@@ -226,8 +225,12 @@ def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
 
 
 def test_it_is_named_in_a_config_with_its_limits():
-    node = {"_target_": "mrl.rewards.code.CodeExecution", "partial": True, "limits": {"wall_s": 1.5, "threads": 4}}
-    assert plug_in(node, "reward") == CodeExecution(partial=True, limits=Limits(wall_s=1.5, threads=4))
+    node = {
+        "_target_": "mrl.rewards.code_execution.CodeExecution",
+        "partial": True,
+        "limits": {"wall_s": 1.5, "threads": 4},
+    }
+    assert plug_in(node, "reward") == CodeExecution(partial=True, limits=SandboxLimits(wall_s=1.5, threads=4))
     with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is no limit of the sandbox"):
         plug_in({**node, "limits": {"wal_s": 1}}, "reward")
     with pytest.raises(ValueError, match="workers=0: expected at least 1"):

@@ -8,11 +8,19 @@ import pytest
 import torch
 from loss_cases import loss_inputs, make_case
 
-from mrl.algorithms.corrections import LEVELS, MODES, IcePop, ImportanceSampling, OffPolicyMask, Product
+from mrl.algorithms.corrections import (
+    LEVELS,
+    MODES,
+    IcePop,
+    ImportanceSampling,
+    OffPolicyMask,
+    Product,
+    mismatch_metrics,
+    mismatch_sums,
+)
 from mrl.algorithms.filters import NonzeroVariance, RewardRange
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.losses import PPOClip
-from mrl.algorithms.mismatch import metrics, sums
 from mrl.algorithms.objective import Objective
 
 
@@ -151,7 +159,7 @@ def test_mismatch_metrics_follow_their_definitions():
     rng = np.random.default_rng(0)
     rollout = -rng.exponential(1.0, 400)
     old = rollout + rng.normal(scale=0.2, size=400)
-    found = metrics({k: v.item() for k, v in sums(torch.tensor(old), torch.tensor(rollout)).items()})
+    found = mismatch_metrics({k: v.item() for k, v in mismatch_sums(torch.tensor(old), torch.tensor(rollout)).items()})
     ratios = [math.exp(a) / math.exp(b) for a, b in zip(old, rollout, strict=True)]
     assert found["mismatch/kl"] == pytest.approx(sum(-math.log(r) for r in ratios) / 400)
     assert found["mismatch/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 400)
@@ -165,8 +173,8 @@ def test_mismatch_divergences_are_right_on_average():
     """Weighted by the engine's probabilities, the sums are the divergences themselves."""
     rng = np.random.default_rng(1)
     q, p = (torch.tensor(rng.normal(size=6)).softmax(0).numpy() for _ in range(2))  # engine, trainer
-    parts = [sums(torch.tensor(np.log(p[k : k + 1])), torch.tensor(np.log(q[k : k + 1]))) for k in range(6)]
-    found = metrics({name: sum(q[k] * parts[k][name].item() for k in range(6)) for name in parts[0]})
+    parts = [mismatch_sums(torch.tensor(np.log(p[k : k + 1])), torch.tensor(np.log(q[k : k + 1]))) for k in range(6)]
+    found = mismatch_metrics({name: sum(q[k] * parts[k][name].item() for k in range(6)) for name in parts[0]})
     kl = sum(x * math.log(x / y) for x, y in zip(q, p, strict=True))
     chi2 = sum((y - x) ** 2 / x for x, y in zip(q, p, strict=True))
     assert found["mismatch/kl"] == pytest.approx(kl) and found["mismatch/k3"] == pytest.approx(kl)
@@ -176,14 +184,16 @@ def test_mismatch_divergences_are_right_on_average():
 
 def test_mismatch_sums_add_up_and_nothing_sampled_is_nan():
     old, rollout = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.9, -0.7])
-    whole, a, b = sums(old, rollout), sums(old[:1], rollout[:1]), sums(old[1:], rollout[1:])
+    whole, a, b = mismatch_sums(old, rollout), mismatch_sums(old[:1], rollout[:1]), mismatch_sums(old[1:], rollout[1:])
     for name in whole:
         assert (a[name] + b[name]).item() == pytest.approx(whole[name].item(), rel=1e-12)
-    same = metrics({k: v.item() for k, v in sums(old, old).items()})
+    same = mismatch_metrics({k: v.item() for k, v in mismatch_sums(old, old).items()})
     assert same == {f"mismatch/{k}": v for k, v in dict(kl=0, k3=0, chi2=0, ess_fraction=1, ppl_ratio=1).items()}
-    for nothing in (sums(old, torch.full((3,), math.nan)), sums(old[:0], old[:0])):
-        assert all(math.isnan(x) for x in metrics({k: v.item() for k, v in nothing.items()}).values())
-    far = metrics({k: v.item() for k, v in sums(torch.tensor([-900.0]), torch.tensor([-0.1])).items()})
+    for nothing in (mismatch_sums(old, torch.full((3,), math.nan)), mismatch_sums(old[:0], old[:0])):
+        assert all(math.isnan(x) for x in mismatch_metrics({k: v.item() for k, v in nothing.items()}).values())
+    far = mismatch_metrics(
+        {k: v.item() for k, v in mismatch_sums(torch.tensor([-900.0]), torch.tensor([-0.1])).items()}
+    )
     assert far["mismatch/kl"] == pytest.approx(899.9) and far["mismatch/ppl_ratio"] == math.inf
 
 

@@ -7,16 +7,17 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
-from mrl.controller.plan_train import _check_prompts, _model_plan, origin
-from mrl.data.arithmetic import make_inputs
+from mrl.controller.plan_models import plan_model
+from mrl.controller.plan_train import load_prompt_datasets, warm_start_settings
+from mrl.data.synthetic_tasks import make_doubling_task
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan") / "made"
-    make_inputs(folder)
+    make_doubling_task(folder)
     for name, rows in (("train", 40), ("test", 10)):
         pq.write_table(pq.read_table(folder / f"{name}.parquet").slice(0, rows), folder / f"{name}.parquet")
     lines = [json.dumps({"q": f"{n}+1=", "a": n + 1}) for n in range(20)]
@@ -26,18 +27,18 @@ def inputs(tmp_path_factory):
 
 def config_of(inputs, tmp_path, *overrides):
     """The quickstart's config with these overrides, as a command line has them."""
-    argv = hydra_app.checked(
+    argv = hydra_entry.check_overrides(
         ["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}", *overrides]
     )
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         return from_hydra(hydra_compose("config", argv))
 
 
 def plan(inputs, tmp_path, *overrides):
     """Its training and its held-out set."""
     config = config_of(inputs, tmp_path, *overrides)
-    return _check_prompts(config, _model_plan(config, config.model.path))
+    return load_prompt_datasets(config, plan_model(config, config.model.path))
 
 
 def plain(inputs):
@@ -109,6 +110,6 @@ def test_prompts_leave_room_for_the_response(inputs, tmp_path):
 
 def test_a_warm_start_under_another_chat_template_is_another(inputs, tmp_path):
     def made_from(*overrides):
-        return origin(config_of(inputs, tmp_path, *overrides))
+        return warm_start_settings(config_of(inputs, tmp_path, *overrides))
 
     assert len({str(made_from(o)) for o in ("run.seed=0", "data.template_args.x=1", "data.chat_template=a.jinja")}) == 3

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from mrl.commands import evaluate as command
 from mrl.config.schema import Config
 from mrl.config.validate import from_hydra
-from mrl.evaluation.evaluate import evaluate, write
-from mrl.evaluation.report import choose_k
-from mrl.evaluation.store import Store
-from mrl.rewards.math import ExactMatch
+from mrl.evaluation.evaluate_responses import evaluate, write_evaluation
+from mrl.evaluation.evaluation_summary import choose_k
+from mrl.evaluation.response_store import ResponseStore
+from mrl.rewards.rule_based import ExactMatch
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def folder(tmp_path):
         for (source, row), texts in TEXTS.items()
         for sample, text in enumerate(texts)
     ]
-    with Store(tmp_path / "answers", {"generate.samples": 4, "reward": None, "model.path": "some/model"}) as store:
+    with ResponseStore(tmp_path / "answers", {"generate.samples": 4, "reward": None, "model.path": "some/model"}) as store:
         store.write(0, rows[:12])
         store.write(1, rows[12:])
         store.finish(dict(responses=20, prompts=5, files=2))
@@ -130,8 +130,8 @@ def test_scores_that_are_there_are_kept_unless_asked_otherwise(folder):
     (folder / "generate.json").write_text(json.dumps(manifest))
     for path in folder.glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
-        Store(folder, manifest["settings"]).write(int(path.stem[-6:]), [r | dict(score=1.0, parts={}) for r in rows])
-    exact = {"reward": {"_target_": "mrl.rewards.math.ExactMatch"}}
+        ResponseStore(folder, manifest["settings"]).write(int(path.stem[-6:]), [r | dict(score=1.0, parts={}) for r in rows])
+    exact = {"reward": {"_target_": "mrl.rewards.rule_based.ExactMatch"}}
     kept = evaluate(folder, config_of(**exact))
     assert kept.reward == LAST_WORD and kept.summaries[-1].mean_score.value == 1.0
     assert kept.answers[0] == "7", "the reward that scored also says what the answers are"
@@ -144,7 +144,7 @@ def test_scores_that_are_there_are_kept_unless_asked_otherwise(folder):
 def test_an_evaluation_leaves_a_report_a_picture_and_its_scores(folder, tmp_path, capsys):
     config = config_of()
     found = evaluate(folder, config)
-    write(found, tmp_path / "out", config)
+    write_evaluation(found, tmp_path / "out", config)
     report = json.loads((tmp_path / "out/evaluation.json").read_text())
     assert report["reward"] == LAST_WORD and report["confidence"] == 0.95
     assert report["summaries"][2]["pass_at"]["2"]["value"] == found.summaries[2].pass_at[2].value
@@ -156,7 +156,7 @@ def test_an_evaluation_leaves_a_report_a_picture_and_its_scores(folder, tmp_path
         and scores[0]["score"] == 1.0
         and scores[0]["file"] == "a.parquet"
     )
-    command.show(found.summaries, "title", 0.95)
+    command.print_table(found.summaries, "title", 0.95)
     shown = capsys.readouterr().out
     assert f"{found.summaries[2].pass_at[4].value:.3f} [" in shown and "overall: 20 responses" in shown
 
@@ -165,7 +165,7 @@ def change_rows(folder, change) -> None:
     settings = json.loads((folder / "generate.json").read_text())["settings"]
     for path in folder.glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
-        Store(folder, settings).write(int(path.stem[-6:]), [row | change(row) for row in rows])
+        ResponseStore(folder, settings).write(int(path.stem[-6:]), [row | change(row) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def test_without_its_reward_what_is_scored_is_evaluated_by_its_texts(folder, cap
 
 def test_a_reward_that_only_the_evaluation_needs_is_checked_before_anything_is_generated(monkeypatch):
     monkeypatch.setattr(command, "plan_generation", lambda config: None)
-    monkeypatch.setattr(command.generate, "answer", lambda plan: pytest.fail("engines were started"))
-    bad = {"generate.score": False, "reward": {"_target_": "mrl.rewards.math.ExactMatc"}}
+    monkeypatch.setattr(command.generate, "run_generation", lambda plan: pytest.fail("engines were started"))
+    bad = {"generate.score": False, "reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}
     with pytest.raises(SystemExit):
         command.job(config_of(**bad))
 

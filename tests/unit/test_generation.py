@@ -15,15 +15,14 @@ from omegaconf import OmegaConf
 from mrl.commands import generate as command
 from mrl.config.schema import Config, GenerateConfig
 from mrl.config.validate import check, from_hydra
-from mrl.data.arithmetic import make_inputs, write_prompts
-from mrl.evaluation import questions
-from mrl.evaluation.engines import Asker
-from mrl.evaluation.generation import Generation, generate
-from mrl.evaluation.plan import plan_generation
-from mrl.evaluation.store import Store, read
+from mrl.data.synthetic_tasks import make_doubling_task, write_prompts
+from mrl.evaluation.evaluation_prompts import prompts_digest
+from mrl.evaluation.generation import Generation, RequestDispatcher, generate
+from mrl.evaluation.generation_plan import plan_generation
+from mrl.evaluation.response_store import ResponseStore, read_responses
 from mrl.rollout.client import Completion
-from mrl.rollout.server import EngineServer
-from mrl.weight_sync.control import EngineError
+from mrl.rollout.engines.server import EngineServer
+from mrl.weight_sync.engine_control import EngineError
 
 
 class Engine:
@@ -64,7 +63,7 @@ class Counting:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "inputs"
-    make_inputs(folder)
+    make_doubling_task(folder)
     write_prompts(folder / "few.parquet", "few", list(range(3000, 3010)))
     write_prompts(folder / "other.parquet", "other", list(range(4000, 4007)))
     return folder
@@ -81,7 +80,7 @@ def configure(inputs, tmp_path):
             "model.path": str(inputs / "model"),
             "model.dtype": "float32",
             "data.test": [str(inputs / "few.parquet"), str(inputs / "other.parquet")],
-            "reward": {"_target_": "mrl.rewards.math.ExactMatch"},
+            "reward": {"_target_": "mrl.rewards.rule_based.ExactMatch"},
             "algorithm.advantage": {"_target_": "mrl.algorithms.advantages.GRPO"},
             "algorithm.loss": {"_target_": "mrl.algorithms.losses.PPOClip"},
             "rollout.max_response_tokens": 7,
@@ -98,10 +97,10 @@ def configure(inputs, tmp_path):
 
 def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
     """What `mrl generate` does, once its engines are there."""
-    asked = plan.questions()
+    asked = plan.prompts()
     with plan.store as store:
-        store.bind(questions.digest(asked))
-        with Asker(engines or [Engine()], in_flight, logprobs=plan.config.generate.logprobs) as asker:
+        store.bind(prompts_digest(asked))
+        with RequestDispatcher(engines or [Engine()], in_flight, logprobs=plan.config.generate.logprobs) as asker:
             totals = Generation(plan, asked, asker, progress or Counting()).run()
         store.finish(totals)
     return totals
@@ -111,7 +110,7 @@ def test_a_generation_holds_every_response_in_order(configure, inputs):
     plan = plan_generation(configure(**{"generate.logprobs": True}))
     totals = run(plan)
     assert (totals["responses"], totals["prompts"], totals["files"]) == (51, 17, 5)
-    settings, rows = read(plan.store.folder)
+    settings, rows = read_responses(plan.store.folder)
     assert settings["generate.samples"] == 3 and "own seed" in settings["determinism"]
     few, other = str(inputs / "few.parquet"), str(inputs / "other.parquet")
     places = [(few, row) for row in range(10)] + [(other, row) for row in range(7)]
@@ -126,7 +125,7 @@ def test_a_generation_holds_every_response_in_order(configure, inputs):
 def test_a_killed_generation_goes_on_and_equals_one_that_was_not(configure, tmp_path, monkeypatch):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
-    plan, write = plan_generation(configure()), Store.write
+    plan, write = plan_generation(configure()), ResponseStore.write
 
     def dies_at_two(store, number, rows):
         if number == 2:
@@ -134,23 +133,23 @@ def test_a_killed_generation_goes_on_and_equals_one_that_was_not(configure, tmp_
             raise KeyboardInterrupt
         write(store, number, rows)
 
-    monkeypatch.setattr(Store, "write", dies_at_two)
+    monkeypatch.setattr(ResponseStore, "write", dies_at_two)
     with pytest.raises(KeyboardInterrupt):
         run(plan)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"was stopped; the same `mrl generate` with generate\.output="):
-        read(plan.store.folder)
+        read_responses(plan.store.folder)
     engine, progress = Engine(), Counting()
     run(plan_generation(configure()), engine, progress=progress)
     assert engine.asked == 27 and progress.done == progress.total == 51, "two files of 4 prompts x 3 were there"
-    assert read(plan.store.folder)[1] == read(tmp_path / "whole")[1]
+    assert read_responses(plan.store.folder)[1] == read_responses(tmp_path / "whole")[1]
     assert not list(plan.store.folder.glob("*.unfinished"))
 
 
 def test_a_finished_generation_says_so_and_starts_nothing(configure, capsys, monkeypatch):
     run(plan_generation(configure()))
     monkeypatch.setattr(EngineServer, "start", lambda self: pytest.fail("an engine was started"))
-    command.answer(plan_generation(configure()))
+    command.run_generation(plan_generation(configure()))
     assert "is finished: 51 responses to 17 prompts" in capsys.readouterr().out
 
 
@@ -161,7 +160,7 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
     for key, value, shown in [
         ("generate.samples", 4, "generate.samples=3 then, 4 now"),
         ("run.seed", 7, "run.seed=0 then, 7 now"),
-        ("reward._target_", "mrl.rewards.math.GSM8K", "reward="),
+        ("reward._target_", "mrl.rewards.rule_based.GSM8K", "reward="),
         ("data.test", [str(inputs / "few.parquet")], "data.test="),
     ]:
         with pytest.raises(ValueError, match=re.escape(shown)):
@@ -194,7 +193,7 @@ def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
         generate(plan_generation(configure(**keys | {"data.max_prompt_tokens": 20})), Counting(), quiet)
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     run(plan_generation(configure(**keys)))
-    assert read(tmp_path / "answers")[0]["data.chat_template"] == str(template)
+    assert read_responses(tmp_path / "answers")[0]["data.chat_template"] == str(template)
 
 
 def test_a_row_keeps_its_number_and_seed_whatever_rows_and_sets_stand_beside_it(configure, inputs, tmp_path):
@@ -203,15 +202,15 @@ def test_a_row_keeps_its_number_and_seed_whatever_rows_and_sets_stand_beside_it(
     file = tmp_path / "gaps.jsonl"
     file.write_text("".join((json.dumps(line) if line else "") + "\n" for line in lines))
     keys = {"data.test": [str(file)], "data.bad_rows": "skip"}
-    alone = plan_generation(configure(**keys)).questions()
+    alone = plan_generation(configure(**keys)).prompts()
     assert [(q.row, q.messages[0]["content"]) for q in alone] == [(0, "1+1="), (3, "1+2="), (4, "1+3=")]
     few = str(inputs / "few.parquet")
     sets = {"first": [few], "again": {"files": [few], "system": "1+"}}
-    beside = plan_generation(configure(**keys, **{"data.test_sets": sets})).questions()
+    beside = plan_generation(configure(**keys, **{"data.test_sets": sets})).prompts()
     assert {(q.set, q.place, q.file_number) for q in beside} == {("", 0, 0), ("first", 0, 1), ("again", 0, 2)}
     assert [q.seed(0, 1) for q in beside[:3]] == [q.seed(0, 1) for q in alone]
     assert len({q.seed(0, 0) for q in beside}) == len(beside) == 23
-    moved = plan_generation(configure(**{"data.test": [], "data.test_sets": sets})).questions()
+    moved = plan_generation(configure(**{"data.test": [], "data.test_sets": sets})).prompts()
     assert [q.seed(0, 0) for q in moved] == [q.seed(0, 0) for q in beside[3:]]
 
 
@@ -224,10 +223,10 @@ def test_two_processes_do_not_write_one_folder(configure):
 
 
 def test_a_seed_stays_with_its_response_and_no_two_share_one(configure):
-    asked = plan_generation(configure()).questions()
+    asked = plan_generation(configure()).prompts()
     seeds = {question.seed(0, sample) for question in asked for sample in range(3)}
     assert len(seeds) == 51 and all(0 <= seed < 2**63 for seed in seeds)
-    fewer = plan_generation(configure(**{"generate.rows": 2, "generate.output": "elsewhere"})).questions()
+    fewer = plan_generation(configure(**{"generate.rows": 2, "generate.output": "elsewhere"})).prompts()
     assert [(q.file_number, q.row) for q in fewer] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     by_place = {(q.file_number, q.row): q for q in asked}
     assert all(q.seed(0, 1) == by_place[q.file_number, q.row].seed(0, 1) for q in fewer)
@@ -240,10 +239,10 @@ def test_what_engines_are_asked_at_one_time_is_bounded_and_spread(configure):
     assert all(engine.most <= 5 for engine in engines) and sum(engine.asked for engine in engines) == 51
     assert min(engine.asked for engine in engines) > 10
     wide = Engine(delay_s=0.01)
-    with Asker([wide], 200, logprobs=False) as asker:
+    with RequestDispatcher([wide], 200, logprobs=False) as asker:
         plan = plan_generation(configure())
-        request = (plan.questions()[0].tokens, replace(plan.sampling, seed=1))
-        done = [completion for future in asker.ask([request] * 1000) for completion in future.result()]
+        request = (plan.prompts()[0].tokens, replace(plan.sampling, seed=1))
+        done = [completion for future in asker.submit([request] * 1000) for completion in future.result()]
     assert len(done) == 1000 and 64 < wide.most <= 200
 
 
@@ -260,25 +259,25 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"generate.temperature": 0.0}, "generate.samples=3 with generate.temperature=0: all would be the same"),
+        ({"generate.temperature": 0.0}, "generate.samples=3 with generate.temperature=0: greedy decoding gives the same response"),
         ({"generate.temperature": -1.0}, "generate.temperature=-1.0: must be 0 or more"),
         ({"generate.top_p": 1.5}, "generate.top_p=1.5"),
         ({"generate.rows": 0}, "generate.rows=0: must be 1 or more"),
         ({"generate.samples": 1001}, "at most 1000"),
-        ({"evaluate.confidence": 1.0}, "evaluate.confidence=1.0: expected a probability"),
+        ({"evaluate.confidence": 1.0}, "evaluate.confidence=1.0: must be greater than 0"),
         ({"evaluate.k": [0]}, "evaluate.k=[0]"),
         ({"data.test": []}, "data.test must name at least one"),
         ({"data.test": ["no.parquet"]}, "data.test: no.parquet: no such file"),
         ({"generate.base": "base"}, "goes with a Megatron checkpoint"),
         ({"sglang": {"enable_deterministic_inference": False}}, "use generate.deterministic"),
         ({"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),
-        ({"reward": {"_target_": "mrl.rewards.math.ExactMatc"}}, "cannot be imported"),
+        ({"reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}, "cannot be imported"),
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(configure, overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan_generation(configure(**overrides)).questions()
+        plan_generation(configure(**overrides)).prompts()
 
 
 def test_folders_that_are_no_model_say_what_to_name(configure, tmp_path):
@@ -294,15 +293,15 @@ def test_folders_that_are_no_model_say_what_to_name(configure, tmp_path):
 def test_a_megatron_checkpoint_is_served_as_the_model_it_came_from(configure, inputs, tmp_path):
     from safetensors.torch import load_file
 
-    from models.conversion import convert
+    from models.conversion import convert_checkpoint
     from models.hf_config import HFConfig
 
     quiet = SimpleNamespace(begin=lambda *_: None, advance=lambda _: None)
-    convert.to_megatron(HFConfig.load(inputs / "model"), tmp_path / "megatron", quiet)
+    convert_checkpoint.to_megatron(HFConfig.load(inputs / "model"), tmp_path / "megatron", quiet)
     keys = {"model.path": str(tmp_path / "megatron"), "generate.base": str(inputs / "model")}
     plan = plan_generation(configure(**keys))
-    assert len(plan.questions()) == 17, "tokenizer and context are those of the base"
-    served = plan.source.served(tmp_path / "served", nullcontext(quiet))
+    assert len(plan.prompts()) == 17, "tokenizer and context are those of the base"
+    served = plan.model.engine_folder(tmp_path / "served", nullcontext(quiet))
     found, expected = (load_file(folder / "model.safetensors") for folder in (served, inputs / "model"))
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
     next((tmp_path / "megatron").glob("*.distcp")).touch()

@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.commands import data as command
-from mrl.data.arithmetic import make_inputs
+from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.data.tokenizer import byte_tokenizer, encode_messages, load_tokenizer
-from mrl.rewards.base import Response
-from mrl.rewards.math import GSM8K, ExactMatch
+from mrl.rewards.reward_types import Response
+from mrl.rewards.rule_based import GSM8K, ExactMatch
 
 
 def digests(folder):
@@ -18,17 +18,17 @@ def digests(folder):
 
 
 def test_quickstart_inputs_are_the_same_bytes_each_time(tmp_path):
-    make_inputs(tmp_path / "a")
-    make_inputs(tmp_path / "b")
+    make_doubling_task(tmp_path / "a")
+    make_doubling_task(tmp_path / "b")
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     before = digests(tmp_path / "a")
-    make_inputs(tmp_path / "a")
+    make_doubling_task(tmp_path / "a")
     assert digests(tmp_path / "a") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"], "nothing half-made is left"
 
 
 def test_held_out_problems_are_in_no_training_file(tmp_path):
-    make_inputs(tmp_path / "a")
+    make_doubling_task(tmp_path / "a")
     prompts = {
         name: {row["prompt"][0]["content"] for row in pq.read_table(tmp_path / f"a/{name}.parquet").to_pylist()}
         for name in ("train", "test", "sft")
@@ -38,7 +38,7 @@ def test_held_out_problems_are_in_no_training_file(tmp_path):
 
 
 def test_ground_truths_are_right(tmp_path):
-    make_inputs(tmp_path / "a")
+    make_doubling_task(tmp_path / "a")
     for row in pq.read_table(tmp_path / "a/test.parquet").to_pylist():
         two, number = row["prompt"][0]["content"].rstrip("=").split("*")
         assert int(two) * int(number) == int(row["reward_model"]["ground_truth"])
@@ -48,7 +48,7 @@ def test_the_tiny_mixture_of_experts_has_ordinary_names(tmp_path):
     """One tensor per expert and projection, as released checkpoints have them; Transformers itself stacks them."""
     from safetensors import safe_open
 
-    make_inputs(tmp_path / "a", model="qwen3_moe")
+    make_doubling_task(tmp_path / "a", model="qwen3_moe")
     config = orjson.loads((tmp_path / "a/model/config.json").read_bytes())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"] and config["num_experts_per_tok"] == 2
     with safe_open(tmp_path / "a/model/model.safetensors", "pt") as file:
@@ -60,7 +60,7 @@ def test_the_tiny_mixture_of_experts_has_ordinary_names(tmp_path):
         for part, shape in {"gate_proj": (192, 128), "up_proj": (192, 128), "down_proj": (128, 192)}.items()
     }
     with pytest.raises(ValueError, match="no tiny model of kind 'qwen9'; choose from qwen3, qwen3_moe"):
-        make_inputs(tmp_path / "b", model="qwen9")
+        make_doubling_task(tmp_path / "b", model="qwen9")
     assert not (tmp_path / "b").exists()
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.kl_control import KLControl
+from mrl.algorithms.kl import KLControl, KLPenalty
 
 
 def control(**penalties: KLPenalty) -> KLControl:

@@ -8,10 +8,20 @@ import pytest
 import torch
 from loss_cases import loss_and_gradient, loss_inputs, make_case, slopes
 
-from mrl.algorithms.covariance_losses import ClipCov, KLCov, covariances
 from mrl.algorithms.inputs import AdvantageInputs
-from mrl.algorithms.losses import CISPO, DPPO, SAPO, CrossEntropy, PolicyGradient, PPOClip, ValueLoss
-from mrl.algorithms.reduce import AGGREGATIONS, token_weights
+from mrl.algorithms.losses import (
+    CISPO,
+    DPPO,
+    SAPO,
+    ClipCov,
+    CrossEntropy,
+    KLCov,
+    PolicyGradient,
+    PPOClip,
+    ValueLoss,
+    covariances,
+)
+from mrl.algorithms.objective import AGGREGATIONS, token_weights
 from mrl.algorithms.sequence_losses import GMPO, GSPO, OPMD, TOPR, GSPOToken
 
 # Each reference: (case, x, frozen, token t, its response's span) -> loss of the token. `x` are the log-probabilities, `frozen`

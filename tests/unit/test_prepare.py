@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.commands import data as command
-from mrl.data.prepare import RECIPES, last_boxed, prepare
-from mrl.data.prompts import PromptDataset, Rules
-from mrl.data.sources import Source
+from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.recipes import RECIPES, last_boxed, prepare
+from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import character_tokenizer
 
 
@@ -73,7 +73,7 @@ def test_what_a_recipe_makes_can_be_trained_on(tmp_path, recipe, row):
     assert prepare(recipe, tmp_path / "a.jsonl", tmp_path / "a.parquet") == 1
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    data = PromptDataset.load([Source((str(tmp_path / "a.parquet"),))], tmp_path / "model", Rules(1000, 32))
+    data = PromptDataset.load([PromptSource((str(tmp_path / "a.parquet"),))], tmp_path / "model", PromptConstraints(1000, 32))
     assert data.report.left_out == () and data.ground_truth(0) == {"math": r"\frac{1}{2}", "gsm8k": "1002"}[recipe]
     assert data.messages(0)[0]["content"].endswith(RECIPES[recipe].instruction)
 

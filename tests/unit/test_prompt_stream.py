@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.data.prompts import PromptStream, Share
+from mrl.data.prompts import PromptStream, SourceShare
 
 SHARES = st.lists(
-    st.builds(Share, st.text("abc", max_size=2), st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=5
+    st.builds(SourceShare, st.text("abc", max_size=2), st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=5
 )
 
 
@@ -64,7 +64,7 @@ def test_no_row_comes_again_before_its_source_is_through(shares, batch_size, shu
 
 
 def test_each_epoch_of_a_source_has_an_order_of_its_own():
-    shares = [Share("a", 50), Share("b", 50)]
+    shares = [SourceShare("a", 50), SourceShare("b", 50)]
     rows = draw(stream(shares, batch_size=100), 2)
     epochs = [rows[source_of(shares, rows) == source][start : start + 50] for source in (0, 1) for start in (0, 50)]
     orders = [tuple(epoch % 50) for epoch in epochs]
@@ -72,19 +72,19 @@ def test_each_epoch_of_a_source_has_an_order_of_its_own():
 
 
 def test_a_batch_of_two_thirds_and_one_third_is_just_that():
-    shares = [Share("a", 1000, 2.0), Share("b", 30, 1.0)]
+    shares = [SourceShare("a", 1000, 2.0), SourceShare("b", 30, 1.0)]
     prompts = stream(shares, batch_size=9)
     for _ in range(50):
         assert np.bincount(source_of(shares, next(prompts))).tolist() == [6, 3]
 
 
 def test_one_source_is_streamed_as_if_there_were_no_mixture():
-    alone, mixed = PromptStream(20, 6, seed=4, shuffle=True), stream([Share("only", 20, 3.0)], 6, seed=4)
+    alone, mixed = PromptStream(20, 6, seed=4, shuffle=True), stream([SourceShare("only", 20, 3.0)], 6, seed=4)
     np.testing.assert_array_equal(draw(alone, 9), draw(mixed, 9))
 
 
 def test_another_batch_size_goes_on_with_the_same_rows():
-    shares = [Share("a", 13, 1.0), Share("b", 5, 0.7)]
+    shares = [SourceShare("a", 13, 1.0), SourceShare("b", 5, 0.7)]
     whole, first, second = (stream(shares, size, seed=2) for size in (1, 4, 10))
     draw(first, 5)
     second.load_state_dict(first.state_dict())
@@ -97,13 +97,13 @@ def test_another_batch_size_goes_on_with_the_same_rows():
         ("seed", lambda shares: stream(shares, seed=1)),
         ("shuffle", lambda shares: stream(shares, shuffle=False)),
         ("data", lambda shares: stream(shares, fingerprint="others")),
-        ("weights", lambda shares: stream([shares[0], Share("b", 5, 2.0)])),
-        ("rows", lambda shares: stream([shares[0], Share("b", 6)])),
-        ("sources", lambda shares: stream([shares[0], Share("c", 5)])),
+        ("weights", lambda shares: stream([shares[0], SourceShare("b", 5, 2.0)])),
+        ("rows", lambda shares: stream([shares[0], SourceShare("b", 6)])),
+        ("sources", lambda shares: stream([shares[0], SourceShare("c", 5)])),
     ],
 )
 def test_the_position_in_another_stream_is_refused(what, other):
-    shares = [Share("a", 9), Share("b", 5)]
+    shares = [SourceShare("a", 9), SourceShare("b", 5)]
     prompts = stream(shares)
     with pytest.raises(ValueError, match=f"belongs to other {what}: it has .*, this run .*start a new run"):
         prompts.load_state_dict(other(shares).state_dict())
@@ -111,13 +111,13 @@ def test_the_position_in_another_stream_is_refused(what, other):
 
 
 def test_a_damaged_position_is_refused():
-    prompts = stream([Share("a", 9), Share("b", 5)])
+    prompts = stream([SourceShare("a", 9), SourceShare("b", 5)])
     with pytest.raises(ValueError, match=r"is \[3\]; expected 2 counts of rows"):
         prompts.load_state_dict(prompts.state_dict() | {"drawn": [3]})
 
 
 def test_an_order_is_made_once_per_epoch():
-    prompts = stream([Share("a", 1000), Share("b", 3)], batch_size=4)
+    prompts = stream([SourceShare("a", 1000), SourceShare("b", 3)], batch_size=4)
     next(prompts)
     order = prompts._order(0, 0)
     draw(prompts, 100)

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.data.arithmetic import make_inputs
-from mrl.data.prompts import PromptDataset, PromptStream, Rules
-from mrl.data.sft import SftDataset
-from mrl.data.sources import Source
+from mrl.data.prompts import PromptDataset, PromptStream, PromptConstraints
+from mrl.data.sources import PromptSource
+from mrl.data.supervised_dataset import SftDataset
+from mrl.data.synthetic_tasks import make_doubling_task
 
 GOOD = {
     "data_source": "sums",
@@ -22,7 +22,7 @@ GOOD = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs") / "made"
-    make_inputs(folder)
+    make_doubling_task(folder)
     return folder
 
 
@@ -32,8 +32,8 @@ def write(path, rows):
 
 
 def load(path, inputs, limit=60, vocab_size=32):
-    data = PromptDataset.load([Source((str(path),))], inputs / "model", Rules(limit, vocab_size))
-    data.settle(path.parent / "bad_rows.jsonl", bad_rows="error", overlong="error")
+    data = PromptDataset.load([PromptSource((str(path),))], inputs / "model", PromptConstraints(limit, vocab_size))
+    data.enforce_row_policies(path.parent / "bad_rows.jsonl", bad_rows="error", overlong="error")
     return data
 
 

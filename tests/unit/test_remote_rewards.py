@@ -11,10 +11,9 @@ import pytest
 
 from mrl.config.instantiate import construct
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rewards.base import Response, Turn
-from mrl.rewards.judge import Judge
+from mrl.rewards.remote_models import Judge, RewardModel
+from mrl.rewards.reward_types import Response, Turn
 from mrl.rewards.scorer import Scorer, check_reward
-from mrl.rewards.served import RewardModel
 
 
 @contextmanager
@@ -203,12 +202,12 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         (dict(concurrency=0), "concurrency=0: must be greater than 0"),
         (
             dict(timeout=1),
-            "reward.timeout: mrl.rewards.judge.Judge has no argument 'timeout'; did you mean 'timeout_s'?",
+            "reward.timeout: mrl.rewards.remote_models.Judge has no argument 'timeout'; did you mean 'timeout_s'?",
         ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_asked(arguments, message):
-    node = {"_target_": "mrl.rewards.judge.Judge", "url": "http://h:1", "model": "m"} | arguments
+    node = {"_target_": "mrl.rewards.remote_models.Judge", "url": "http://h:1", "model": "m"} | arguments
     with pytest.raises(ValueError, match=re.escape(message)):
         construct(node, "reward")
 

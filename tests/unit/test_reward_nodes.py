@@ -8,15 +8,14 @@ import time
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.instantiate import construct, plug_in
 from mrl.config.validate import from_hydra
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rewards.base import Response, Score, as_score
-from mrl.rewards.combine import Weighted
-from mrl.rewards.function import Function
-from mrl.rewards.math import GSM8K, ExactMatch
+from mrl.rewards.reward_types import Response, Score, Weighted, as_score
+from mrl.rewards.rule_based import GSM8K, ExactMatch
 from mrl.rewards.scorer import Scorer, check_reward
+from mrl.rewards.user_function import Function
 
 # The form of verl's own verl/utils/reward_score/gsm8k.py and of the functions that its users write.
 VERL = """
@@ -73,7 +72,7 @@ def of_texts(*texts: str) -> list[Response]:
 
 
 def node(file, **more):
-    return {"_target_": "mrl.rewards.function.Function", "path": file} | more
+    return {"_target_": "mrl.rewards.user_function.Function", "path": file} | more
 
 
 def test_a_function_of_verl_works_unchanged(file):
@@ -122,7 +121,7 @@ def test_a_function_of_a_module_can_be_named(file, tmp_path, monkeypatch):
         (dict(name="positional"), "positional(a, b, c, d) cannot be called as positional(data_source, solution_str"),
         (dict(args={"solution_str": 1}), "args.solution_str: compute_score gets this for each response"),
         (dict(args={"metod": 1}), "args.metod: compute_score(data_source"),
-        (dict(nam="x"), "reward.nam: mrl.rewards.function.Function has no argument 'nam'; did you mean 'name'?"),
+        (dict(nam="x"), "reward.nam: mrl.rewards.user_function.Function has no argument 'nam'; did you mean 'name'?"),
     ],
 )
 def test_mistakes_in_naming_a_function_are_found_before_anything_starts(file, more, message):
@@ -153,10 +152,10 @@ def test_a_file_that_fails_only_in_a_worker_is_a_recorded_failure(tmp_path):
 
 def weighted(**changes):
     base = {
-        "_target_": "mrl.rewards.combine.Weighted",
+        "_target_": "mrl.rewards.reward_types.Weighted",
         "parts": {
-            "math": {"_target_": "mrl.rewards.math.GSM8K", "strict": False},
-            "exact": {"_target_": "mrl.rewards.math.ExactMatch"},
+            "math": {"_target_": "mrl.rewards.rule_based.GSM8K", "strict": False},
+            "exact": {"_target_": "mrl.rewards.rule_based.ExactMatch"},
         },
         "weights": {"math": 2.0, "exact": -0.5},
     }
@@ -195,7 +194,7 @@ def test_only_the_parts_of_a_sum_are_terms_and_each_response_has_them_all():
 
 
 def part(**arguments):
-    return {"math": {"_target_": "mrl.rewards.math.GSM8K"} | arguments}
+    return {"math": {"_target_": "mrl.rewards.rule_based.GSM8K"} | arguments}
 
 
 @pytest.mark.parametrize(
@@ -203,19 +202,22 @@ def part(**arguments):
     [
         (
             dict(parts=part(strikt=True), weights={}),
-            "reward.parts.math.strikt: mrl.rewards.math.GSM8K has no argument 'strikt'; did you mean 'strict'?",
+            "reward.parts.math.strikt: mrl.rewards.rule_based.GSM8K has no argument 'strikt'; did you mean 'strict'?",
         ),
         (
-            dict(parts=part(_target_="mrl.rewards.math.GSM9K"), weights={}),
-            "reward.parts.math._target_=mrl.rewards.math.GSM9K: cannot be imported",
+            dict(parts=part(_target_="mrl.rewards.rule_based.GSM9K"), weights={}),
+            "reward.parts.math._target_=mrl.rewards.rule_based.GSM9K: cannot be imported",
         ),
-        (dict(wieghts={}), "reward.wieghts: mrl.rewards.combine.Weighted has no argument 'wieghts'; did you mean"),
+        (dict(wieghts={}), "reward.wieghts: mrl.rewards.reward_types.Weighted has no argument 'wieghts'; did you mean"),
         (dict(weights={"maths": 1.0}), "weights.maths: there is no part of this name; did you mean 'math'?"),
         (dict(weights={"math": 1.0}), "weights.exact is missing"),
         (dict(weights={"math": "much", "exact": 1}), "weights.math='much': expected a number"),
         (dict(parts={}), "parts is empty"),
-        (dict(parts={"math": "mrl.rewards.math.GSM8K"}, weights={}), "parts.math: expected a reward"),
-        (dict(parts={"Math!": {"_target_": "mrl.rewards.math.GSM8K"}}, weights={}), "parts.Math!: a name is made of"),
+        (dict(parts={"math": "mrl.rewards.rule_based.GSM8K"}, weights={}), "parts.math: expected a reward"),
+        (
+            dict(parts={"Math!": {"_target_": "mrl.rewards.rule_based.GSM8K"}}, weights={}),
+            "parts.Math!: a name is made of",
+        ),
     ],
 )
 def test_a_mistake_inside_a_sum_names_its_key(changes, message):
@@ -225,12 +227,17 @@ def test_a_mistake_inside_a_sum_names_its_key(changes, message):
 
 def test_nodes_in_lists_are_built_too():
     built = construct(
-        {"_target_": "mrl.rewards.base.Turn", "role": [{"_target_": "mrl.rewards.math.GSM8K"}], "text": ""}, "k"
+        {
+            "_target_": "mrl.rewards.reward_types.Turn",
+            "role": [{"_target_": "mrl.rewards.rule_based.GSM8K"}],
+            "text": "",
+        },
+        "k",
     )
     assert built.role == [GSM8K()]
     bad = {
-        "_target_": "mrl.rewards.base.Turn",
-        "role": [{"_target_": "mrl.rewards.math.GSM8K", "stric": 1}],
+        "_target_": "mrl.rewards.reward_types.Turn",
+        "role": [{"_target_": "mrl.rewards.rule_based.GSM8K", "stric": 1}],
         "text": "",
     }
     with pytest.raises(ValueError, match=re.escape("k.role.0.stric")):
@@ -253,11 +260,11 @@ CHOICES = {
 def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
     """Also in place of the reward that an experiment chooses."""
     byte_tokenizer().save_pretrained(tmp_path)
-    hydra_app.register_schema()
+    hydra_entry.register_schema()
     overrides = [o.format(file=file, tokenizer=tmp_path) for o in CHOICES[name]]
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         argv = ["experiment=gsm8k", "model.path=m", "run.dir=out", f"reward={name}", *overrides]
-        config = from_hydra(compose("config", hydra_app.checked(argv)))
+        config = from_hydra(compose("config", hydra_entry.check_overrides(argv)))
     reward = plug_in(config.reward, "reward")
     check_reward(reward)
     assert pickle.loads(pickle.dumps(reward)) == reward
@@ -265,4 +272,4 @@ def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
 
 def test_no_file_in_conf_reward_is_left_untested():
     others = {"code"}  # has tests of its own
-    assert {path.stem for path in (hydra_app.CONF / "reward").glob("*.yaml")} - others == CHOICES.keys()
+    assert {path.stem for path in (hydra_entry.CONF / "reward").glob("*.yaml")} - others == CHOICES.keys()

@@ -5,11 +5,19 @@ import time
 
 import pytest
 
-from mrl.rewards.base import Response
-from mrl.rewards.choice import MultipleChoice
-from mrl.rewards.math import GSM8K, ExactMatch, MathVerify, last_boxed
+from mrl.rewards.reward_types import Response
+from mrl.rewards.rule_based import (
+    GSM8K,
+    ExactMatch,
+    Format,
+    Length,
+    MathVerify,
+    MultipleChoice,
+    Overlong,
+    Repetition,
+    last_boxed,
+)
 from mrl.rewards.scorer import Scorer
-from mrl.rewards.shape import Format, Length, Overlong, Repetition
 
 
 def value(reward, text, truth="", num_tokens=0) -> float:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.rewards import jail, sandbox
-from mrl.rewards.sandbox import Limits, Outcome, run, run_python
+from mrl.rewards import sandbox, sandbox_child
+from mrl.rewards.sandbox import SandboxLimits, SandboxResult, run, run_python
 
 pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
 
@@ -33,7 +33,7 @@ def nothing_left(tmp_path, monkeypatch):
 
 def _is_ours(command: list[str]) -> bool:
     """Whether a process was started from here: other tests may run programs at the same time."""
-    return jail.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
+    return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -43,10 +43,10 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def short(source: str, wall_s: float = 20.0, **limits) -> Outcome:
+def short(source: str, wall_s: float = 20.0, **limits) -> SandboxResult:
     """Run it; it ends in time, whatever it does."""
     begun = time.monotonic()
-    outcome = run_python(source, Limits(wall_s=wall_s, **limits))
+    outcome = run_python(source, SandboxLimits(wall_s=wall_s, **limits))
     assert time.monotonic() - begun < wall_s + 10  # a busy machine starts processes slowly
     return outcome
 
@@ -55,7 +55,7 @@ def short(source: str, wall_s: float = 20.0, **limits) -> Outcome:
 
 
 def test_a_program_reads_stdin_and_prints():
-    outcome = run("import sys\nprint(sum(int(x) for x in sys.stdin.read().split()))", "1 2\n3\n", Limits())
+    outcome = run("import sys\nprint(sum(int(x) for x in sys.stdin.read().split()))", "1 2\n3\n", SandboxLimits())
     assert (outcome.reason, outcome.stdout, outcome.returncode, outcome.failure) == ("ok", "6\n", 0, None)
 
 
@@ -63,7 +63,7 @@ def test_a_program_reads_stdin_and_prints():
     "read", ["input()", "open(0).readline()", "open('/dev/stdin').readline()", "__import__('sys').stdin.readline()"]
 )
 def test_every_way_to_read_a_line_works(read):
-    outcome = run(f"print({read}.strip() + '!')", "hello\nrest\n", Limits())
+    outcome = run(f"print({read}.strip() + '!')", "hello\nrest\n", SandboxLimits())
     assert outcome.stdout == "hello!\n", outcome
 
 
@@ -136,7 +136,7 @@ def test_a_lone_surrogate_in_the_source_does_no_harm():
 def test_an_error_is_shown_with_the_programs_own_lines_only():
     outcome = short("def f(x):\n    return 1 / x\nf(0)\n")
     assert outcome.failure == "wrong exit: status 1, ZeroDivisionError: division by zero"
-    assert "return 1 / x" in outcome.stderr and "jail" not in outcome.stderr
+    assert "return 1 / x" in outcome.stderr and "sandbox_child" not in outcome.stderr
     assert short("x = = 1").failure == "wrong exit: status 1, SyntaxError: invalid syntax"
 
 
@@ -145,10 +145,10 @@ def test_a_further_folder_can_be_imported_from(tmp_path):
     (tmp_path / "library" / "helper.py").write_text("value = 7")
     source = "import helper\nprint(helper.value)"
     assert "No module named 'helper'" in short(source).detail
-    assert run(source, "", Limits(), path=(str(tmp_path / "library"),)).stdout == "7\n"
+    assert run(source, "", SandboxLimits(), path=(str(tmp_path / "library"),)).stdout == "7\n"
 
 
-# -- Limits ---------------------------------------------------------------------------------------------------------------
+# -- SandboxLimits ---------------------------------------------------------------------------------------------------------------
 
 
 def test_endless_work_and_endless_sleep_end_at_their_limits():
@@ -280,7 +280,7 @@ def test_a_thread_bomb_is_stopped(stack):
 )
 def test_limits_in_which_nothing_could_run_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
-        Limits.of(limits)
+        SandboxLimits.of(limits)
 
 
 # -- What is forbidden ----------------------------------------------------------------------------------------------------
@@ -478,12 +478,14 @@ def test_a_limit_cannot_be_raised_again():
 
 def test_it_dies_with_the_process_that_started_it(tmp_path):
     program = "import time\ntime.sleep(100)"
-    starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, Limits(wall_s=100))"
+    starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, SandboxLimits(wall_s=100))"
     process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         begun = time.monotonic()
         while not (
-            inside := [each for each in psutil.Process(process.pid).children() if jail.__file__ in _command(each)]
+            inside := [
+                each for each in psutil.Process(process.pid).children() if sandbox_child.__file__ in _command(each)
+            ]
         ):
             assert time.monotonic() - begun < 20, "the run did not start"
             time.sleep(0.02)
@@ -498,7 +500,7 @@ def test_it_dies_with_the_process_that_started_it(tmp_path):
 
 
 def test_without_the_kernels_help_nothing_is_run(monkeypatch):
-    monkeypatch.setattr(jail, "landlock_abi", lambda: 0)
+    monkeypatch.setattr(sandbox_child, "landlock_abi", lambda: 0)
     sandbox.why_unavailable.cache_clear()
     try:
         with pytest.raises(ValueError, match="cannot be run on this machine: the kernel offers no Landlock"):
@@ -510,11 +512,11 @@ def test_without_the_kernels_help_nothing_is_run(monkeypatch):
 
 
 def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
-    broken = tmp_path / "jail.py"
+    broken = tmp_path / "sandbox_child.py"
     broken.write_text(
-        Path(jail.__file__).read_text().replace("(_RESTRICT_SELF, ruleset, 0)", "(_RESTRICT_SELF, 999, 0)")
+        Path(sandbox_child.__file__).read_text().replace("(_RESTRICT_SELF, ruleset, 0)", "(_RESTRICT_SELF, 999, 0)")
     )
-    monkeypatch.setattr(jail, "__file__", str(broken))
+    monkeypatch.setattr(sandbox_child, "__file__", str(broken))
     with pytest.raises(
         RuntimeError, match=r"could not be locked, nothing was run: OSError: .*Landlock: Bad file descriptor"
     ):
@@ -524,9 +526,9 @@ def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("abi", [1, 2, 3, 4, 5])
 def test_an_older_landlock_holds_as_well(monkeypatch, tmp_path, abi):
-    older = tmp_path / "jail.py"
-    older.write_text(Path(jail.__file__).read_text().replace("return max(0, ", f"return min({abi}, "))
-    monkeypatch.setattr(jail, "__file__", str(older))
+    older = tmp_path / "sandbox_child.py"
+    older.write_text(Path(sandbox_child.__file__).read_text().replace("return max(0, ", f"return min({abi}, "))
+    monkeypatch.setattr(sandbox_child, "__file__", str(older))
     (tmp_path / "kept").write_text("kept")
     ways = [
         "open(path)",
@@ -550,17 +552,22 @@ def test_the_numbers_are_those_of_the_kernels_headers(header, column):
         pytest.skip(f"{header} is not installed")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())
     numbers = {name: int(number) for name, number in found}
-    entries = [entry.split()[-3:] for line in jail.DENIED.splitlines() for entry in line.strip(",").split(",") if entry]
+    entries = [
+        entry.split()[-3:]
+        for line in sandbox_child.DENIED.splitlines()
+        for entry in line.strip(",").split(",")
+        if entry
+    ]
     assert len(entries) > 100
     for name, *columns in entries:
         assert columns[column] == str(numbers.get(name, "-")), name
     calls = ["clone", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "open", "openat"]
-    assert [rule[0][column] for rule in jail.judged(1)] == [numbers.get(name) for name in calls]
+    assert [rule[0][column] for rule in sandbox_child.judged(1)] == [numbers.get(name) for name in calls]
 
 
-@pytest.mark.parametrize("machine", jail.ARCHITECTURES)
+@pytest.mark.parametrize("machine", sandbox_child.ARCHITECTURES)
 def test_the_filters_jumps_stay_inside_it(machine):
-    program = jail.seccomp_program(machine, pid=42)
+    program = sandbox_child.seccomp_program(machine, pid=42)
     steps = [program[i : i + 8] for i in range(0, len(program), 8)]
     assert len(program) % 8 == 0 and len(steps) < 4096
     for at, step in enumerate(steps):
@@ -571,9 +578,9 @@ def test_the_filters_jumps_stay_inside_it(machine):
 
 
 def test_runs_side_by_side_do_not_disturb_each_other():
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, SandboxResult] = {}
     threads = [
-        threading.Thread(target=lambda i=i: outcomes.update({i: run(f"print(int(input()) * {i})", "7", Limits())}))
+        threading.Thread(target=lambda i=i: outcomes.update({i: run(f"print(int(input()) * {i})", "7", SandboxLimits())}))
         for i in range(12)
     ]
     for thread in threads:

@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from mrl.core import metrics
-from mrl.rewards.base import Response, Score, Scores, Turn
-from mrl.rewards.combine import Weighted
-from mrl.rewards.concurrent import gather
-from mrl.rewards.math import ExactMatch
+from mrl.rewards.reward_calls import gather_scores
+from mrl.rewards.reward_types import Response, Score, Scores, Turn, Weighted
+from mrl.rewards.rule_based import ExactMatch
 from mrl.rewards.scorer import Scorer, check_reward
 
 
@@ -324,7 +323,7 @@ def test_a_call_that_cancels_itself_is_told_from_one_that_is_late():
     async def waits():
         await asyncio.sleep(30)
 
-    mine, late = asyncio.run(gather([cancels, waits], concurrency=2, deadline_s=0.2))
+    mine, late = asyncio.run(gather_scores([cancels, waits], concurrency=2, deadline_s=0.2))
     assert mine.failure == "CancelledError: by itself" and "not scored within 0.2 s" in late.failure
 
 

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from mrl.data.sft import SftDataset
+from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rollout.agent import ToolAgent
-from mrl.rollout.calls import Markers
+from mrl.rollout.agents.tool_agent import ToolAgent
+from mrl.rollout.agents.tool_parsers import MarkerParser
+from mrl.rollout.agents.tools import Calculator
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.tools import Calculator
 
 TURNS = [
     {"role": "assistant", "content": "<call>6*7</call>"},
@@ -58,7 +58,7 @@ def test_the_tokens_are_those_that_an_agent_would_have_made(tmp_path, model):
         ids = tokenizer(next(lines), add_special_tokens=False)["input_ids"]
         return Completion(ids, [-1.0] * len(ids), "stop", "0")
 
-    class Calls(Markers):
+    class Calls(MarkerParser):
         """Stops at nothing but the model's own end."""
 
         stops = ()

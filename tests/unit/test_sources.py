@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.config.schema import DataConfig
-from mrl.data.arithmetic import make_inputs
-from mrl.data.prompts import PromptDataset, Rules
-from mrl.data.sources import Source, test_sources, train_sources
-from mrl.data.tokenizer import Chat
+from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.sources import PromptSource, test_sources, train_sources
+from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.data.tokenizer import ChatTemplate
 
 test_sources.__test__ = False  # a function of ours, no test
 
@@ -24,7 +24,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources") / "made"
-    make_inputs(folder)
+    make_doubling_task(folder)
     return folder / "model"
 
 
@@ -36,7 +36,7 @@ def file(tmp_path):
 
 
 def load(model, sources, chat=None):
-    data = PromptDataset.load(sources, model, Rules(40, 32, chat or Chat()))
+    data = PromptDataset.load(sources, model, PromptConstraints(40, 32, chat or ChatTemplate()))
     assert not data.report.left_out, data.report.left_out
     return data
 
@@ -70,7 +70,7 @@ def test_large_integers_stay_exact(model, tmp_path):
 
 def test_a_column_that_was_named_must_be_there(model, file):
     sources = train(train=[file], columns={"prompt": "question", "ground_truth": "answer", "data_source": "lvl"})
-    report = PromptDataset.load(sources, model, Rules(40, 32)).report
+    report = PromptDataset.load(sources, model, PromptConstraints(40, 32)).report
     assert report.num_bad == 2 and report.left_out[0].reason.endswith("did you name it 'level'?")
 
 
@@ -173,14 +173,14 @@ def halves(count: int) -> list[dict]:
 
 def test_half_a_character_in_a_users_row_makes_it_a_bad_row(model):
     sources = train(dataset={"_target_": f"{HERE}.halves", "count": 4})
-    data = PromptDataset.load(sources, model, Rules(40, 32))
+    data = PromptDataset.load(sources, model, PromptConstraints(40, 32))
     assert [(bad.row, bad.column) for bad in data.report.left_out] == [(1, "prompt"), (2, "ground_truth")]
     assert all("not a text of whole characters" in bad.reason for bad in data.report.left_out)
     assert data.numbers.tolist() == [0, 3]
 
 
 def test_a_row_that_a_users_data_set_cannot_give_is_a_bad_row(model):
-    data = PromptDataset.load(train(dataset={"_target_": f"{HERE}.Squares", "count": 6}), model, Rules(40, 32))
+    data = PromptDataset.load(train(dataset={"_target_": f"{HERE}.Squares", "count": 6}), model, PromptConstraints(40, 32))
     (bad,) = data.report.left_out
     assert (bad.row, data.report.rows, data.report.kept) == (4, 6, 5) and "four is lost" in str(bad)
     assert str(bad).startswith(f"{HERE}.Squares, row 4")
@@ -245,7 +245,7 @@ def test_a_chat_template_and_its_arguments_can_be_given(model, file, tmp_path):
     source = train(train=[file], columns=columns)
 
     def text(**args):
-        data = load(model, source, Chat(str(tmp_path / "t.jinja"), args))
+        data = load(model, source, ChatTemplate(str(tmp_path / "t.jinja"), args))
         return data.decode([data.encode(0)])
 
     assert text() == ["1+2=-"] and text(thinking=True) == ["+1+2=-"] and text(thinking=False) == ["1+2=-"]
@@ -259,15 +259,15 @@ def test_a_chat_template_and_its_arguments_can_be_given(model, file, tmp_path):
     with pytest.raises(ValueError, match=r"data.chat_template=.*t.jinja: line 2: "):
         text()
     with pytest.raises(ValueError, match=r"data.chat_template=none.jinja: no such file"):
-        load(model, source, Chat("none.jinja"))
+        load(model, source, ChatTemplate("none.jinja"))
 
 
 def test_supervised_rows_follow_the_same_template(model, tmp_path):
-    from mrl.data.sft import SftDataset
+    from mrl.data.supervised_dataset import SftDataset
 
     (tmp_path / "t.jinja").write_text("{{ messages[-1]['content'] }}-")
     (tmp_path / "a.jsonl").write_bytes(b"\n" + orjson.dumps({"prompt": "1", "response": "2"}))
-    chat = Chat(str(tmp_path / "t.jinja"))
+    chat = ChatTemplate(str(tmp_path / "t.jinja"))
     assert len(SftDataset.load(tmp_path / "a.jsonl", model, 9, chat).prompts[0]) == 2
     with pytest.raises(ValueError, match=r"row 1: prompt and response are 4 tokens"):
         SftDataset.load(tmp_path / "a.jsonl", model, 3, chat)
@@ -276,4 +276,4 @@ def test_supervised_rows_follow_the_same_template(model, tmp_path):
 def test_sources_can_be_made_in_code(model, file):
     from mrl.data.columns import Columns
 
-    assert len(load(model, [Source((file,), Columns(prompt="question", ground_truth="answer"))])) == 2
+    assert len(load(model, [PromptSource((file,), Columns(prompt="question", ground_truth="answer"))])) == 2

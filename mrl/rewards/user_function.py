@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.rewards.base import Response, Score, as_number, as_score
-from mrl.rewards.concurrent import gather
+from mrl.rewards.reward_calls import gather_scores
+from mrl.rewards.reward_types import Response, Score, as_number, as_score
 
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What the function is called with, by keyword, for each response; `args` come on top."""
@@ -52,7 +52,7 @@ class Function:
         function = _load(self.path, self.name)
         if not self.per_sample:
             calls = [partial(self._wait, function, response) for response in responses]
-            return gather(calls, concurrency=self.concurrency, timeout_s=self.timeout_s)
+            return gather_scores(calls, concurrency=self.concurrency, timeout_s=self.timeout_s)
         return [_as_score(function(**self._arguments(response)), response) for response in responses]
 
     async def _wait(self, function: Callable[..., Any], response: Response) -> Score:

@@ -1,14 +1,89 @@
-"""Rows of jsonl and parquet files and of saved data sets, with their numbers; rows that cannot be read are kept apart."""
+"""What became of every row that was read: kept, or left out with file, row, column and reason."""
 
 import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mrl.data.report import BadRow, RowError, quoted
+# FROM: Rows of jsonl and parquet files and of saved data sets, with their numbers; rows that cannot be read are kept apart.
+
+SHOWN = 5  # rows that an error message quotes; the file has all
+
+
+class RowError(ValueError):
+    """One row cannot be used: its column (empty: the row as a whole), and why. Turned into a `BadRow` by the reader."""
+
+    def __init__(self, column: str, reason: str) -> None:
+        super().__init__(f"column {column!r}: {reason}" if column else reason)
+        self.column, self.reason = column, reason
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that is left out. Rows count from 0 as they stand in the file; in jsonl, blank lines count."""
+
+    file: str
+    row: int
+    column: str  # empty: the row as a whole
+    reason: str
+    overlong: bool = False  # a good row but for its length
+
+    def __str__(self) -> str:
+        where = f"{self.file}, row {self.row}" + (f", column {self.column!r}" if self.column else "")
+        return f"{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The rows of a data set: rows = kept + bad + overlong."""
+
+    rows: int
+    kept: int
+    left_out: tuple[BadRow, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.rows == self.kept + len(self.left_out), f"{self.rows} rows, {self.kept} kept, {len(self.left_out)}"
+
+    def __add__(self, other: "RowReport") -> "RowReport":
+        return RowReport(self.rows + other.rows, self.kept + other.kept, self.left_out + other.left_out)
+
+    @property
+    def num_overlong(self) -> int:
+        return sum(row.overlong for row in self.left_out)
+
+    @property
+    def num_bad(self) -> int:
+        return len(self.left_out) - self.num_overlong
+
+    def __str__(self) -> str:
+        return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
+
+    def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
+        """Write every row left out to `path`, one JSON object a line; no file where there is none.
+
+        Raises:
+            ValueError: there are bad rows under bad_rows="error", or overlong ones under overlong="error".
+        """
+        path.unlink(missing_ok=True)
+        if self.left_out:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in self.left_out))
+        refused = [row for row in self.left_out if (overlong if row.overlong else bad_rows) == "error"]
+        if refused:
+            keys = [("data.bad_rows", self.num_bad, bad_rows), ("data.overlong", self.num_overlong, overlong)]
+            skip = " and ".join(f"{key}=skip" for key, count, policy in keys if count and policy == "error")
+            raise ValueError(f"{quoted(refused, self.rows)}\nAll are in {path}. Mend or remove them, or set {skip}.")
+
+
+def quoted(bad: Iterable[BadRow], rows: int) -> str:
+    """How many rows cannot be used, and the first of them, for an error message."""
+    bad = list(bad)
+    lines = [f"{len(bad)} of {rows} rows cannot be used:", *(f"  {row}" for row in bad[:SHOWN])]
+    return "\n".join(lines + ([f"  ... and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []))
+
 
 Row = dict[str, Any]
 
@@ -18,7 +93,7 @@ DEPTH = 100  # of nested JSON: rows are walked and pickled by recursion
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """What one file holds. Rows count from 0 as they stand in the file; in jsonl, blank lines count but are no rows."""
 
     file: str
@@ -30,7 +105,7 @@ class Table:
         return len(self.rows) + len(self.bad)
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> RowTable:
     """All rows of a file.
 
     Raises:
@@ -64,7 +139,7 @@ def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
     return made
 
 
-def convert_rows[T](table: Table, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
+def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
     """What `convert(number, row)` makes of each row, and all rows that are bad: refused by it, or never readable."""
     made, bad = [], list(table.bad)
     for number, row in zip(table.numbers, table.rows, strict=True):
@@ -108,7 +183,7 @@ def _missing(name: str, found: tuple[str, ...]) -> str:
     return f"is missing; found {', '.join(found) or 'nothing'}{hint}"
 
 
-def _read_jsonl(path: Path) -> Table:
+def _read_jsonl(path: Path) -> RowTable:
     rows, numbers, bad = [], [], []
     with path.open("rb") as lines:
         for number, line in enumerate(lines):
@@ -119,7 +194,7 @@ def _read_jsonl(path: Path) -> Table:
                 numbers.append(number)
             except ValueError as error:
                 bad.append(BadRow(str(path), number, "", str(error)))
-    return Table(str(path), rows, numbers, bad)
+    return RowTable(str(path), rows, numbers, bad)
 
 
 def _parse(line: bytes) -> Row:
@@ -155,7 +230,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     return found
 
 
-def _read_parquet(path: Path) -> Table:
+def _read_parquet(path: Path) -> RowTable:
     import pyarrow.lib
     import pyarrow.parquet
 
@@ -165,7 +240,7 @@ def _read_parquet(path: Path) -> Table:
         raise ValueError(f"{path}: not a readable parquet file ({error}).") from error
 
 
-def _read_saved(path: Path) -> Table:
+def _read_saved(path: Path) -> RowTable:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(p.parent.name for p in path.glob("*/state.json"))
         raise ValueError(
@@ -184,15 +259,15 @@ def _read_saved(path: Path) -> Table:
         raise ValueError(f"{path}: not a readable saved data set ({error}).") from error
 
 
-def _read_arrow(file: str, table: Any) -> Table:
+def _read_arrow(file: str, table: Any) -> RowTable:
     try:
         rows = table.to_pylist()
-        return Table(file, rows, range(len(rows)))
+        return RowTable(file, rows, range(len(rows)))
     except UnicodeDecodeError:
         return _read_one_by_one(file, table)
 
 
-def _read_one_by_one(file: str, table: Any) -> Table:
+def _read_one_by_one(file: str, table: Any) -> RowTable:
     """The rows of a table of which some hold bytes that are no text."""
     rows, numbers, bad = [], [], []
     for number in range(table.num_rows):
@@ -205,7 +280,7 @@ def _read_one_by_one(file: str, table: Any) -> Table:
             numbers.append(number)
         except UnicodeDecodeError as error:
             bad.append(BadRow(file, number, name, f"not UTF-8 ({error})."))
-    return Table(file, rows, numbers, bad)
+    return RowTable(file, rows, numbers, bad)
 
 
 READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl}

@@ -1,6 +1,6 @@
 """What runs inside the sandbox: lock this process down for good, then run somebody else's program in it.
 
-`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S jail.py CONFIG`), so it imports the
+`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S sandbox_child.py CONFIG`), so it imports the
 standard library only, and of that what starts at once (not json, signal or typing). The order matters: limits, Landlock,
 capabilities, seccomp, and only then is the program even compiled. A step that fails ends the process before `LOCKED` is
 written, and the sandbox then says that nothing was run.

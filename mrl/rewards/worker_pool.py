@@ -1,8 +1,6 @@
 """Worker processes for rewards that may raise, hang or die: a call costs at most its time limit and its process."""
 
-import asyncio
 import fcntl
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -13,38 +11,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from mrl.rewards.base import Response, Reward, Score, as_score
-
-Outcome = list[Score] | str
-"""Scores of a call, or why there are none."""
+from mrl.rewards.reward_calls import CallResult, call_reward, describe_error
+from mrl.rewards.reward_types import Response, Reward
 
 LATE = "not scored before the deadline of the whole batch (scoring.timeout_s)."
-
-
-def call(reward: Reward, responses: list[Response]) -> Outcome:
-    """Call a reward, sync or async, with a list of responses; what it raises becomes text. Not for a running event loop."""
-    try:
-        found: Any = reward(responses)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        found = list(found)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # anything a user's code can raise
-        return _told(error)
-    if len(found) != len(responses):
-        return f"the reward gave {len(found)} values for {len(responses)} responses."
-    return [as_score(value, response) for value, response in zip(found, responses, strict=True)]
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 _rewards: list[Reward] | str = []  # of a worker process
@@ -67,11 +40,11 @@ def _enter(pickled: bytes, memory_bytes: int) -> None:
         _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
 
-def _task(place: int, responses: list[Response]) -> Outcome:
+def _task(place: int, responses: list[Response]) -> CallResult:
     try:
-        return _rewards if isinstance(_rewards, str) else call(_rewards[place], responses)
+        return _rewards if isinstance(_rewards, str) else call_reward(_rewards[place], responses)
     except BaseException as error:  # the process is the reward's: an interrupt that it raises is meant for nobody else
-        return _told(error)
+        return describe_error(error)
 
 
 class WorkerPool:
@@ -103,7 +76,7 @@ class WorkerPool:
         with self._lock:
             assert self._started().active, "asking starts it"
 
-    def run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[Outcome]:
+    def run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
         """Call reward number `place` with each part.
 
         A call may take `sample_s` seconds for each of its responses, but at most half of the time that is left until
@@ -116,7 +89,9 @@ class WorkerPool:
             outcomes[i] = outcome
         return ["the worker processes died" if outcome is None else outcome for outcome in outcomes]
 
-    def _run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[Outcome | None]:
+    def _run(
+        self, place: int, parts: list[list[Response]], sample_s: float, deadline: float
+    ) -> list[CallResult | None]:
         limits = [min(len(part) * sample_s, max(0.1, deadline - time.monotonic()) / 2) for part in parts]
         with self._lock:
             pool = self._started()
@@ -153,7 +128,7 @@ class WorkerPool:
             self._pool = None
 
 
-def _outcome(future: ProcessFuture, limit: float, deadline: float) -> Outcome | None:
+def _outcome(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
     """What a task came to; None: its pool broke, for which it may not be to blame."""
     try:
         return future.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -167,4 +142,4 @@ def _outcome(future: ProcessFuture, limit: float, deadline: float) -> Outcome | 
     except BrokenProcessPool:
         return None
     except Exception as error:  # of the way to the worker and back: what cannot be pickled
-        return _told(error)
+        return describe_error(error)

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from mrl.data.columns import read_messages
-from mrl.data.report import RowError
-from mrl.data.table import Row, column, read_all
-from mrl.data.template import ToolTemplate, encode_text
-from mrl.data.tokenizer import Chat, Messages, check_vocabulary, encode_messages, encode_texts, load_tokenizer
+from mrl.data.row_files import Row, RowError, column, read_all
+from mrl.data.tokenizer import ChatTemplate, Messages, check_vocabulary, encode_messages, encode_texts, load_tokenizer
+from mrl.data.tool_template import ToolTemplate, encode_text
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,9 @@ class SftDataset:
     sampled: list[list[bool]] | None = None  # which tokens of each response are learned; None: all
 
     @classmethod
-    def load(cls, path: str | Path, model_path: str | Path, max_tokens: int, chat: Chat | None = None) -> "SftDataset":
+    def load(
+        cls, path: str | Path, model_path: str | Path, max_tokens: int, chat: ChatTemplate | None = None
+    ) -> "SftDataset":
         """Read and check every row.
 
         Raises:

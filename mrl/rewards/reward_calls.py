@@ -1,12 +1,39 @@
 """Many waits at a time, each with a limit: for rewards that ask somebody else."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from mrl.rewards.base import Score
+from mrl.rewards.reward_types import Response, Reward, Score, as_score
+
+CallResult = list[Score] | str
+"""Scores of a call, or why there are none."""
 
 
-async def gather(
+def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
+    """Call a reward, sync or async, with a list of responses; what it raises becomes text. Not for a running event loop."""
+    try:
+        found: Any = reward(responses)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        found = list(found)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # anything a user's code can raise
+        return describe_error(error)
+    if len(found) != len(responses):
+        return f"the reward gave {len(found)} values for {len(responses)} responses."
+    return [as_score(value, response) for value, response in zip(found, responses, strict=True)]
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+async def gather_scores(
     calls: Sequence[Callable[[], Awaitable[Score]]],
     *,
     concurrency: int,

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
-from mrl.rewards.base import Response, Score
-from mrl.rewards.sandbox import Limits, Outcome, Reason, require, run
+from mrl.rewards.reward_types import Response, Score
+from mrl.rewards.sandbox import Reason, SandboxLimits, SandboxResult, require, run
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORE
 _FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function, or {"asserts": [...]}'
 
 
-class Case(Protocol):
+class CodeTestCase(Protocol):
     """One test: what the program reads, what is run after it, and whether what was printed is right."""
 
     @property
@@ -30,7 +30,7 @@ class Case(Protocol):
 
 
 @dataclass(frozen=True)
-class Prints:
+class StdoutTestCase:
     """Reads `stdin` and prints `expected`, whatever the space between words and the empty lines."""
 
     stdin: str
@@ -42,7 +42,7 @@ class Prints:
 
 
 @dataclass(frozen=True)
-class Holds:
+class AssertTestCase:
     """The statements of `check` run after the program without an exception, to their end."""
 
     check: str
@@ -58,7 +58,7 @@ class Holds:
 
 
 @dataclass(frozen=True)
-class Returns:
+class FunctionTestCase:
     """The function, or the method of class Solution, gives `expected` for `arguments`; compared outside the sandbox.
 
     Both may be wrapped as the data sets have it: an `expected` of one element also matches that element.
@@ -88,7 +88,7 @@ class Returns:
         return bool(said) and (result == self.expected or [result] == self.expected)
 
 
-def read_cases(ground_truth: str | Mapping[str, Any]) -> list[Case]:
+def read_cases(ground_truth: str | Mapping[str, Any]) -> list[CodeTestCase]:
     """The test cases of a row.
 
     ground_truth: an object or its JSON, {"inputs": [stdin], "outputs": [stdout]}; the same with "fn_name", where an input is
@@ -107,26 +107,26 @@ def read_cases(ground_truth: str | Mapping[str, Any]) -> list[Case]:
     return cases
 
 
-def _cases(tests: Mapping[str, Any]) -> list[Case]:
+def _cases(tests: Mapping[str, Any]) -> list[CodeTestCase]:
     if checks := tests.get("asserts") or tests.get("functional"):
-        return [Holds(_statements(check)) for check in ([checks] if isinstance(checks, str) else checks)]
+        return [AssertTestCase(_statements(check)) for check in ([checks] if isinstance(checks, str) else checks)]
     inputs, outputs = tests.get("inputs") or [], tests.get("outputs") or []
     if len(inputs) != len(outputs):
         return []
     pairs = zip(inputs, outputs, strict=True)
     if name := tests.get("fn_name"):
         return [_returns(name, given, out) for given, out in pairs]
-    return [Prints(_text(given), _text(expected)) for given, expected in pairs]
+    return [StdoutTestCase(_text(given), _text(expected)) for given, expected in pairs]
 
 
-def _returns(name: str, given: list[Any] | str, out: Any) -> Returns:
+def _returns(name: str, given: list[Any] | str, out: Any) -> FunctionTestCase:
     """A call; texts as output are JSON where the input is a text of JSON too, and themselves where it is a list."""
     if isinstance(given, str):
         lines = [json.loads(line) for line in given.splitlines() if line.strip()]
-        return Returns(name, lines, json.loads(out) if isinstance(out, str) else out)
+        return FunctionTestCase(name, lines, json.loads(out) if isinstance(out, str) else out)
     if not isinstance(given, list):
         raise TypeError(f"arguments are {given!r:.40}, no list")
-    return Returns(name, given, out)
+    return FunctionTestCase(name, given, out)
 
 
 def _statements(check: Any) -> str:
@@ -173,14 +173,16 @@ class CodeExecution:
     partial: bool = False  # False: also stops at the first test case that is not passed
     whole_text: bool = False  # True: all of the response is the program, not its last ```python block
     workers: int = 4  # programs that run at the same time
-    limits: Limits | Mapping[str, float] = field(default_factory=Limits)  # of one program on one test case
+    limits: SandboxLimits | Mapping[str, float] = field(
+        default_factory=SandboxLimits
+    )  # of one program on one test case
 
     def __post_init__(self) -> None:
         require()
         if self.workers < 1:
             raise ValueError(f"workers={self.workers}: expected at least 1 program at a time.")
-        if not isinstance(self.limits, Limits):
-            object.__setattr__(self, "limits", Limits.of(self.limits))
+        if not isinstance(self.limits, SandboxLimits):
+            object.__setattr__(self, "limits", SandboxLimits.of(self.limits))
 
     def __call__(self, responses: list[Response]) -> list[Score]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="code") as pool:
@@ -201,7 +203,7 @@ class CodeExecution:
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)
 
-    def _passed(self, code: str, cases: list[Case]) -> tuple[int, str | None]:
+    def _passed(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
         """How many cases pass, and why the program first did not end normally (None: it always did)."""
         passed, reason = 0, None
         for case in cases:
@@ -214,13 +216,13 @@ class CodeExecution:
                 break
         return passed, reason
 
-    def _run(self, code: str, case: Case) -> Outcome:
-        assert isinstance(self.limits, Limits), f"limits={self.limits!r} were not built"
+    def _run(self, code: str, case: CodeTestCase) -> SandboxResult:
+        assert isinstance(self.limits, SandboxLimits), f"limits={self.limits!r} were not built"
         return run(code + case.tail, case.stdin, self.limits)
 
 
-def _reason(outcome: Outcome, case: Case) -> str | None:
+def _reason(outcome: SandboxResult, case: CodeTestCase) -> str | None:
     """Why the program did not end normally; a test case whose own assertion fails is a wrong answer."""
-    if isinstance(case, Holds) and outcome.reason == "wrong exit" and "AssertionError" in outcome.detail:
+    if isinstance(case, AssertTestCase) and outcome.reason == "wrong exit" and "AssertionError" in outcome.detail:
         return None
     return None if outcome.reason == "ok" else outcome.reason

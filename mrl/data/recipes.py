@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.data.report import RowError
-from mrl.data.table import Row, read_all, text
+from mrl.data.row_files import Row, RowError, read_all, text
 
 Answer = tuple[str, str, Row]  # problem, ground truth, what extra_info keeps
 
@@ -61,7 +60,7 @@ class Recipe:
     convert: Callable[[Row], Answer]  # raises RowError
     data_source: str
     instruction: str  # after each problem
-    meaning: str  # of the source's columns, for --help
+    source_columns: str  # of the source's columns, for --help
 
 
 RECIPES = {

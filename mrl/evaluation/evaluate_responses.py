@@ -1,0 +1,134 @@
+"""`mrl evaluate`: scores and summarises the responses of a finished generation, and writes the report files."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.config.instantiate import plug_in
+from mrl.config.schema import Config
+from mrl.evaluation.evaluation_prompts import add_scores, open_scorer, to_reward_responses, voted_answers
+from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
+from mrl.evaluation.response_store import Row, read_responses, response_schema
+from mrl.rewards.reward_types import Reward
+from mrl.rewards.scorer import check_reward
+
+logger = logging.getLogger(__name__)
+
+REPORT, PICTURE, SCORES = "evaluation.json", "evaluation.png", "scores.parquet"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Summaries of an evaluation, with the scored responses they are computed from."""
+
+    summaries: list[EvaluationSummary]
+    rows: list[Row]  # [B] scored responses
+    answers: list[str | None]  # [B] answer that each response votes for
+    reward: dict[str, Any]  # config node of the reward
+    settings: Row  # of the generation
+
+
+def evaluate(folder: Path, config: Config) -> Evaluation:
+    """Score the responses of a generation if they have no scores or evaluate.rescore is set, and summarise them.
+
+    Raises ValueError if the folder holds no finished generation, if evaluate.k exceeds its samples, or if the reward
+    is invalid.
+    """
+    settings, rows = read_responses(folder)
+    ks = choose_k(config.evaluate.k, settings["generate.samples"])
+    rescore = config.evaluate.rescore or settings["reward"] is None
+    node = config.reward if rescore else settings["reward"]
+    responses = to_reward_responses(rows)
+    if rescore:
+        reward = checked_reward(config)
+        with open_scorer(reward, config.scoring) as scorer:
+            assert scorer, "there is a reward"
+            rows = add_scores(rows, scorer(responses))
+    else:
+        reward = _stored_reward(node, folder)
+    answers = voted_answers(reward, responses)
+    prompts = group_by_prompt(rows, answers)
+    summaries = summarise(prompts, ks, config.evaluate.threshold, config.evaluate.confidence)
+    return Evaluation(summaries, rows, answers, node, settings)
+
+
+def checked_reward(config: Config) -> Reward:
+    """Return the config's reward. Raises ValueError if it is invalid."""
+    reward = plug_in(config.reward, "reward")
+    check_reward(reward)
+    return reward
+
+
+def _stored_reward(node: dict[str, Any], folder: Path) -> Reward | None:
+    """Return the reward of the stored scores, for its `answer` method; None if it can no longer be built."""
+    try:
+        return plug_in(node, f"{folder}: reward")
+    except ValueError as error:
+        logger.warning("%s The stored scores are used; maj@k compares the texts of the responses.", error)
+        return None
+
+
+def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> None:
+    """Write evaluation.json, evaluation.png and scores.parquet to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = dict(
+        threshold=config.evaluate.threshold,
+        confidence=config.evaluate.confidence,
+        reward=evaluation.reward,
+        summaries=[asdict(summary) for summary in evaluation.summaries],
+        generation=evaluation.settings,
+    )
+    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    settings = evaluation.settings
+    title = f"{Path(settings['model.path']).name}, {settings['generate.samples']} samples"
+    draw_pass_at_k(folder / PICTURE, evaluation.summaries, title=title, confidence=config.evaluate.confidence)
+    _write_scores(folder / SCORES, evaluation.rows, evaluation.answers)
+
+
+def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
+    """Write position, score and answer of each response. Every reported number can be recomputed from this file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = ("set", "file", "file_number", "row", "sample", "data_source", "score", "failure", "parts")
+    columns = pa.schema([*(response_schema().field(name) for name in names), ("answer", pa.string())])
+    records = [{name: row[name] for name in names} | dict(answer=a) for row, a in zip(rows, answers, strict=True)]
+    pq.write_table(pa.Table.from_pylist(records, schema=columns), path)
+
+
+COLOURS = ("#4C78A8", "#E45756", "#54A24B", "#B279A2", "#F58518", "#72B7B2", "#9D755D", "#79706E")
+
+
+def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title: str, confidence: float) -> None:
+    """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, summary in enumerate(summaries):
+        colour = COLOURS[number % len(COLOURS)]
+        for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
+            ks, values = list(estimates), list(estimates.values())
+            axes.plot(ks, [e.value for e in values], style, color=colour, label=f"{summary.name}, {name}", markersize=5)
+            ends = [e.low or 0.0 for e in values], [1.0 if e.high is None else e.high for e in values]
+            axes.fill_between(ks, *ends, color=colour, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
+    axes.set_xscale("log", base=2)
+    ks = list(summaries[0].pass_at)
+    axes.set_xticks(ks, [str(k) for k in ks])
+    axes.set(
+        xlabel="k: responses to a prompt",
+        ylabel=f"fraction of prompts, with {confidence:.0%} intervals",
+        ylim=(-0.02, 1.02),
+    )
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    unfinished = path.with_suffix(".part.png")
+    figure.savefig(unfinished)
+    unfinished.replace(path)

@@ -1,0 +1,166 @@
+"""Prompts of `mrl generate`, their responses as rows of a file, and rows as input of a reward."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mrl.config.schema import ScoringConfig
+from mrl.data.prompts import PromptConstraints, PromptDataset
+from mrl.data.sources import PromptSource
+from mrl.evaluation.response_store import Row
+from mrl.rewards.reward_types import Response, Reward, Score
+from mrl.rewards.scorer import Scorer
+from mrl.rollout.client import Completion
+from mrl.rollout.request_builder import seed_of
+
+EnforceRowPolicies = Callable[[PromptDataset, int], None]
+"""Called with the prompts and the number of each file; raises ValueError if the config does not allow the rows left out."""
+
+
+@dataclass(frozen=True)
+class EvaluationPrompt:
+    """One prompt of a held-out set, and its position."""
+
+    set: str  # name of the held-out set; empty: data.test
+    place: int  # position of the file in its set, from 0
+    file: str  # name of the file in the config
+    file_number: int  # position of the file among all held-out files, from 0
+    row: int  # row in the file, from 0; rows that are left out count
+    data_source: str
+    messages: list[dict[str, str]]
+    tokens: list[int]
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    def seed(self, seed: int, sample: int) -> int:
+        """Return the 63-bit seed of one response. It does not depend on other sets, later files, other rows or samples."""
+        name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
+        return seed_of(seed, *name.tolist(), self.place, self.row, sample)
+
+    def to_row(self, sample: int, completion: Completion, text: str, *, logprobs: bool) -> Row:
+        """Return the row of one response, without a score. The columns are those of response_schema."""
+        is_text = isinstance(self.ground_truth, str)
+        return dict(
+            set=self.set,
+            file=self.file,
+            file_number=self.file_number,
+            row=self.row,
+            sample=sample,
+            data_source=self.data_source,
+            prompt=self.messages,
+            response=text,
+            token_ids=completion.token_ids,
+            num_tokens=len(completion.token_ids),
+            logprobs=completion.logprobs if logprobs else None,
+            finish_reason=completion.finish_reason,
+            ground_truth=self.ground_truth if is_text else json.dumps(self.ground_truth, default=str),
+            ground_truth_is_json=not is_text,
+            extra_info=json.dumps(self.extra_info, default=str),  # JSON has no dates, parquet has
+            score=None,
+            failure=None,
+            parts=None,
+        )
+
+
+def load_prompts(
+    sources: Sequence[PromptSource],
+    model_path: str,
+    constraints: PromptConstraints,
+    enforce: EnforceRowPolicies,
+    rows: int | None,
+) -> list[EvaluationPrompt]:
+    """Return the first `rows` usable prompts of each file or user-defined data set (None: all).
+
+    Raises ValueError with file, row and reason, from reading a file or from `enforce`.
+    """
+    prompts: list[EvaluationPrompt] = []
+    files = [placed for source in sources for placed in enumerate(source.split_by_file())]
+    for number, (place, source) in enumerate(files):
+        data = PromptDataset.load([source], model_path, constraints)
+        enforce(data, number)
+        prompts += [
+            EvaluationPrompt(
+                source.name,
+                place,
+                source.files[0] if source.files else source.origin,
+                number,
+                int(data.numbers[row]),
+                data.data_source(row),
+                data.messages(row),
+                data.encode(row),
+                data.ground_truth(row),
+                data.extra_info(row),
+            )
+            for row in range(min(len(data), rows or len(data)))
+        ]
+    return prompts
+
+
+def prompts_digest(prompts: Sequence[EvaluationPrompt]) -> str:
+    """Return a digest of the prompts' positions, tokens and ground truths, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        content = [prompt.file_number, prompt.row, prompt.tokens, prompt.ground_truth]
+        digest.update(json.dumps(content, default=str).encode())
+    return digest.hexdigest()
+
+
+def prompt_key(row: Row) -> tuple[int, int]:
+    """Return the file number and row of the prompt that a response row answers."""
+    return row["file_number"], row["row"]
+
+
+def to_reward_responses(rows: Sequence[Row]) -> list[Response]:
+    """Return response rows in the form that a reward takes. Responses to one prompt form a group."""
+    groups: dict[tuple[int, int], int] = {}
+    return [_to_reward_response(row, groups.setdefault(prompt_key(row), len(groups))) for row in rows]
+
+
+def _to_reward_response(row: Row, group: int) -> Response:
+    truth = json.loads(row["ground_truth"]) if row["ground_truth_is_json"] else row["ground_truth"]
+    return Response(
+        row["data_source"],
+        row["response"],
+        truth,
+        json.loads(row["extra_info"]),
+        prompt=row["prompt"],
+        group=group,
+        num_tokens=row["num_tokens"],
+        truncated=row["finish_reason"] == "length",
+    )
+
+
+@runtime_checkable
+class GivesAnswers(Protocol):
+    """A reward that extracts the answer of a response. Responses with equal answers vote together in maj@k."""
+
+    def answer(self, response: Response) -> str | None:
+        """Return the answer in a canonical form, the same text for equal answers; None if there is no answer."""
+
+
+def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:
+    """Return a context manager that yields a scorer, or None without a reward."""
+    return Scorer(reward, **asdict(config)) if reward else nullcontext()
+
+
+def add_scores(rows: Sequence[Row], scores: Sequence[Score]) -> list[Row]:
+    """Return the rows with the columns score, failure and parts."""
+    return [
+        row | dict(score=score.value, failure=score.failure, parts=score.parts)
+        for row, score in zip(rows, scores, strict=True)
+    ]
+
+
+def voted_answers(reward: Reward | None, responses: Sequence[Response]) -> list[str | None]:
+    """Return the answer that each response votes for; None for a response without one.
+
+    It is the reward's `answer` if the reward has this method, else the stripped text.
+    """
+    if isinstance(reward, GivesAnswers):
+        return [reward.answer(response) for response in responses]
+    return [response.text.strip() or None for response in responses]

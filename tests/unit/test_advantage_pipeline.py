@@ -1,0 +1,185 @@
+"""From scored responses to the columns that losses need, against loops."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.algorithms.advantage_pipeline import AdvantagePipeline
+from mrl.algorithms.advantages import GAE, GRPO, OnPolicyDistillation, ReinforcePlusPlus, ReMax
+from mrl.algorithms.inputs import ScoredBatch
+from mrl.algorithms.kl import KLPenalty
+from mrl.algorithms.losses import ClipCov, KLCov, PPOClip, covariances
+from mrl.algorithms.objective import Objective
+from mrl.core.metrics import check
+
+LENGTHS = np.array([3, 0, 2, 4, 1, 0, 2])
+
+
+def make_scored(seed=0, lengths=LENGTHS, truncated=None):
+    rng, count = np.random.default_rng(seed), len(lengths)
+    groups, rewards = rng.integers(0, 3, count), rng.normal(size=count)
+    flags = np.zeros(count, bool) if truncated is None else np.array(truncated)
+    return ScoredBatch(rewards, groups, np.array(lengths), flags)
+
+
+def make_columns(total, seed=0):
+    rng = np.random.default_rng(seed)
+    names = ("values", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+    return {name: -rng.random(total).astype(np.float32) for name in names}
+
+
+def spans(lengths):
+    ends = np.cumsum(lengths)
+    return [range(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+
+
+def test_the_reward_sits_at_the_last_token_and_kl_is_taken_off_every_token():
+    scored, columns = make_scored(), make_columns(12)
+    kl = KLPenalty(kind="k3")
+    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), kl)(scored, columns, 0.25, [0])
+    expected, total = np.zeros(12), 0.0
+    for row, span in enumerate(spans(LENGTHS)):
+        running = 0.0
+        for t in reversed(span):
+            d = float(columns["old_logprobs"][t]) - float(columns["ref_logprobs"][t])
+            penalty = np.exp(-d) - 1 + d
+            total += penalty
+            running += (scored.rewards[row] if t == span[-1] else 0.0) - 0.25 * penalty
+            expected[t] = running
+    np.testing.assert_allclose(found.columns["advantages"], expected, rtol=1e-5)
+    assert found.columns["advantages"].dtype == np.float32 and set(found.columns) == {"advantages"}
+    assert found.numbers["policy/kl_reward"] == pytest.approx(total / 12)
+    assert found.numbers["advantage/mean"] == pytest.approx(expected.mean())
+    assert found.numbers["advantage/std"] == pytest.approx(expected.std())
+    check(found.numbers)
+
+
+def test_rewards_of_turns_take_the_place_of_the_last_token():
+    scored, columns = make_scored(), make_columns(12)
+    turns = np.zeros(12)
+    turns[[0, 2, 6]] = [0.5, 1.0, -1.0]
+    found = AdvantagePipeline(GAE(0.9, 0.8), PPOClip())(replace(scored, turn_rewards=turns), columns, 0.0, [0])
+    values, expected = columns["values"].astype(float), np.zeros(12)
+    for span in spans(LENGTHS):
+        running = 0.0
+        for t in reversed(span):
+            after = values[t + 1] if t + 1 in span else 0.0
+            running = turns[t] + 0.9 * after - values[t] + 0.9 * 0.8 * running
+            expected[t] = running
+    np.testing.assert_allclose(found.columns["advantages"], expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.columns["returns"], expected + values, rtol=1e-5, atol=1e-7)
+
+
+def test_responses_without_tokens_take_no_part():
+    scored = ScoredBatch(np.array([1.0, 9.0, 0.0]), np.zeros(3, int), np.array([2, 0, 1]), np.zeros(3, bool))
+    found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0])
+    assert found.columns["advantages"].tolist() == [0.5, 0.5, -0.5]
+    assert found.without_advantage.tolist() == [False, True, False]
+    greedy = replace(scored, greedy_rewards=np.array([0.25, 5.0, 0.5]))
+    assert AdvantagePipeline(ReMax(), PPOClip())(greedy, {}, 0.0, [0]).columns["advantages"].tolist() == [0.75, 0.75, -0.5]
+
+
+def test_as_many_tokens_as_responses_is_no_riddle():
+    """3 responses of 3 tokens in all, one of them without any: a number per response is not one per token."""
+    scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
+    assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns["advantages"].tolist() == [
+        0.5,
+        -0.5,
+        -0.5,
+    ]
+    values = {"values": np.array([0.5, 0.25, 0.125], np.float32)}
+    assert AdvantagePipeline(GAE(lam=0.0), PPOClip())(scored, values, 0.0, [0]).columns["advantages"].tolist() == [
+        0.5,
+        -0.125,
+        -0.125,
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(0, 4), max_size=8), seed=st.integers(0, 1000), whiten=st.booleans(), data=st.data())
+def test_any_lengths_are_borne(lengths, seed, whiten, data):
+    truncated = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))), bool)
+    scored = make_scored(seed, np.array(lengths, int), truncated)
+    columns, total = make_columns(sum(lengths), seed), sum(lengths)
+    advantage_pipeline = AdvantagePipeline(GAE(), KLCov(), KLPenalty(), whiten, mask_truncated=True)
+    found = advantage_pipeline(scored, columns, 0.1, [seed, 1])
+    assert set(found.columns) == {"advantages", "returns", "kl_cov"}
+    assert all(c.shape == (total,) and c.dtype == np.float32 and np.isfinite(c).all() for c in found.columns.values())
+    np.testing.assert_array_equal(found.rejected, truncated)
+    for row, span in enumerate(spans(lengths)):
+        assert found.without_advantage[row] == all(found.columns["advantages"][t] == 0 for t in span)
+    assert np.isfinite(list(found.numbers.values())).all()
+
+
+def test_whitening_counts_the_tokens_of_the_loss_alone():
+    truncated = [False, False, True, False, False, False, False]
+    scored, columns = make_scored(truncated=truncated), make_columns(12)
+    plain = AdvantagePipeline(ReinforcePlusPlus(), PPOClip())(scored, columns, 0.0, [0]).columns["advantages"].astype(float)
+    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True, mask_truncated=True)(scored, columns, 0.0, [0])
+    kept = [t for row, span in enumerate(spans(LENGTHS)) for t in span if not truncated[row]]
+    assert len(kept) == 10
+    mean = sum(plain[t] for t in kept) / 10
+    std = (sum((plain[t] - mean) ** 2 for t in kept) / 10) ** 0.5
+    np.testing.assert_allclose(found.columns["advantages"], (plain - mean) / std, rtol=1e-5)
+    assert found.numbers["advantage/mean"] == pytest.approx(0.0, abs=1e-9)
+    assert found.numbers["advantage/std"] == pytest.approx(1.0, rel=1e-6)
+    assert found.rejected.tolist() == truncated
+
+
+def test_the_critic_learns_unwhitened_returns():
+    scored, columns = make_scored(), make_columns(12)
+    plain, white = (AdvantagePipeline(GAE(), PPOClip(), whiten=w)(scored, columns, 0.0, [0]) for w in (False, True))
+    np.testing.assert_array_equal(plain.columns["returns"], white.columns["returns"])
+    assert np.abs(plain.columns["advantages"] - white.columns["advantages"]).max() > 0.1
+
+
+@pytest.mark.parametrize("size", [3, 5, 7, 10])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
+def test_whitening_equal_advantages_gives_exactly_zero(size, reward):
+    scored = ScoredBatch(np.full(size, reward), np.arange(size), np.ones(size, int), np.zeros(size, bool))
+    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True)(scored, {}, 0.0, [0])
+    assert found.without_advantage.all()
+
+
+def test_truncated_responses_stay_in_their_group_and_in_the_loss_unless_told():
+    scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, int), np.array([False, True]))
+    for masked in (False, True):
+        found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
+        assert found.columns["advantages"].tolist() == [0.5, -0.5] and found.rejected.tolist() == [False, masked]
+
+
+@pytest.mark.parametrize("loss", [KLCov(fraction=0.3), ClipCov(fraction=0.3, low=-10, high=10)])
+def test_losses_select_among_the_tokens_of_the_loss(loss):
+    truncated = [False, False, False, True, False, False, False]
+    scored, columns = make_scored(truncated=truncated), make_columns(12)
+    advantage_pipeline = AdvantagePipeline(ReinforcePlusPlus(), Objective(loss), mask_truncated=True)
+    found, again = advantage_pipeline(scored, columns, 0.0, [3, 4]), advantage_pipeline(scored, columns, 0.0, [3, 4])
+    column = next(c for name, c in found.columns.items() if name.endswith("cov"))
+    np.testing.assert_array_equal(column, next(c for name, c in again.columns.items() if name.endswith("cov")))
+    kept = np.array([t for row, span in enumerate(spans(LENGTHS)) for t in span if not truncated[row]])
+    assert column.sum() == 2 and set(np.flatnonzero(column)) <= set(kept)  # 0.3 of 8, rounded down
+    if isinstance(loss, KLCov):
+        cov = covariances(found.columns["advantages"][kept], columns["old_logprobs"][kept])
+        assert set(np.flatnonzero(column)) == set(kept[np.argsort(-cov)[:2]])
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A user's advantage and loss, without the class attributes that have defaults."""
+
+    def __call__(self, inputs):
+        return inputs.rewards
+
+
+def test_needs_are_those_of_all_parts():
+    assert AdvantagePipeline(GRPO(), PPOClip()).needs == frozenset()
+    everything = AdvantagePipeline(OnPolicyDistillation(reward=GAE()), Objective(KLCov(), kl=KLPenalty()), KLPenalty())
+    assert everything.needs == {"teacher_logprobs", "old_logprobs", "values", "ref_logprobs"}
+    assert AdvantagePipeline(ReMax(), PPOClip(), KLPenalty()).needs == {"greedy_rewards", "ref_logprobs", "old_logprobs"}
+    bare = AdvantagePipeline(Bare(), Bare())
+    assert bare.needs == frozenset()
+    scored = ScoredBatch(np.array([1.0, 2.0]), np.zeros(2, int), np.array([1, 2]), np.zeros(2, bool))
+    assert bare(scored, {}, 0.0, [0]).columns["advantages"].tolist() == [1.0, 2.0, 2.0]
