@@ -1,4 +1,4 @@
-"""Small HTTP servers that answer as SGLang does, also in the ways that a real one cannot be made to."""
+"""Small HTTP servers that answer like SGLang, and also fail in ways that a real server cannot be made to."""
 
 import asyncio
 import threading
@@ -6,25 +6,25 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from mrl.config.schema import FaultsConfig
-from mrl.rollout.engines import Engines
+from mrl.config.schema import FaultToleranceConfig
+from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.spec import RolloutSpec
 
 BROKEN = 0
-"""In place of a status: the connection breaks."""
+"""Used as a status: the server breaks the connection."""
 
 
 class HttpEngine:
-    """Answers each prompt with its first token plus one.
+    """HTTP server whose completion of each prompt is the prompt's first token plus one.
 
-    `statuses`: of the first answers, before those of 200. `computing`: whether the scheduler shows signs of life.
+    `statuses`: HTTP statuses of the first answers; later ones have 200. `computing`: whether the heartbeat advances.
     """
 
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
         self.delay_s, self.statuses, self.computing = delay_s, list(statuses), computing
         self.inputs: list[list[int]] = []
         self.seeds: list[int | None] = []
-        self.posts = self.busy = self.busiest = self.looks = 0
+        self.posts = self.busy = self.busiest = self.heartbeats = 0
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
         self._thread.start()
@@ -36,7 +36,7 @@ class HttpEngine:
             app.router.add_post("/generate", self.generate)
             app.router.add_get("/v1/loads", self.loads)
             app.router.add_get("/ready", lambda request: asyncio.sleep(0, web.Response()))
-            self._runner = web.AppRunner(app, handler_cancellation=True)  # where nobody waits any more
+            self._runner = web.AppRunner(app, handler_cancellation=True)  # stops when the client disconnects
             await self._runner.setup()
             await web.TCPSite(self._runner, "127.0.0.1", 0).start()
             self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -46,8 +46,8 @@ class HttpEngine:
         self._loop.run_forever()
 
     async def loads(self, request: web.Request) -> web.Response:
-        self.looks += self.computing
-        return web.json_response({"loads": [{"timestamp": float(self.looks)}]})
+        self.heartbeats += self.computing
+        return web.json_response({"loads": [{"timestamp": float(self.heartbeats)}]})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -66,18 +66,18 @@ class HttpEngine:
             return web.json_response({"error": {"message": "out of tokens"}}, status=status)
         return web.json_response([self.answer(ids) for ids in body["input_ids"]])
 
-    def said(self, ids: list[int]) -> list[int]:
+    def completion(self, ids: list[int]) -> list[int]:
         return [ids[0] + 1]
 
     def answer(self, ids: list[int]) -> dict:
-        said = self.said(ids)
+        tokens = self.completion(ids)
         info = dict(
             finish_reason={"type": "stop"},
-            output_token_logprobs=[[-0.5, token] for token in said],
+            output_token_logprobs=[[-0.5, token] for token in tokens],
             weight_version="3",
             cached_tokens=len(ids) - 1,
         )
-        return {"output_ids": said, "meta_info": info}
+        return {"output_ids": tokens, "meta_info": info}
 
     def stop(self) -> None:
         """Close its connections and its port."""
@@ -88,18 +88,25 @@ class HttpEngine:
 
 
 def spec_of(run_dir, **settings) -> RolloutSpec:
-    """What Engines are built from; prompts and rewards, which they do not look at, are left out."""
-    unused = dict(train=None, test=None, reward=None, estimator=None, keep=None, eval_rows=None, replay=None)
+    """Spec of an engine pool. Prompts and rewards, which the pool does not use, are left out."""
+    unused = dict(
+        train=None, test=None, reward=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None
+    )
     plain = dict(needs_greedy=False, old_from_rollout=False, record=False, prompts_per_step=1, responses_per_prompt=1)
     sampling = dict(max_response_tokens=8, temperature=1.0, num_engines=0, engine_urls=(), engine_tp=1, seed=0)
-    ours = dict(model_path="", run_dir=str(run_dir), request_timeout_s=30.0, faults=FaultsConfig(engine_stall_s=30.0))
+    ours = dict(
+        model_path="",
+        run_dir=str(run_dir),
+        request_timeout_s=30.0,
+        fault_tolerance=FaultToleranceConfig(engine_stall_timeout_s=30.0),
+    )
     return RolloutSpec(**unused | plain | sampling | ours | settings)
 
 
 @contextmanager
-def asked(*servers: HttpEngine, **settings):
-    """Engines that these servers are, ready to be asked."""
-    engines = Engines(spec_of("none", engine_urls=tuple(server.url for server in servers), **settings))
+def engine_pool(*servers: HttpEngine, **settings):
+    """Engine pool of these servers, ready for requests."""
+    engines = EnginePool(spec_of("none", engine_urls=tuple(server.url for server in servers), **settings))
     engines.wait_ready(10)
     try:
         yield engines

@@ -6,16 +6,20 @@
 
 A response is all that follows its prompt; of several turns it holds tool results too, which nobody sampled and nobody
 trains. The data plane (`TokenBlock` and columns [R]) lives where tokens are made and trained. The driver sees the control
-plane (`Rollouts`, `Estimates`): lengths, rewards, group numbers, versions, and handles that it never opens.
+plane (`Rollouts`, `AdvantageResult`): lengths, rewards, group numbers, versions, and handles that it never opens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+# FROM: A device of the cluster, as whoever starts a process there needs to know it.
+
+_COLUMN = "column."  # prefix of `columns` in a block's file
 Handle = Any  # reference to an object in Ray's object store; opened by workers only
 Column = NDArray[np.float32]  # [R] a number for each sampled token
 
@@ -126,6 +130,25 @@ class TokenBlock:
             {name: picked(column, chosen) for name, column in self.columns.items()},
         )
 
+    def save(self, path: Path, **extra: NDArray) -> None:
+        """Write tokens, columns and `extra` arrays to one .npz file, without pickle. The file appears when it is complete."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        columns = {f"{_COLUMN}{name}": column for name, column in self.columns.items()}
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays, **columns, **extra)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "tuple[TokenBlock, dict[str, NDArray]]":
+        """Read what `save` wrote: the block, and the extra arrays by name."""
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        columns = {name.removeprefix(_COLUMN): arrays.pop(name) for name in list(arrays) if name.startswith(_COLUMN)}
+        names = cls.__dataclass_fields__.keys() & arrays.keys()
+        block = cls(**{name: arrays.pop(name) for name in names}, columns=columns)
+        return block, arrays
+
 
 def _where_sampled(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]]
@@ -197,7 +220,7 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnPart:
     """A column for some rows of a block, as one trainer rank computed it."""
 
     rows: NDArray[np.int64]  # [n] rows of the block
@@ -209,7 +232,7 @@ class Part:
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
-def assemble(parts: Iterable[Part], lengths: NDArray[np.int64]) -> Column:
+def assemble(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> Column:
     """[R] the whole column; `lengths` [B] are the sampled tokens of all rows of the block."""
     rows: dict[int, Column] = {}
     for part in parts:
@@ -219,7 +242,7 @@ def assemble(parts: Iterable[Part], lengths: NDArray[np.int64]) -> Column:
 
 
 @dataclass(frozen=True)
-class Estimates:
+class AdvantageResult:
     """What the driver knows of the advantages of B responses."""
 
     columns: Handle  # name -> [R]: advantages, and whatever the losses need besides
@@ -249,7 +272,7 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
 
     micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; an empty one keeps step with other ranks
@@ -278,3 +301,13 @@ class UpdateReport:
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DeviceSlot:
+    """A place for a process of one role."""
+
+    node: str  # Ray's id of it
+    host: str  # its address
+    device: str  # the GPU's id on it; "" where a slot is a place on a CPU
+    options: Mapping[str, Any]  # Ray actor options that start a process there

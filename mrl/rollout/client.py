@@ -17,7 +17,7 @@ import orjson
 from numpy.typing import NDArray
 
 from mrl.config.secrets import authorization
-from mrl.weight_sync.control import EngineControl, EngineError
+from mrl.weight_sync.engine_control import EngineControl, EngineError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -106,7 +106,7 @@ class EngineClient(EngineControl):
             self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
         ]
 
-    async def ask(
+    async def generate_async(
         self,
         http: aiohttp.ClientSession,
         input_ids: Sequence[Sequence[int]],

@@ -7,10 +7,10 @@ from typing import Any, Concatenate, Protocol
 
 import ray
 
-from mrl.core.types import Estimates, Handle, Rollouts
+from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
-from mrl.hang_report.process_registry import forget, stacks
-from mrl.hang_report.waiting import Waiter
+from mrl.hang_report.process_registry import registry_folder, unregister_processes
+from mrl.hang_report.ray_wait import RayWaiter
 from mrl.rollout.client import EngineError
 from mrl.rollout.engine_pool import NoEngineError
 from mrl.rollout.spec import RolloutSpec
@@ -52,7 +52,7 @@ class RolloutWorkerHandle:
         self.spec = spec
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.actor = self._create()
-        self._waiter = Waiter(Path(spec.run_dir), "rollout")
+        self._waiter = RayWaiter(Path(spec.run_dir), "rollout")
         self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer reaches its own deadline first
         self._start_timeout_s = 600.0  # of an engine; `wait_ready` sets it
 
@@ -110,8 +110,8 @@ class RolloutWorkerHandle:
         with suppress(ray.exceptions.RayError, TimeoutError):  # the supervisor of each engine ends it with the actor
             ray.get(self.actor.close.remote(), timeout=timeout_s)
         ray.kill(self.actor)
-        forget(stacks(self._waiter.run_dir), "rollout")
-        forget(stacks(self._waiter.run_dir), "engine_*")
+        unregister_processes(registry_folder(self._waiter.run_dir), "rollout")
+        unregister_processes(registry_folder(self._waiter.run_dir), "engine_*")
 
 
 class RolloutManager:
@@ -124,7 +124,7 @@ class RolloutManager:
         """`engines`: loads engines before sampling and replaces those that failed."""
         spec = worker.spec
         self.worker, self._engines = worker, engines
-        self._tries = spec.faults.engine_tries
+        self._tries = spec.fault_tolerance.max_response_attempts
         self._capacity = spec.buffer_capacity
         self._step, self._drawn = 0, 0  # the next step; prompt requests created so far
         # (number, row, admitted version) of the prompt requests that no step has consumed
@@ -155,7 +155,7 @@ class RolloutManager:
     ) -> T:
         """ToolCall a worker method that needs engines, and have engines that failed meanwhile replaced.
 
-        Calls again when all engines were lost. Raises EngineError after `faults.engine_tries` such losses.
+        Calls again when all engines were lost. Raises EngineError after `fault_tolerance.max_response_attempts` such losses.
         """
         lost, failed = None, {}
         for _ in range(self._tries):
@@ -168,8 +168,8 @@ class RolloutManager:
                 self._replace_failed()
                 return result
         raise EngineError(
-            f"all engines were lost {self._tries} times in a row (faults.engine_tries), although they were replaced each "
-            f"time; the last: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
+            f"all engines were lost {self._tries} times in a row (fault_tolerance.max_response_attempts), although they were "
+            f"replaced each time; the last: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
         ) from lost
 
     def _replace_failed(self) -> dict[str, str]:
@@ -177,7 +177,7 @@ class RolloutManager:
             self._engines.restore(failed)
         return failed
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> Estimates:
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Advantages, and the columns [R] that the losses need, of the groups that were generated last."""
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 

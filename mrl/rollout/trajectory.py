@@ -1,4 +1,4 @@
-"""Responses as they were sampled, of one turn or of several, and the block and columns that a batch of them becomes."""
+"""Trajectories, samples and groups of one step, and the token block and control columns that they are laid out as."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,43 +8,47 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.algorithms.inputs import Scored
+from mrl.algorithms.inputs import ScoredBatch
 from mrl.core.types import TokenBlock
-from mrl.rewards.base import Score, Turn
+from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout.client import Completion
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What a response of several turns took."""
+class ResponseUsage:
+    """Turns, tool calls and request tokens of one multi-turn response."""
 
-    turns: int  # of the assistant
+    turns: int  # assistant turns
     tool_calls: int
-    tool_errors: int  # calls that could not be read, failed or took too long
-    input_tokens: int  # of all its requests
-    cached_tokens: int  # of these, found in the engine's prefix cache
+    tool_errors: int  # calls that could not be parsed, failed or timed out
+    input_tokens: int  # sum over all requests, one per turn
+    cached_tokens: int  # input tokens found in the engine's prefix cache
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """All that follows a prompt: what the policy sampled and, between its turns, what tools answered."""
+    """Everything that follows a prompt: the tokens that the policy sampled and, between its turns, the tools' results."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the sampled tokens, as the engine sampled them
-    truncated: bool  # cut at a limit of tokens or turns
-    weight_version: int  # of the weights that made the first token
-    sampled: list[bool] | None = None  # which of the tokens the policy chose; None: all
-    turns: tuple[Turn, ...] = ()  # of a conversation; empty: one turn
-    turn_ends: tuple[int, ...] = ()  # of each assistant turn: its last token, counted in sampled tokens
+    logprobs: list[float]  # of the sampled tokens, as the engine computed them
+    truncated: bool  # ended by the token limit or the turn limit
+    weight_version: int  # of the weights that sampled the first token
+    sampled: list[bool] | None = None  # which tokens the policy sampled; None: all
+    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty for a single turn
+    turn_ends: tuple[int, ...] = ()  # index of each assistant turn's last token, counted in sampled tokens
     routed_experts: NDArray[np.int16] | None = None  # see Completion
-    usage: Usage | None = None  # None: one turn, or replayed
-    versions: tuple[tuple[int, int], ...] = ()  # (version, sampled tokens) in order; empty: all of `weight_version`
+    usage: ResponseUsage | None = None  # None for a single turn, and in replayed data
+    versions: tuple[
+        tuple[int, int], ...
+    ] = ()  # (weight version, sampled tokens) in order; empty: only `weight_version`
 
     @classmethod
-    def of(cls, completion: Completion) -> "Trajectory":
-        """A response of one turn. Raises RuntimeError where it came back empty or cut by an abort."""
+    def from_completion(cls, completion: Completion) -> "Trajectory":
+        """Make a single-turn trajectory. Raises RuntimeError if the completion is empty or was aborted."""
         if completion.finish_reason == "abort" or not completion.token_ids:
-            raise RuntimeError(f"a response came back {completion.finish_reason} and empty or cut.")
+            raise RuntimeError(
+                f"an engine returned an empty or aborted response (finish reason {completion.finish_reason})."
+            )
         return cls(
             completion.token_ids,
             completion.logprobs,
@@ -56,19 +60,19 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy chose."""
+        """Number of tokens that the policy sampled."""
         return len(self.logprobs)
 
     @property
     def spans(self) -> list[tuple[bool, list[int]]]:
-        """(sampled, tokens) of each turn: the assistant's, and what stands between two of them."""
+        """(sampled, token ids) of each assistant turn and of the text between two of them, in order."""
         if self.sampled is None:
             return [(True, self.token_ids)]
         pairs = zip(self.sampled, self.token_ids, strict=True)
         return [(chosen, [token for _, token in part]) for chosen, part in groupby(pairs, key=itemgetter(0))]
 
     def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> tuple[Turn, ...]:
-        """Its turns. Of a replayed one, tool turns read as the chat template frames them: tokens are all there is."""
+        """Turns as text. Replayed data holds tokens only, so tool turns then include the chat template's framing."""
         if self.turns or self.sampled is None:
             return self.turns
         texts = decode([ids for _, ids in self.spans])
@@ -78,7 +82,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one row of the data set, scored."""
+    """One scored response to one row of the data set."""
 
     row: int
     prompt: list[int]
@@ -88,37 +92,60 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt."""
+    """The G responses to one prompt."""
 
     samples: list[Sample]
-    greedy: Score | None = None  # of the likeliest response, where the advantage asks for it
+    greedy: Score | None = None  # score of the greedy response, if the advantage needs one
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """[G]"""
+        """Rewards [G]."""
         return np.array([sample.score.value for sample in self.samples])
+
+    @property
+    def row(self) -> int:
+        """Row of the data set that the prompt comes from."""
+        return self.samples[0].row
+
+
+@dataclass(frozen=True)
+class StepGroups[T]:
+    """The groups that one step took from the staleness buffer. T is Group, except in simulations."""
+
+    numbers: list[int]  # prompt requests of the trained groups, in the order of drawing
+    groups: list[T]
+    filtered_numbers: list[int]  # prompt requests of the groups that the group filter rejected
+    filtered: list[T]
+    dropped: list[int]  # prompt requests given up, sampled or not, because they would be too old for the next step
+
+    @property
+    def all_numbers(self) -> list[int]:
+        """Prompt requests that left the buffer with this step."""
+        return [*self.numbers, *self.filtered_numbers, *self.dropped]
 
 
 def to_block(groups: Sequence[Group]) -> TokenBlock:
-    """The tokens of all groups, group after group."""
+    """Lay out the tokens of all groups, group after group."""
     samples = [sample for group in groups for sample in group.samples]
-    paths = [sample.trajectory for sample in samples]
-    routing = [path.routed_experts for path in paths if path.routed_experts is not None]
-    several = any(path.sampled is not None for path in paths)
+    trajectories = [sample.trajectory for sample in samples]
+    routing = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
+    several = any(trajectory.sampled is not None for trajectory in trajectories)
     return TokenBlock.from_lists(
         [sample.prompt for sample in samples],
-        [path.token_ids for path in paths],
-        [path.logprobs for path in paths],
+        [trajectory.token_ids for trajectory in trajectories],
+        [trajectory.logprobs for trajectory in trajectories],
         routing or None,
-        [path.sampled or [True] * len(path.token_ids) for path in paths] if several else None,
+        [trajectory.sampled or [True] * len(trajectory.token_ids) for trajectory in trajectories] if several else None,
     )
 
 
-def trajectories(block: TokenBlock, truncated: NDArray[np.bool_], versions: NDArray[np.int64]) -> list[Trajectory]:
-    """The responses of a block, in its order."""
+def block_trajectories(
+    block: TokenBlock, truncated: NDArray[np.bool_], versions: NDArray[np.int64]
+) -> list[Trajectory]:
+    """Cut a token block back into trajectories, in the order of its sequences."""
     ends = np.cumsum(block.sampled_lengths)[:-1]
     spans = zip(block.cu_seqlens[:-1], block.prompt_lengths, block.cu_seqlens[1:], strict=True)
-    paths = [
+    trajectories = [
         Trajectory(
             block.tokens[start + prompt : end].tolist(),
             logprobs.tolist(),
@@ -131,16 +158,19 @@ def trajectories(block: TokenBlock, truncated: NDArray[np.bool_], versions: NDAr
             spans, np.split(block.rollout_logprobs, ends), truncated, versions, strict=True
         )
     ]
-    return [replace(path, turn_ends=_turn_ends(path)) if path.sampled else path for path in paths]
+    return [
+        replace(trajectory, turn_ends=_turn_ends(trajectory)) if trajectory.sampled else trajectory
+        for trajectory in trajectories
+    ]
 
 
-def _turn_ends(path: Trajectory) -> tuple[int, ...]:
-    """The last token of each assistant turn, counted in sampled tokens."""
-    return tuple(end - 1 for end in accumulate(len(ids) for chosen, ids in path.spans if chosen))
+def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
+    """Index of each assistant turn's last token, counted in sampled tokens."""
+    return tuple(end - 1 for end in accumulate(len(ids) for chosen, ids in trajectory.spans if chosen))
 
 
 def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
-    """[B] rows of the data set, group numbers, truncated, weight_versions."""
+    """Columns [B] that the driver sees: rows of the data set, group numbers, truncated, weight_versions."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     return dict(
         rows=np.array([sample.row for _, sample in samples]),
@@ -150,25 +180,25 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
     )
 
 
-def spans(groups: Sequence[Group]) -> NDArray[np.int64]:
-    """[M, 3] (response, weight version, sampled tokens of it), a line for each version that had a part in a response."""
+def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
+    """[M, 3] one line (response, weight version, tokens) for each version that sampled tokens of a response."""
     samples = [sample.trajectory for group in groups for sample in group.samples]
     lines = [
         (number, version, tokens)
-        for number, path in enumerate(samples)
-        for version, tokens in path.versions or [(path.weight_version, path.num_sampled)]
+        for number, trajectory in enumerate(samples)
+        for version, tokens in trajectory.versions or [(trajectory.weight_version, trajectory.num_sampled)]
     ]
     return np.array(lines, np.int64).reshape(-1, 3)
 
 
-def to_scored(groups: Sequence[Group]) -> Scored:
-    """Rewards of all groups, in the order of `to_block`."""
+def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
+    """Rewards and lengths of all groups, in the order of `to_block`."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
     greedy = [group.greedy.value for group in groups for _ in group.samples if group.greedy is not None]
     names = dict.fromkeys(name for score in scores for name in score.terms)
     columns = control_columns(groups)
-    return Scored(
+    return ScoredBatch(
         rewards=np.array([score.value for score in scores], np.float64),
         groups=columns["groups"],
         lengths=np.array([sample.trajectory.num_sampled for sample in samples]),
@@ -180,7 +210,7 @@ def to_scored(groups: Sequence[Group]) -> Scored:
 
 
 def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-    """[R] each turn's reward at the turn's last token; None where no response has rewards by turn."""
+    """[R] each turn's reward at the turn's last token; None if no response has rewards per turn."""
     if not any(sample.score.turn_values for sample in samples):
         return None
     columns = []

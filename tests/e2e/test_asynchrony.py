@@ -13,7 +13,7 @@ from test_soak import KINDS, Soak
 
 from mrl.config.secrets import authorization
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engine_pool import Engines
+from mrl.rollout.engine_pool import EnginePool
 
 SIZE = 6  # groups of a step
 
@@ -68,7 +68,7 @@ MODES = {
 def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quickstart, tmp_path, mode, staleness):
     kinds = list(KINDS)
     random.Random(staleness).shuffle(kinds)
-    more = [*mode, "trainer.max_steps=80", "checkpoint.every=10", "algorithm.lr=5e-5", f"run.dir={tmp_path}"]
+    more = [*mode, "trainer.max_steps=80", "checkpoint.every=10", "optim.lr=5e-5", f"run.dir={tmp_path}"]
     soak = Soak(lambda: start_mrl("train", *quickstart, *more), tmp_path, staleness, pause_s=1.0)
     for kind in kinds:
         soak.strike(kind)
@@ -106,13 +106,13 @@ def test_an_engine_tells_which_version_made_which_token(engine):
 
 def test_a_response_that_is_given_up_ends_in_the_engine_too(engine, tmp_path):
     """Its connection is closed, which SGLang takes for an abort: it is gone while one as long, asked before it, is made."""
-    engines = Engines(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=240.0))
+    engines = EnginePool(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=240.0))
     engines.wait_ready(60)
     prompts, sampling = [[5, 6, number] for number in range(8)], [SamplingParams(450, ignore_eos=True)] * 8
     try:
-        kept = engines.start(engines.answers([8], [[5, 6, 8]], sampling[:1]))
+        kept = engines.start(engines.generate([8], [[5, 6, 8]], sampling[:1]))
         wait_until(lambda: running(engine) == 1)
-        given_up = engines.start(engines.answers(range(8), prompts, sampling))
+        given_up = engines.start(engines.generate(range(8), prompts, sampling))
         wait_until(lambda: running(engine) == 9)
         given_up.cancel()
         wait_until(lambda: running(engine) <= 1)

@@ -9,9 +9,9 @@ import pytest
 from http_engines import spec_of
 from live_engines import PROMPTS
 
-from mrl.config.schema import FaultsConfig
+from mrl.config.schema import FaultToleranceConfig
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engine_pool import Engines
+from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 from mrl.rollout.request_builder import TRAINING, seed_of
 
@@ -29,7 +29,7 @@ def test_a_scheduler_shows_that_it_computes_and_a_stopped_one_does_not(engine):
 
     async def look() -> None:
         async with aiohttp.ClientSession() as http:
-            asked = asyncio.create_task(engine.client.ask(http, PROMPTS, [LONG] * len(PROMPTS)))
+            asked = asyncio.create_task(engine.client.generate_async(http, PROMPTS, [LONG] * len(PROMPTS)))
             seen = set()
             while len(seen) < 4 and not asked.done():
                 seen.add(await engine.client.heartbeat(http, 5.0))
@@ -52,9 +52,9 @@ def test_a_scheduler_shows_that_it_computes_and_a_stopped_one_does_not(engine):
 def two(qwen3_folder, tmp_path):
     """Two engines that heed seeds."""
     arguments = default_server_args("float32", 512) | {DETERMINISTIC: True}
-    faults = FaultsConfig(engine_stall_s=STALL_S)
+    faults = FaultToleranceConfig(engine_stall_timeout_s=STALL_S)
     own = dict(model_path=str(qwen3_folder), num_engines=2, server_args=arguments, deterministic=True)
-    engines = Engines(spec_of(tmp_path, **own, faults=faults, request_timeout_s=120.0))
+    engines = EnginePool(spec_of(tmp_path, **own, fault_tolerance=faults, request_timeout_s=120.0))
     try:
         engines.wait_ready(480)
         yield engines
@@ -66,16 +66,16 @@ def two(qwen3_folder, tmp_path):
 def test_responses_redone_after_a_kill_or_a_stop_are_those_of_undisturbed_engines(two, tmp_path):
     prompts = PROMPTS * 2
     sampling = [replace(LONG, seed=seed_of(7, TRAINING, 0, number)) for number in range(len(prompts))]
-    undisturbed = two.complete(prompts, sampling)
+    undisturbed = two.generate_all(prompts, sampling)
     assert len({tuple(done.token_ids) for done in undisturbed}) == len(prompts), "each has a seed of its own"
     for number, (sign, why) in enumerate(
         [(signal.SIGKILL, "processes have ended"), (signal.SIGSTOP, "computed nothing")]
     ):
-        victim = two._servers[number]
+        victim = two._servers.servers[number]
         strike(victim, sign, after_s=0.3)
-        again = two.complete(prompts, sampling)
+        again = two.generate_all(prompts, sampling)
         assert [done.token_ids for done in again] == [done.token_ids for done in undisturbed]
-        numbers = two.take_numbers()
+        numbers = two.take_metrics()
         assert numbers["rollout/redone_responses"] == len(prompts) / 2
         ((url, reason),) = two.take_failed().items() if numbers["rollout/replaced_engines"] else ((victim.url, why),)
         assert url == victim.url and why in reason
@@ -102,7 +102,7 @@ def test_a_run_that_loses_all_engines_and_then_one_goes_on(start_mrl, quickstart
     (tmp_path / "striking_filter.py").write_text(STRIKING_FILTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = ["rollout.filter._target_=striking_filter.Striking", "rollout.num_engines=2", "rollout.deterministic=true"]
-    limits = [f"faults.engine_stall_s={STALL_S}", "trainer.save=false", "trainer.max_steps=4"]
+    limits = [f"fault_tolerance.engine_stall_timeout_s={STALL_S}", "trainer.save=false", "trainer.max_steps=4"]
     run = start_mrl("train", *quickstart, *own, *limits).finish(280)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()

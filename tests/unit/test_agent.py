@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mrl.data.tokenizer import byte_tokenizer
-from mrl.rewards.base import Score, Turn
-from mrl.rollout import recording
-from mrl.rollout.agent import Conversation, ToolAgent
-from mrl.rollout.batch import Batch
-from mrl.rollout.calls import Hermes, Markers
+from mrl.rewards.reward_types import Score, Turn
+from mrl.rollout import rollout_log
+from mrl.rollout.agents.tool_agent import Conversation, ToolAgent
+from mrl.rollout.agents.tool_parsers import HermesParser, MarkerParser
+from mrl.rollout.agents.tools import Calculator
 from mrl.rollout.client import Completion, SamplingParams
-from mrl.rollout.tools import Calculator
-from mrl.rollout.trajectory import Group, Sample, Trajectory, to_block, to_scored, trajectories
+from mrl.rollout.step_metrics import SampledStep
+from mrl.rollout.trajectory import Group, Sample, Trajectory, block_trajectories, to_block, to_scored_batch
 
 PROMPT = [1, 2, 3]
 
@@ -77,7 +77,7 @@ class Engine:
         )
 
 
-AGENT = ToolAgent({"calculator": Calculator()}, Markers("calculator"))
+AGENT = ToolAgent({"calculator": Calculator()}, MarkerParser("calculator"))
 
 
 def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, reason: str = "stop"):
@@ -122,10 +122,10 @@ def test_a_turn_that_the_policy_closed_itself_gets_no_second_end(tokenizer):
         {"calculator": Calculator()},
         '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>',
     )
-    path, engine = respond(tokenizer, line + "<|end|>", "6<|end|>", agent=ToolAgent(tools, Hermes()))
+    path, engine = respond(tokenizer, line + "<|end|>", "6<|end|>", agent=ToolAgent(tools, HermesParser()))
     assert tokenizer.decode(engine.inputs[1][3:]) == line + "<|end|>" + RESULT.format("6")
     assert engine.params[0].stop_token_ids == (), "the model's own end is enough"
-    other, engine = respond(tokenizer, line + "<eos>", "6<|end|>", agent=ToolAgent(tools, Hermes()))
+    other, engine = respond(tokenizer, line + "<eos>", "6<|end|>", agent=ToolAgent(tools, HermesParser()))
     assert tokenizer.decode(engine.inputs[1][3:]) == line + "<eos>" + RESULT.format("6"), (
         "nor one that it closed otherwise"
     )
@@ -182,7 +182,7 @@ class Stuck:
 
 def test_a_tool_that_raises_or_hangs_is_seen_by_the_model_and_counted(tokenizer):
     stuck = Stuck(threading.Event())
-    slow = ToolAgent({"slow": stuck}, Markers("slow"), tool_timeout_s=0.2)
+    slow = ToolAgent({"slow": stuck}, MarkerParser("slow"), tool_timeout_s=0.2)
     path, _ = respond(tokenizer, "<call>x</call>", "oh<|end|>", agent=slow)
     stuck.release.set()
     assert path.turns[1] == Turn("tool", "error: slow did not answer within 0.2 s") and path.turns[2].text == "oh"
@@ -209,7 +209,7 @@ def test_an_aborted_turn_ends_the_run(tokenizer):
         (dict(tool_timeout_s=-1.0), "tool_timeout_s=-1.0"),
         (dict(tools={}), "tools names no tool"),
         (dict(tools={"calculator": 3}), "tools.calculator is int, which cannot be called"),
-        (dict(parser=Markers("abacus")), "parser.tool='abacus' is none of the tools; there is calculator"),
+        (dict(parser=MarkerParser("abacus")), "parser.tool='abacus' is none of the tools; there is calculator"),
         (dict(parser="hermes"), "parser is str; expected"),
     ],
 )
@@ -221,18 +221,20 @@ def test_settings_that_cannot_work_are_refused(change, why):
 
 def test_an_end_marker_that_is_no_single_token_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"rollout\.agent\.parser: '</tool>' should end a turn, but is 7 tokens"):
-        replace(AGENT, parser=Markers("calculator", end="</tool>")).prepare(tokenizer)
+        replace(AGENT, parser=MarkerParser("calculator", end="</tool>")).prepare(tokenizer)
 
 
 def test_the_config_names_agent_tools_and_parser_by_target():
     from mrl.config.instantiate import construct
 
     node = {
-        "_target_": "mrl.rollout.agent.ToolAgent",
-        "tools": {"calculator": {"_target_": "mrl.rollout.tools.Calculator", "max_bits": 64}},
-        "parser": {"_target_": "mrl.rollout.calls.Markers", "tool": "calculator"},
+        "_target_": "mrl.rollout.agents.tool_agent.ToolAgent",
+        "tools": {"calculator": {"_target_": "mrl.rollout.agents.tools.Calculator", "max_bits": 64}},
+        "parser": {"_target_": "mrl.rollout.agents.tool_parsers.MarkerParser", "tool": "calculator"},
     }
-    assert construct(node, "rollout.agent") == ToolAgent({"calculator": Calculator(max_bits=64)}, Markers("calculator"))
+    assert construct(node, "rollout.agent") == ToolAgent(
+        {"calculator": Calculator(max_bits=64)}, MarkerParser("calculator")
+    )
     node["tools"]["calculator"]["max_bit"] = 3
     with pytest.raises(ValueError, match=r"rollout\.agent\.tools\.calculator\.max_bit: .*did you mean 'max_bits'"):
         construct(node, "rollout.agent")
@@ -248,7 +250,7 @@ def samples_of(tokenizer) -> list[Sample]:
 
 
 def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
-    batch = Batch([Group(samples_of(tokenizer))])
+    batch = SampledStep([Group(samples_of(tokenizer))])
     numbers = batch.numbers()
     usages = [sample.trajectory.usage for sample in samples_of(tokenizer)]
     assert numbers["rollout/turns_mean"] == 2.0 and numbers["rollout/tool_calls_mean"] == 1.0
@@ -259,7 +261,7 @@ def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
 
 def test_a_reward_of_a_turn_lies_at_its_last_token(tokenizer):
     groups = [Group(samples_of(tokenizer))]
-    rewards = to_scored(groups).turn_rewards
+    rewards = to_scored_batch(groups).turn_rewards
     lengths = [sample.trajectory.num_sampled for sample in groups[0].samples]
     expected = [np.zeros(length) for length in lengths]
     expected[0][[4, 6]], expected[1][1], expected[2][[4, 7, 9]] = (0.25, 0.5), 1.0, (1.0, 2.0, 3.0)
@@ -268,9 +270,9 @@ def test_a_reward_of_a_turn_lies_at_its_last_token(tokenizer):
 
 def test_a_recorded_conversation_is_replayed_turn_by_turn(tokenizer, tmp_path):
     samples = samples_of(tokenizer)
-    recording.write(tmp_path, 0, to_block([Group(samples)]))
-    block, _ = recording.read(tmp_path, 0)
-    again = trajectories(block, np.zeros(3, bool), np.full(3, 7))
+    rollout_log.write_recording(tmp_path, 0, to_block([Group(samples)]))
+    block, _ = rollout_log.read_recording(tmp_path, 0)
+    again = block_trajectories(block, np.zeros(3, bool), np.full(3, 7))
 
     def decode(rows):
         return tokenizer.batch_decode(rows, skip_special_tokens=True)

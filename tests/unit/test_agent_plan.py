@@ -3,35 +3,35 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
-from mrl.controller.plan_train import Plan, plan_training
-from mrl.rollout.calls import Markers
-from mrl.rollout.tools import Calculator
+from mrl.controller.plan_train import TrainPlan, plan_training
+from mrl.rollout.agents.tool_parsers import MarkerParser
+from mrl.rollout.agents.tools import Calculator
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    from mrl.data import calculator
+    from mrl.data import synthetic_tasks
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calculator, "NUM_TRAIN", 64)
-        calculator.make_inputs(folder)
+        patch.setattr(synthetic_tasks, "NUM_TRAIN", 64)
+        synthetic_tasks.make_calculator_task(folder)
     return folder
 
 
-def plan(inputs, tmp_path, *overrides: str) -> Plan:
-    hydra_app.register_schema()
+def plan(inputs, tmp_path, *overrides: str) -> TrainPlan:
+    hydra_entry.register_schema()
     ours = ["experiment=calculator", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}"]
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         return plan_training(from_hydra(compose("config", [*ours, *overrides])))
 
 
 def test_the_experiment_has_its_agent_and_a_prefix_cache(inputs, tmp_path):
     made = plan(inputs, tmp_path)
     assert made.agent is not None and made.agent.max_turns == 2
-    assert made.agent.tools == {"calculator": Calculator()} and made.agent.parser == Markers("calculator")
+    assert made.agent.tools == {"calculator": Calculator()} and made.agent.parser == MarkerParser("calculator")
     assert made.server_args["disable_radix_cache"] is False
 
 
@@ -50,14 +50,14 @@ def test_there_is_no_prefix_cache_where(inputs, tmp_path, override):
         ("+rollout.agent.parser.end='</tool>'", "rollout.agent.parser: '</tool>' should end a turn, but is 7 tokens"),
         (
             "+rollout.agent.max_turn=3",
-            "rollout.agent.max_turn: mrl.rollout.agent.ToolAgent has no argument 'max_turn'; did",
+            "rollout.agent.max_turn: mrl.rollout.agents.tool_agent.ToolAgent has no argument 'max_turn'; did",
         ),
         ("rollout.agent.max_turns=0", "max_turns=0: must be greater than 0"),
         ("rollout.agent.parser.tool=abacus", "parser.tool='abacus' is none of the tools; there is calculator"),
         ("+rollout.agent.result_role=nobody", "it puts nothing around a result"),
         (
             "rollout.agent._target_=argparse.Namespace",
-            "expected mrl.rollout.agent.ToolAgent or a subclass",
+            "expected mrl.rollout.agents.tool_agent.ToolAgent or a subclass",
         ),
         ("rollout.agent.tools.calculator._target_=mrl.nowhere.Tool", "rollout.agent.tools.calculator._target_"),
     ],

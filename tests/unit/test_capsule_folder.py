@@ -11,13 +11,13 @@ from mrl.commands import replay as command
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.diagnostics.step_dump import Capsule, Content, Weights, complete, write_steps
 from mrl.hang_report.ray_wait import RankLostError
-from mrl.workers.capsule import BATCH, write_block
+from mrl.workers.capsule import BATCH
 from mrl.workers.dp_partition import split
 from parallel.dims import ParallelDims
 
 CONTENT = Content(
     step=7,
-    why="asked for (capsule.steps)",
+    why="asked for (step_dump.steps)",
     weights=Weights("weights", 6),
     mini_batch=1,
     lrs=[1e-3, 5e-4],
@@ -46,7 +46,7 @@ def write(folder: Path, content: Content = CONTENT) -> Path:
     block = block_of_three()
     (folder / "weights").mkdir(parents=True)
     (folder / "weights/model.safetensors").write_bytes(b"12345678")
-    write_block(folder / BATCH, block)
+    block.save(folder / BATCH)
     whole = replace(TrainBatch.of(block, np.array([0, 0, 1])), rows=np.array([0, 2]))
     write_steps(folder, split(whole, 2))
     complete(folder, content)
@@ -129,7 +129,7 @@ def test_the_command_line_names_two_layouts():
         (["cap", "parallel.tb=2"], r"'parallel.tb=2': expected one of parallel.tp"),
         (["cap", "parallel.tp=two"], "expected a number of processes"),
         (["cap", "against", "against"], "'against': expected"),
-        (["cap", "algorithm.lr=1"], "'algorithm.lr=1': expected against, parallel.KEY=N, or one of model.dtype"),
+        (["cap", "optim.lr=1"], "'optim.lr=1': expected against, parallel.KEY=N, or one of model.dtype"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(capsys, words, message):
@@ -159,4 +159,4 @@ def test_a_process_that_is_lost_is_no_difference_between_layouts(capsys, monkeyp
 def test_help_teaches(capsys):
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "against" in text and "capsule.steps" in text and "exit status" in text
+    assert "against" in text and "step_dump.steps" in text and "exit status" in text

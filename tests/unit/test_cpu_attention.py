@@ -10,10 +10,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.layernorm import RMSNorm
 from torch import Tensor
 
-from mrl.rollout import cpu_attention, cpu_ops
-from mrl.rollout.names import ATTENTION_BACKEND
+from mrl.rollout.cpu import ATTENTION_BACKEND, sdpa_attention, torch_ops
 
-SLOTS = 20_000
+NUM_SLOTS = 20_000
 
 
 @dataclass
@@ -34,8 +33,8 @@ class Case:
         queries = torch.tensor(query_lens)
         keys = queries + torch.tensor(prefix_lens)
         rows = len(query_lens) + 3  # more requests than this batch has
-        slots = torch.randint(1, SLOTS, (rows, int(keys.max()) + 5), dtype=torch.int32)
-        caches = [torch.randn(SLOTS, kv_heads, size) for _ in range(2)]
+        slots = torch.randint(1, NUM_SLOTS, (rows, int(keys.max()) + 5), dtype=torch.int32)
+        caches = [torch.randn(NUM_SLOTS, kv_heads, size) for _ in range(2)]
         caches[0][0] = caches[1][0] = float("nan")  # SGLang's padding slot: must never be read
         requests = torch.randperm(rows)[: len(query_lens)]
         query = torch.randn(int(queries.sum()), heads, size)
@@ -53,8 +52,8 @@ class Case:
 
     def ours(self, window: int | None = None) -> Tensor:
         output = torch.full_like(self.query, float("nan"))
-        for tile in cpu_attention.make_plan(self.query_lens, self.key_lens, self.slots, self.requests):
-            cpu_attention.run_tile(tile, self.query, output, self.k_cache, self.v_cache, self.scaling, window)
+        for tile in sdpa_attention.make_plan(self.query_lens, self.key_lens, self.slots, self.requests):
+            sdpa_attention.run_tile(tile, self.query, output, self.k_cache, self.v_cache, self.scaling, window)
         return output
 
 
@@ -104,18 +103,18 @@ def test_one_sequence_of_one_token():
 def test_tiles_hold_every_row_once_within_bounds():
     """Padding and memory stay bounded however lengths are skewed; a row too large for the bounds stands alone."""
     lens = [1, 1, 2, 3, 5, 9, 800, 5000, 70_000] * 30
-    rows = cpu_attention.split_rows([min(n, 700) for n in lens], lens)
-    groups = cpu_attention.group_rows(rows)
+    rows = sdpa_attention.split_rows([min(n, 700) for n in lens], lens)
+    groups = sdpa_attention.group_rows(rows)
     assert sorted(row for group in groups for row in group) == sorted(rows)
     for group in groups:
         widest_Q, widest_L = max(r.num_queries for r in group), max(r.num_keys for r in group)
         wanted = sum(r.num_queries * r.num_keys for r in group)
-        assert len(group) == 1 or cpu_attention.fits(len(group), widest_Q, widest_L, wanted)
+        assert len(group) == 1 or sdpa_attention.fits(len(group), widest_Q, widest_L, wanted)
     assert len(groups) < len(rows), "nothing was batched"
 
 
 def test_rows_of_a_prompt_are_its_tokens():
-    rows = cpu_attention.split_rows([1200, 1], [1300, 7])
+    rows = sdpa_attention.split_rows([1200, 1], [1300, 7])
     assert [r.num_queries for r in rows] == [512, 512, 176, 1]
     assert [r.num_keys for r in rows] == [612, 1124, 1300, 7]
     assert [r.first_token for r in rows] == [0, 512, 1024, 1200]
@@ -123,7 +122,7 @@ def test_rows_of_a_prompt_are_its_tokens():
 
 def test_sglang_finds_the_backend_by_name():
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
-    assert isinstance(ATTENTION_BACKENDS[ATTENTION_BACKEND](runner), cpu_attention.BatchedSdpaBackend)
+    assert isinstance(ATTENTION_BACKENDS[ATTENTION_BACKEND](runner), sdpa_attention.BatchedSdpaBackend)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -131,10 +130,10 @@ def test_rms_norm_equals_stock(with_residual):
     norm = RMSNorm(64)
     norm.weight.data.normal_()
     x, residual = torch.randn(30, 64), torch.randn(30, 64) if with_residual else None
-    ours, stock = cpu_ops.rms_norm(norm, x, residual), norm.forward_native(x, residual)
+    ours, stock = torch_ops.rms_norm(norm, x, residual), norm.forward_native(x, residual)
     torch.testing.assert_close(ours, stock, atol=5e-6, rtol=1e-5)
 
 
 def test_rms_norm_leaves_other_dtypes_to_stock():
     norm, x = RMSNorm(64), torch.randn(30, 64, dtype=torch.bfloat16)
-    assert torch.equal(cpu_ops.rms_norm(norm, x), norm.forward_native(x))
+    assert torch.equal(torch_ops.rms_norm(norm, x), norm.forward_native(x))

@@ -30,7 +30,7 @@ def routed(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def run(layer, x, weights, ids):
-    from mrl.rollout.cpu_ops import experts
+    from mrl.rollout.cpu.torch_ops import experts
 
     method = SimpleNamespace(moe_runner_config=layer.moe_runner_config, with_bias=False)
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, ids, None))

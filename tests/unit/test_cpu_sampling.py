@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import torch
 
-from mrl.rollout.cpu_sampling import murmur_hash32
+from mrl.rollout.cpu.sglang_platform import murmur_hash32
 
 
 def murmur3(data: bytes) -> int:

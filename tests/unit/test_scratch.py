@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mrl.rollout.scratch import Scratch
-from mrl.rollout.server import EngineServer
+from mrl.rollout.engines.leases import ScratchDir
+from mrl.rollout.engines.server import EngineServer
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("mrl.rollout.scratch.MAX_PATH", 1000)
+    monkeypatch.setattr("mrl.rollout.engines.leases.MAX_PATH", 1000)
 
 
 @pytest.fixture
@@ -29,17 +29,17 @@ def left_over():
 
 
 def test_a_folder_whose_holder_was_killed_goes_when_the_next_is_made(left_over, tmp_path):
-    scratch = Scratch()
+    scratch = ScratchDir()
     kept = tmp_path / "not_ours"
     kept.touch()
     (scratch.path / "shared_memory").write_text(f"{left_over}\n{kept}\n")
     holder = subprocess.Popen(["sleep", "60"], pass_fds=[scratch.fd])
     scratch.release()
-    Scratch().release()
+    ScratchDir().release()
     assert scratch.path.exists() and left_over.exists(), "its holder lives"
     holder.kill()
     holder.wait()
-    new = Scratch()
+    new = ScratchDir()
     assert not scratch.path.exists() and not left_over.exists() and kept.exists()
     assert new.path.exists()
     new.release()
@@ -48,7 +48,7 @@ def test_a_folder_whose_holder_was_killed_goes_when_the_next_is_made(left_over, 
 def test_a_folder_that_is_just_being_made_is_left_alone(tmp_path):
     made = tmp_path / "mrl-engine-new"
     made.mkdir()
-    os.close(Scratch().fd)
+    os.close(ScratchDir().fd)
     assert made.exists()
 
 

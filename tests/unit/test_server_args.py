@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mrl.rollout.server_args import OURS, check_server_args, default_server_args, server_arg_names
+from mrl.rollout.engines.server_args import OURS, check_server_args, default_server_args, server_arg_names
 
 
 def test_names_read_from_the_source_are_those_of_the_class():
@@ -37,8 +37,8 @@ def test_defaults_are_arguments_and_users_may_change_them(device):
 def test_checking_does_not_import_sglang_or_torch():
     """The driver checks arguments before it starts anything; those imports would cost it seconds."""
     code = (
-        "import sys; from mrl.rollout.server_args import *; check_server_args({'tp_size_x': 1} if 0 else {'log_level': 'info'});"
-        "default_server_args('float32', 64); from mrl.rollout import server, client;"
+        "import sys; from mrl.rollout.engines.server_args import *; check_server_args({'tp_size_x': 1} if 0 else {'log_level': 'info'});"
+        "default_server_args('float32', 64); from mrl.rollout import client; from mrl.rollout.engines import server;"
         "sys.exit(bool({'sglang', 'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from mrl.rollout.calls import Call, CallError, Hermes, Markers
-from mrl.rollout.tools import Calculator, Result, run_call
+from mrl.rollout.agents.tool_parsers import HermesParser, MarkerParser, ToolCall, ToolCallError
+from mrl.rollout.agents.tools import Calculator, ToolResult, run_call
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_deep_brackets_and_long_sums_within_the_limits_are_answered():
 
 
 def test_division_by_zero_is_told():
-    result = asyncio.run(run_call({"c": Calculator()}, Call("c", "1/0"), 5))
-    assert result == Result("error: ZeroDivisionError: division by zero", failed=True)
+    result = asyncio.run(run_call({"c": Calculator()}, ToolCall("c", "1/0"), 5))
+    assert result == ToolResult("error: ZeroDivisionError: division by zero", failed=True)
 
 
 @dataclass
@@ -84,13 +84,15 @@ class Hangs:
 def test_a_tool_that_hangs_is_given_up_in_time_and_others_go_on():
     tools = {"slow": Hangs(threading.Event()), "quick": Calculator()}
 
-    async def both() -> list[Result]:
-        return await asyncio.gather(run_call(tools, Call("slow", "x"), 0.3), run_call(tools, Call("quick", "1+1"), 5))
+    async def both() -> list[ToolResult]:
+        return await asyncio.gather(
+            run_call(tools, ToolCall("slow", "x"), 0.3), run_call(tools, ToolCall("quick", "1+1"), 5)
+        )
 
     start = time.perf_counter()
     slow, quick = asyncio.run(both())
     tools["slow"].release.set()
-    assert slow == Result("error: slow did not answer within 0.3 s", failed=True) and quick == Result("2")
+    assert slow == ToolResult("error: slow did not answer within 0.3 s", failed=True) and quick == ToolResult("2")
     assert time.perf_counter() - start < 5
 
 
@@ -104,22 +106,22 @@ class Raises:
 
 @pytest.mark.parametrize("what", [ValueError("no"), KeyError("k"), SystemExit(3), RecursionError(), AssertionError()])
 def test_a_tool_that_raises_costs_its_own_call_an_error(what):
-    result = asyncio.run(run_call({"t": Raises(what)}, Call("t", {}), 5))
+    result = asyncio.run(run_call({"t": Raises(what)}, ToolCall("t", {}), 5))
     assert result.failed and result.text.startswith(f"error: {type(what).__name__}")
 
 
 def test_calls_by_unknown_names_or_with_wrong_arguments_are_errors():
     tools = {"calculator": Calculator()}
-    unknown = asyncio.run(run_call(tools, Call("abacus", "1"), 5))
-    assert unknown == Result("error: no tool 'abacus'; there is calculator", failed=True)
-    wrong = asyncio.run(run_call(tools, Call("calculator", {"sum": "1+1"}), 5))
+    unknown = asyncio.run(run_call(tools, ToolCall("abacus", "1"), 5))
+    assert unknown == ToolResult("error: no tool 'abacus'; there is calculator", failed=True)
+    wrong = asyncio.run(run_call(tools, ToolCall("calculator", {"sum": "1+1"}), 5))
     assert wrong.failed and "unexpected keyword argument 'sum'" in wrong.text
-    unread = asyncio.run(run_call(tools, CallError("the call is not JSON"), 5))
-    assert unread == Result("error: the call is not JSON", failed=True)
+    unread = asyncio.run(run_call(tools, ToolCallError("the call is not JSON"), 5))
+    assert unread == ToolResult("error: the call is not JSON", failed=True)
 
 
 def test_what_is_no_text_becomes_text():
-    assert asyncio.run(run_call({"length": len}, Call("length", "four"), 5)) == Result("4")
+    assert asyncio.run(run_call({"length": len}, ToolCall("length", "four"), 5)) == ToolResult("4")
 
 
 @pytest.mark.parametrize(
@@ -135,14 +137,14 @@ def test_what_is_no_text_becomes_text():
     ],
 )
 def test_markers(text, found):
-    assert Markers("calculator")(text) == [Call("calculator", argument) for argument in found]
+    assert MarkerParser("calculator")(text) == [ToolCall("calculator", argument) for argument in found]
 
 
 def test_markers_may_be_any_text_but_not_empty():
-    assert Markers("t", start="(((", end=".*")("(((a.*") == [Call("t", "a")]
-    assert Markers("t", end="=").stops == ("=",)
+    assert MarkerParser("t", start="(((", end=".*")("(((a.*") == [ToolCall("t", "a")]
+    assert MarkerParser("t", end="=").stops == ("=",)
     with pytest.raises(ValueError, match="both markers"):
-        Markers("t", start="")
+        MarkerParser("t", start="")
 
 
 def test_hermes_calls_of_several_tools_in_one_turn():
@@ -150,7 +152,7 @@ def test_hermes_calls_of_several_tools_in_one_turn():
         'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>\n'
         '<tool_call>{"name": "clock"}</tool_call><|im_end|>'
     )
-    assert Hermes()(text) == [Call("calculator", {"expression": "1+1"}), Call("clock", {})]
+    assert HermesParser()(text) == [ToolCall("calculator", {"expression": "1+1"}), ToolCall("clock", {})]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_hermes_calls_of_several_tools_in_one_turn():
     ],
 )
 def test_a_malformed_hermes_call_is_an_error_that_the_model_sees(inner, why):
-    (found,) = Hermes()(f"<tool_call>{inner}</tool_call>")
-    assert isinstance(found, CallError) and why in str(found)
+    (found,) = HermesParser()(f"<tool_call>{inner}</tool_call>")
+    assert isinstance(found, ToolCallError) and why in str(found)
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def python():
     sandbox = pytest.importorskip("mrl.rewards.sandbox")
     if lacks := sandbox.why_unavailable():
         pytest.skip(lacks)
-    from mrl.rollout.tools import PythonTool
+    from mrl.rollout.agents.tools import PythonTool
 
     return PythonTool({"wall_s": 5.0, "output_bytes": 1000})
 
@@ -190,7 +192,7 @@ def python():
     ],
 )
 def test_programs_run_in_the_sandbox(python, code, text):
-    result = asyncio.run(run_call({"python": python}, Call("python", {"code": code}), 20))
+    result = asyncio.run(run_call({"python": python}, ToolCall("python", {"code": code}), 20))
     assert result.text.startswith(text) and result.failed == text.startswith("error")
 
 

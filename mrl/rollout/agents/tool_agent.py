@@ -1,0 +1,216 @@
+"""Multi-turn responses: the policy writes a turn, tools answer its calls, and everything stays token ids.
+
+Token ids that the engine sampled are appended and sent back as they are. The only tokens that are made from text are those of
+tool results and of the chat template around them (mrl/data/tool_template.py). Sampled text is never tokenised again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mrl.data.tool_template import ToolTemplate
+from mrl.rewards.reward_types import Turn
+from mrl.rollout.agents.tool_parsers import ToolCall, ToolCallError, ToolParser
+from mrl.rollout.agents.tools import Tool, ToolResult, run_call
+from mrl.rollout.client import Completion, SamplingParams
+from mrl.rollout.trajectory import ResponseUsage, Trajectory
+
+GenerateTurn = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+
+@dataclass(frozen=True)
+class ToolAgent:
+    """`rollout.agent`: the tools, how they are called, and the limits of a conversation."""
+
+    tools: Mapping[str, Tool]  # by the name that calls use
+    parser: ToolParser
+    max_turns: int = 8  # assistant turns; a call in the last one is not answered
+    max_tool_tokens: int = 512  # of one result; a longer one is cut and ends with ...
+    tool_timeout_s: float = 30.0  # for one call
+    max_running_tools: int = 16  # calls that run at the same time
+    max_concurrency: int = 256  # responses that are sampled at the same time, over all engines
+    result_role: str = "tool"  # role of messages with results, in the model's chat template
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tool_tokens", "tool_timeout_s", "max_running_tools", "max_concurrency"):
+            if (value := vars(self)[name]) <= 0:
+                raise ValueError(f"{name}={value}: must be greater than 0.")
+        if not self.tools:
+            raise ValueError("tools names no tool; name at least one: tools.NAME._target_=...")
+        for name, tool in self.tools.items():
+            if not callable(tool):
+                raise ValueError(f"tools.{name} is {type(tool).__name__}, which cannot be called.")
+        if not callable(self.parser) or not isinstance(getattr(self.parser, "stops", None), tuple):
+            raise ValueError(f"parser is {type(self.parser).__name__}; expected `__call__` and a tuple `stops`.")
+        named = getattr(self.parser, "tool", None)
+        if named is not None and named not in self.tools:
+            raise ValueError(f"parser.tool={named!r} is none of the tools; there is {', '.join(self.tools)}.")
+
+    def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
+        """Bind the agent to a model's tokenizer. `template_args`: variables of the chat template, as for prompts.
+
+        Raises ValueError if the chat template or the vocabulary cannot express tool calls.
+        """
+        stops = tuple(_single_token(tokenizer, text) for text in self.parser.stops)
+        return Conversation(self, tokenizer, ToolTemplate.of(tokenizer, self.result_role, template_args), stops)
+
+
+def _single_token(tokenizer: Any, text: str) -> int:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(
+            f"rollout.agent.parser: {text!r} should end a turn, but is {len(ids)} tokens of this model, or unknown to it; "
+            "engines stop at single tokens only. Use markers from its vocabulary, or a parser without stops."
+        )
+    return ids[0]
+
+
+@dataclass
+class _GrowingResponse:
+    """A response while it is sampled, turn by turn."""
+
+    room: int  # tokens left of the response's limit
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    tool_calls: int = 0
+    tool_errors: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (weight version, sampled tokens)
+
+    def _append(self, ids: Sequence[int], *, sampled: bool) -> None:
+        self.ids += ids
+        self.sampled += [sampled] * len(ids)
+        self.room -= len(ids)
+
+    def add_assistant_turn(self, completion: Completion, num_inputs: int, text: str) -> None:
+        """Append a sampled turn. Raises RuntimeError if the completion is empty or was aborted."""
+        if completion.finish_reason == "abort" or not completion.token_ids:
+            raise RuntimeError(
+                f"an engine returned an empty or aborted turn {len(self.turn_ends) + 1} of a response (finish reason "
+                f"{completion.finish_reason})."
+            )
+        num_logprobs, num_tokens = len(completion.logprobs), len(completion.token_ids)
+        assert num_logprobs == num_tokens, f"{num_logprobs} logprobs, {num_tokens} tokens"
+        self._append(completion.token_ids, sampled=True)
+        self.logprobs += completion.logprobs
+        self.turns.append(Turn("assistant", text))
+        self.turn_ends.append(len(self.logprobs) - 1)
+        self.input_tokens += num_inputs
+        self.cached_tokens += completion.cached_tokens
+        for version, tokens in completion.versions or [(int(completion.weight_version), num_tokens)]:
+            if self.versions and self.versions[-1][0] == version:
+                tokens += self.versions.pop()[1]
+            self.versions.append((version, tokens))
+
+    def add_tool_results(self, results: Sequence[ToolResult], ids: Sequence[int]) -> None:
+        """Append the results of a turn's calls; `ids`: as the chat template frames them."""
+        self._append(ids, sampled=False)
+        self.turns += [Turn("tool", result.text) for result in results]
+
+    def to_trajectory(self, last: Completion, *, cut: bool) -> Trajectory:
+        """Finish the response. `last`: its last completion, whose routed experts cover all tokens before it, too."""
+        assert self.versions, "a response has at least one assistant turn"
+        usage = ResponseUsage(
+            len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
+        )
+        return Trajectory(
+            self.ids,
+            self.logprobs,
+            cut or last.finish_reason == "length",
+            self.versions[0][0],
+            None if all(self.sampled) else self.sampled,
+            tuple(self.turns),
+            tuple(self.turn_ends),
+            last.routed_experts,
+            usage,
+            tuple(self.versions) if len(self.versions) > 1 else (),
+        )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A tool agent bound to a model's tokenizer; a call samples one multi-turn response."""
+
+    agent: ToolAgent
+    tokenizer: Any
+    template: ToolTemplate
+    stop_token_ids: tuple[int, ...]  # that end a turn, in addition to the model's own end of sequence
+
+    async def __call__(
+        self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, running: asyncio.Semaphore
+    ) -> Trajectory:
+        """Sample one response. `params.max_new_tokens` limits all tokens after the prompt, tool results included.
+
+        `running` limits the tools that run at the same time. Raises RuntimeError if a turn is empty or was aborted.
+        """
+        response = _GrowingResponse(params.max_new_tokens)
+        stops = tuple(dict.fromkeys([*params.stop_token_ids, *self.stop_token_ids]))
+        while True:
+            inputs = prompt + response.ids
+            turn_params = replace(params, max_new_tokens=response.room, stop_token_ids=stops)
+            completion = await generate_turn(inputs, turn_params)
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            response.add_assistant_turn(completion, len(inputs), text)
+            calls = self._parse_calls(completion)
+            if not calls:
+                return response.to_trajectory(completion, cut=False)
+            if len(response.turn_ends) == self.agent.max_turns or response.room <= 0:
+                return response.to_trajectory(completion, cut=True)
+            results = []
+            for call in calls:
+                async with running:
+                    results.append(await run_call(self.agent.tools, call, self.agent.tool_timeout_s))
+            response.tool_calls += len(results)
+            response.tool_errors += sum(result.failed for result in results)
+            result_ids = self._frame_results(completion, results)
+            if len(result_ids) >= response.room:  # the next turn would have no room, so the results are left out
+                return response.to_trajectory(completion, cut=True)
+            response.add_tool_results(results, result_ids)
+
+    def _parse_calls(self, completion: Completion) -> list[ToolCall | ToolCallError]:
+        """The calls of a turn; none if the turn was cut at the token limit."""
+        if completion.finish_reason == "length":
+            return []
+        return self.agent.parser(self.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False))
+
+    def _frame_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
+        """Token ids between this turn and the next: results in the chat template's frame.
+
+        A turn that ended at the marker of a call still lacks the template's end of turn.
+        """
+        last = completion.token_ids[-1]
+        closed = last in self.template.end or last not in self.stop_token_ids
+        encoded = [self.template.encode(result.text, self.agent.max_tool_tokens) for result in results]
+        return self.template.wrap(encoded, closed=closed)
+
+
+class ConcurrencyLimits:
+    """Limits the responses and tools that run at the same time, over all conversations of one event loop."""
+
+    def __init__(self, agent: ToolAgent) -> None:
+        self.responses = asyncio.Semaphore(agent.max_concurrency)
+        self.tools = asyncio.Semaphore(agent.max_running_tools)
+
+
+async def run_conversations(
+    conversation: Conversation,
+    generate_turn_of: Callable[[int], GenerateTurn],
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    limits: ConcurrencyLimits,
+) -> list[Trajectory]:
+    """Sample one response to each prompt, in order. `generate_turn_of`: samples the turns of the response at this place.
+
+    Raises what the first failing response raises.
+    """
+
+    async def respond(place: int) -> Trajectory:
+        async with limits.responses:
+            return await conversation(generate_turn_of(place), prompts[place], sampling[place], limits.tools)
+
+    return await asyncio.gather(*(respond(place) for place in range(len(prompts))))

@@ -1,0 +1,131 @@
+"""SGLang platform plug-in: stock SGLang on a machine without a GPU.
+
+SGLang finds it through the entry point `sglang.srt.platforms` (setup.py); nothing else refers to it by import. Where a GPU or
+another accelerator is available `activate()` declines and SGLang picks its own platform.
+"""
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+from sglang.srt.arg_groups.choices import (
+    ATTENTION_BACKEND_CHOICES,
+    add_attention_backend_choices,
+    add_deterministic_attention_backend_choices,
+)
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from torch import Tensor
+
+from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, dump_stacks_on_signal
+from mrl.rollout.cpu import ATTENTION_BACKEND
+
+# FROM: Random numbers that follow from a request's own seed, for SGLang on a CPU: its hash there is part of another package.
+
+
+def activate() -> str | None:
+    """Name of the platform class, or None where there is an accelerator."""
+    if (
+        REGISTRY_FOLDER_ENV in os.environ
+    ):  # this runs in every process of SGLang, also in those that it spawns where there is CUDA
+        dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
+    if torch.accelerator.is_available():
+        return None
+    if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([ATTENTION_BACKEND])
+        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])  # it draws no random numbers
+    return f"{__name__}.CpuPlatform"
+
+
+class CpuPlatform(SRTPlatform):
+    """Torch operators on host memory; no graphs, no Triton, no pinned memory."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def get_device(self, device_id: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        """Every rank shares the one CPU device."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_capability(self, device_id: int = 0) -> None:
+        return None
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def init_backend(self) -> None:
+        """Called once in each scheduler process, when SGLang's layers can be imported."""
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # importing them earlier would be a cycle
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+        from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+        from mrl.rollout.cpu import sdpa_attention, torch_ops
+
+        assert sdpa_attention.BatchedSdpaBackend, "importing it registers it"
+        torch_ops.register(self.get_dispatch_key_name())
+        ALLOC_MEMORY_FUNCS[self.device_type] = allocate
+        # Latent attention always over the cache, which holds the short vectors: the other ways have kernels of their own.
+        AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
+    """Host memory as it is. SGLang's default pins it through the CUDA runtime, also where there is no GPU to read it; the
+    table of routed experts lives in such memory."""
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+_LOW = 0xFFFFFFFF
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
+
+    seed [N] 64 bits, positions [N] and col_indices [V] 32 bits; returns [N, V] int64 from 0 to 2**32 - 1.
+    """
+    seed_N, positions_N = seed.view(torch.int64), positions.to(torch.int64) & _LOW
+    hash_N = torch.zeros_like(positions_N)
+    for block_N in (seed_N & _LOW, (seed_N >> 32) & _LOW, positions_N):
+        hash_N = _mix(hash_N, block_N)
+    return _finish(_mix(hash_N[:, None], col_indices.to(torch.int64)[None, :]))
+
+
+def _mix(state: Tensor, block: Tensor) -> Tensor:
+    """Take 4 bytes into the state; products wrap, and their low 32 bits are right."""
+    block = _rotate((block * 0xCC9E2D51) & _LOW, 15)
+    return (_rotate(state ^ ((block * 0x1B873593) & _LOW), 13) * 5 + 0xE6546B64) & _LOW
+
+
+def _rotate(x: Tensor, bits: int) -> Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _LOW
+
+
+def _finish(state: Tensor) -> Tensor:
+    state = state ^ 16  # bytes that were hashed
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _LOW
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _LOW
+    return state ^ (state >> 16)

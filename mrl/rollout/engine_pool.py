@@ -1,0 +1,433 @@
+"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out.
+
+An engine has failed when its processes end, when it answers with errors several times in a row, or when it has requests and
+its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine goes on computing, so it has not
+failed. Responses that a failed engine owes are sampled by another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
+from mrl.rollout.client import Completion, EngineClient, EngineError, EngineFault, EngineGone, SamplingParams
+from mrl.rollout.engines.hosts import EngineServers
+from mrl.rollout.engines.server import ExternalEngine, check_seed_support
+from mrl.rollout.rollout_log import CompletionCache
+from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 5.0  # at most; shorter if `fault_tolerance.engine_stall_timeout_s` is short
+RETRY_PAUSE_S = 0.1  # mean pause before the first retry; it doubles with each further retry up to MAX_RETRY_PAUSE_S
+MAX_RETRY_PAUSE_S = 5.0
+CLOSE_TIMEOUT_S = 15.0
+MAX_RESPONSES_PER_REQUEST = 64
+"""Upper bound on the responses that are lost although they were sampled, when an engine fails before it answers. Requests of
+one response each would cost the engine's HTTP server about a millisecond of CPU per response."""
+
+
+class NoEngineError(EngineError):
+    """All engines have failed."""
+
+
+@dataclass(eq=False)
+class PooledEngine:
+    """One engine of the pool and what it has to do."""
+
+    client: EngineClient
+    alive: Callable[[], bool]  # whether its processes run, as far as that is known
+    log_source: str  # where the engine's own log is
+    pending: int = 0  # responses that it owes
+    work: float = 0.0  # expected work of these, in tokens or in responses
+    faults: int = 0  # in a row
+    failure: str | None = None  # why it is out of service; None: it is in service
+    requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)
+
+
+@dataclass
+class StickySession:
+    """Keeps the turns of a response on one engine, whose prefix cache holds the earlier turns. A retry may change it."""
+
+    engine: PooledEngine
+
+
+class EnginePool:
+    """All engines of one rollout worker. The driver replaces those that failed and pushes weights to the new ones."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        """Start the engines. Returns at once; `wait_ready` waits for them."""
+        self.spec = spec
+        self.paused = False  # engines are paused on purpose: computing nothing is then no failure
+        self.engines: list[PooledEngine] = []  # read and changed in the event loop only
+        self._servers = EngineServers(spec)
+        self._loop = EventLoopThread("engines")
+        self._http: aiohttp.ClientSession | None = None
+        self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
+        self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._limits: ConcurrencyLimits | None = None  # of multi-turn responses
+        self._reported: set[PooledEngine] = set()  # failed engines that the driver knows of
+        self._unreported: dict[str, str] = {}  # URL -> reason, for engines that failed and came back unreported
+        self._num_replaced = self._num_retried = self._num_retried_before = 0
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of all engines, including those that are still starting."""
+        return self._servers.urls
+
+    def wait_ready(self, timeout_s: float) -> list[str]:
+        """Wait until every engine takes requests, and put all in service; returns their URLs."""
+        self._servers.wait_ready(timeout_s)
+        failed = self._unreported_failures()
+        in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
+        engines = [in_service.get(server.url) or self._add(server) for server in self._servers.servers]
+        self.start(self._set_engines(engines)).result()
+        self._reported = set()
+        self._unreported |= {url: reason for url, reason in failed.items() if url in self.urls}
+        return self.urls
+
+    def _add(self, server: Any) -> PooledEngine:
+        client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
+        if not isinstance(server, ExternalEngine):
+            return PooledEngine(client, server.alive, str(server.log_path))
+        if self.spec.deterministic:
+            check_seed_support(client, "rollout.deterministic")
+        return PooledEngine(client, server.alive, "rollout.engine_urls")
+
+    async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
+        """Put exactly these engines in service. Those that are in service already go on undisturbed."""
+        if self._http is None and engines:
+            import aiohttp  # takes half a second; a request through it costs a tenth of what httpx takes
+
+            no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+            self._http = aiohttp.ClientSession(**no_limits)
+        for engine in [engine for engine in self._heartbeats if engine not in engines]:
+            self._heartbeats.pop(engine).cancel()
+        self.engines = list(engines)
+        for engine in engines:
+            if engine not in self._heartbeats:
+                self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
+
+    def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
+        """End these engines and start others in their place; returns the URLs of all when they are ready."""
+        for url in urls:
+            self._servers.replace(url)
+        return self.wait_ready(timeout_s)
+
+    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the event loop of the engines' requests."""
+        return self._loop.start(work)
+
+    def open_session(self) -> StickySession:
+        """Open a session with the engine that has least to do. Raises NoEngineError."""
+        return StickySession(self._least_busy())
+
+    async def generate(
+        self,
+        numbers: Sequence[int],
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None = None,
+        session: StickySession | None = None,
+        work: float | None = None,
+    ) -> list[Completion]:
+        """One completion of each prompt, in order, sampled by one request; completions in the cache are not sampled again.
+
+        `numbers`: of the responses, by which the cache knows them. `session`: names the engine; None: the one with least to
+        do. `work`: expected work of the request; None: its number of responses. Runs in the event loop (see `start`). Raises
+        NoEngineError when no engine is left, and EngineError if the request is refused, or fails
+        `fault_tolerance.max_response_attempts` times.
+        """
+        found = {}
+        if cache is not None:
+            cached = ((number, cache.get(number, prompt)) for number, prompt in zip(numbers, prompts, strict=True))
+            found = {number: completion for number, completion in cached if completion is not None}
+        missing = [place for place, number in enumerate(numbers) if number not in found]
+        if missing:
+            inputs, params = [prompts[place] for place in missing], [sampling[place] for place in missing]
+            expected, tries = (
+                float(len(inputs)) if work is None else work,
+                self.spec.fault_tolerance.max_response_attempts,
+            )
+            retrying = AsyncRetrying(
+                stop=stop_after_attempt(tries),
+                wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
+                retry=retry_if_exception_type(EngineFault),
+                reraise=True,
+            )
+            try:
+                completions = await retrying(self._try, session or self.open_session(), inputs, params, expected)
+            except EngineFault as fault:
+                raise EngineError(
+                    f"a request failed {tries} times (fault_tolerance.max_response_attempts); the last: {fault}"
+                ) from fault
+            asked = [numbers[place] for place in missing]
+            if cache is not None:
+                cache.put(asked, inputs, completions)
+            found |= dict(zip(asked, completions, strict=True))
+        return [found[number] for number in numbers]
+
+    async def _try(
+        self, session: StickySession, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], work: float
+    ) -> list[Completion]:
+        """Send one request to the session's engine. Raises EngineFault and changes the engine if the engine is to blame."""
+        assert self._http is not None, "wait_ready() opens the HTTP session"
+        while True:
+            if session.engine.failure is not None:
+                session.engine = self._least_busy()
+            engine = session.engine
+            request = engine.client.generate_async(
+                self._http, prompts, sampling, routed_experts=self.spec.routed_experts
+            )
+            task = asyncio.create_task(request)
+            engine.requests.add(task)
+            engine.pending += len(prompts)
+            engine.work += work
+            try:
+                completions = await task
+                engine.faults = 0
+                return completions
+            except EngineGone as gone:  # it never had the request, so this was no try
+                self._take_out(engine, str(gone), cancel=False)  # its other requests fail by themselves
+                continue
+            except EngineFault as fault:
+                self._count_fault(engine, fault)
+                reason = f"{fault} ({engine.log_source})"
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if engine.failure is None or (current and current.cancelling()):
+                    raise  # the caller was cancelled, not the engine's request
+                reason = f"{engine.client.url} {engine.failure}"
+            finally:
+                engine.requests.discard(task)
+                engine.pending -= len(prompts)
+                engine.work -= work
+            self._num_retried += len(prompts)
+            session.engine = self._least_busy()
+            raise EngineFault(reason)
+
+    def _least_busy(self) -> PooledEngine:
+        """The engine in service with the fewest faults and, among these, the least work. Raises NoEngineError."""
+        if alive := [engine for engine in self.engines if engine.failure is None]:
+            return min(alive, key=lambda engine: (engine.faults, engine.work))
+        raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
+
+    def _count_fault(self, engine: PooledEngine, fault: EngineFault) -> None:
+        engine.faults += 1
+        if not engine.alive():
+            self._take_out(engine, "its processes have ended")
+        elif engine.faults >= self.spec.fault_tolerance.max_response_attempts:
+            self._take_out(engine, f"failed {engine.faults} times in a row; the last: {fault}")
+
+    async def _check_heartbeat(self, engine: PooledEngine) -> None:
+        """Take the engine out of service when its processes end or its scheduler stands still."""
+        stall_s = self.spec.fault_tolerance.engine_stall_timeout_s
+        last, since = None, time.monotonic()
+        while engine.failure is None:
+            await asyncio.sleep(self._heartbeat_interval_s)
+            assert self._http is not None, "engines are in service"
+            beat = await engine.client.heartbeat(self._http, self._heartbeat_interval_s)
+            if not engine.alive():
+                self._take_out(engine, "its processes have ended")
+            elif self.paused or not engine.pending or beat not in (None, last):
+                last, since = beat, time.monotonic()
+            elif time.monotonic() - since >= stall_s:
+                self._take_out(
+                    engine, f"has computed nothing for {stall_s:g} s (fault_tolerance.engine_stall_timeout_s)"
+                )
+
+    def _take_out(self, engine: PooledEngine, reason: str, *, cancel: bool = True) -> None:
+        """Take an engine out of service and replace its server. `cancel`: cancel its requests, which are then retried."""
+        if engine.failure is not None:
+            return
+        engine.failure = f"{reason} ({engine.log_source})"
+        log.warning("engine %s fails with %d pending responses: %s", engine.client.url, engine.pending, engine.failure)
+        for request in engine.requests if cancel else ():
+            request.cancel()
+        ending = asyncio.create_task(asyncio.to_thread(self._servers.replace, engine.client.url))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def converse(
+        self,
+        conversation: Conversation,
+        numbers: Sequence[int],
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None,
+        sessions: Sequence[StickySession],
+    ) -> list[Trajectory]:
+        """One multi-turn response to each prompt, in order. Runs in the event loop (see `start`).
+
+        A turn that an engine does not answer is sampled by another one. Earlier turns and their tool calls are not repeated.
+        """
+
+        def generate_turn_of(place: int) -> GenerateTurn:
+            async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
+                (completion,) = await self.generate([numbers[place]], [inputs], [params], cache, sessions[place])
+                return completion
+
+            return generate_turn
+
+        self._limits = self._limits or ConcurrencyLimits(conversation.agent)
+        return await run_conversations(conversation, generate_turn_of, prompts, sampling, self._limits)
+
+    def generate_all(
+        self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
+    ) -> list[Completion]:
+        """One completion of each prompt, in order, spread evenly over the engines; waits for all. Raises as `generate`."""
+
+        async def run() -> list[Completion]:
+            engines = self._in_service()
+            parts = await asyncio.gather(
+                *(
+                    self.generate(part, [prompts[i] for i in part], [sampling[i] for i in part], cache, session)
+                    for session, part in (
+                        (StickySession(engines[engine]), part)
+                        for engine, part in _even_parts(len(prompts), len(engines))
+                    )
+                )
+            )
+            return [completion for part in parts for completion in part]
+
+        return self._wait(run())
+
+    def converse_all(
+        self,
+        conversation: Conversation,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        cache: CompletionCache | None = None,
+    ) -> list[Trajectory]:
+        """One multi-turn response to each prompt, in order, spread evenly over the engines; waits for all."""
+
+        async def run() -> list[Trajectory]:
+            engines, count = self._in_service(), len(prompts)
+            sessions = [StickySession(engines[number * len(engines) // count]) for number in range(count)]
+            return await self.converse(conversation, range(count), prompts, sampling, cache, sessions)
+
+        return self._wait(run())
+
+    def _in_service(self) -> list[PooledEngine]:
+        """Engines that have not failed. Raises NoEngineError."""
+        self._least_busy()
+        return [engine for engine in self.engines if engine.failure is None]
+
+    def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop; raises EngineError after `rollout.request_timeout_s`."""
+
+        async def run() -> T:
+            async with asyncio.timeout(self.spec.request_timeout_s):
+                return await work
+
+        try:
+            return self.start(run()).result()
+        except TimeoutError:
+            raise deadline_error(self.spec.request_timeout_s) from None
+
+    def take_failed(self) -> dict[str, str]:
+        """URL -> reason of the engines that failed since the last call."""
+        failed, self._unreported = self._unreported | self._unreported_failures(), {}
+        self._reported |= {engine for engine in self.engines if engine.failure}
+        self._num_replaced += len(failed)
+        return failed
+
+    def _unreported_failures(self) -> dict[str, str]:
+        failed = [engine for engine in self.engines if engine not in self._reported]
+        return {engine.client.url: engine.failure for engine in failed if engine.failure}
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of failures since the last call. A failed engine counts once `take_failed` has returned it."""
+        retried, self._num_retried_before = self._num_retried - self._num_retried_before, self._num_retried
+        replaced, self._num_replaced = self._num_replaced, 0
+        return {"rollout/replaced_engines": float(replaced), "rollout/redone_responses": float(retried)}
+
+    def cpu_seconds(self) -> float:
+        """User and system CPU seconds of all engines' process trees."""
+        return self._servers.cpu_seconds()
+
+    def close(self) -> None:
+        """End every engine that was started here."""
+        if self._http is not None:
+            with suppress(TimeoutError):  # a failed engine hangs while it ends; its supervisor ends it later
+                self.start(self._close_requests()).result(CLOSE_TIMEOUT_S)
+        self._loop.close()
+        self._servers.stop()
+
+    async def _close_requests(self) -> None:
+        """Stop the heartbeats, wait until failed engines have ended, and close the HTTP session."""
+        await self._set_engines([])
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        assert self._http is not None, "the caller checks"
+        await self._http.close()
+
+
+def deadline_error(deadline_s: float) -> EngineError:
+    """The error for responses that take longer than `rollout.request_timeout_s`."""
+    return EngineError(
+        f"not all responses arrived within rollout.request_timeout_s={deadline_s:g}, although the engines kept computing; "
+        "raise it, or lower rollout.max_response_tokens."
+    )
+
+
+def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[int]]]:
+    """Split responses evenly over the engines, and each share into requests; (engine, numbers of the responses)."""
+    return [
+        (engine, share[start : start + MAX_RESPONSES_PER_REQUEST].tolist())
+        for engine, share in enumerate(np.array_split(np.arange(num_responses), num_engines))
+        for start in range(0, len(share), MAX_RESPONSES_PER_REQUEST)
+    ]
+
+
+class EventLoopThread:
+    """An asyncio event loop in a thread of its own, started by the first coroutine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop. Its future may be waited for in any other thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run_loop(self) -> None:
+        assert self._loop is not None, "start() sets it"
+        self._loop.run_forever()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel all running coroutines and end the thread."""
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout_s)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(timeout_s)
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,163 @@
+"""Entry point of one SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
+
+It starts the stock HTTP server with the stock arguments; only the start differs. SGLang launches its scheduler and
+detokenizer with `spawn`, so each imports torch, transformers and sglang again (8 CPU-seconds a process). Without CUDA
+nothing forbids `fork`: here everything is imported once, by a process with one thread, and the children are forked from it.
+All of it goes through SGLang's own hook registry.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mrl.config.secrets import redacted
+from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
+
+ENGINE = "sglang.srt.entrypoints.engine"
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SAMPLER = "sglang.srt.layers.sampler"
+SERVER_ARGS = "sglang.srt.server_args"
+LISTEN_TIMEOUT_S = 30.0
+
+
+def main() -> None:
+    """Serve until killed. The one argument names a JSON file of ServerArgs fields."""
+    arguments = Path(sys.argv[1])
+    fields: dict[str, Any] = json.loads(arguments.read_text())
+    arguments.unlink()  # it holds the key
+    make_known()
+    limit_model_imports(Path(fields["model_path"]))
+    if fields.get("device") == "cpu":
+        check_installed()
+    serve(fields)
+
+
+def make_known() -> None:
+    """Have this server found when a run stands still; children that it forks write their stacks to the file of the server."""
+    if REGISTRY_FOLDER_ENV in os.environ:
+        name = os.environ[REGISTRY_NAME_ENV]
+        register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
+
+
+def check_installed() -> None:
+    """Raise RuntimeError when SGLang cannot find our platform plug-in: it would start, and fail much later."""
+    if not entry_points(group="sglang.srt.platforms", name="mrl_cpu"):
+        raise RuntimeError(
+            "SGLang needs mrl's plug-in to run on a CPU, and finds plug-ins of installed packages only; "
+            "run `pip install --no-deps -e .` in the checkout."
+        )
+
+
+def limit_model_imports(model_path: Path) -> None:
+    """Have SGLang import only the model files that define this checkpoint's architecture, not all of its 250.
+
+    Does nothing when none does (SGLang then falls back to Transformers) or the user already chose.
+    """
+    config, package = model_path / "config.json", find_spec("sglang")
+    if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():
+        return
+    assert package and package.submodule_search_locations, "sglang is not installed"
+    architectures = json.loads(config.read_text()).get("architectures") or ["(none)"]
+    files = {f.stem: f for f in Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")}
+    definition = re.compile(rf"^class (?:{'|'.join(map(re.escape, architectures))})\(", re.MULTILINE)
+    wanted = {name for name, file in files.items() if definition.search(file.read_text())}
+    if wanted:
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(files.keys() - wanted))
+
+
+def serve(fields: dict[str, Any]) -> None:
+    """Import SGLang and run its HTTP server."""
+    import torch  # these take seconds of CPU; the checks above come first
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import ServerArgs
+
+    HookRegistry.register(f"{SERVER_ARGS}.PortArgs.init_new", note_shared_memory, HookType.AFTER)
+    HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
+    HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_listening, HookType.BEFORE)
+    if not torch.cuda.is_available():
+        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  once, before the fork
+        from mrl.rollout.cpu.sglang_platform import murmur_hash32
+
+        HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
+        HookRegistry.register(f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_paused, HookType.AFTER)
+        HookRegistry.register(f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", keep_kernels, HookType.REPLACE)
+        HookRegistry.register("torch.get_device_module", cpu_module, HookType.REPLACE)
+        HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
+        for child in ("run_scheduler_process", "run_detokenizer_process"):
+            HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
+    load_plugins()  # applies the hooks
+    launch_server(ServerArgs(**fields))
+
+
+def hide_secrets(fields: dict[str, Any], *_: object) -> dict[str, Any]:
+    """After SGLang collected its arguments for a log or for /server_info: leave the key out, and what else is secret."""
+    return redacted(fields)
+
+
+def use_fork(result: None, *_: object) -> None:
+    """After SGLang chose `spawn`: fork. Only valid while this process has one thread and no CUDA context."""
+    multiprocessing.set_start_method("fork", force=True)
+    gc.freeze()  # a collection in a child would copy the pages it shares with us
+
+
+def reset_signals(*_: object) -> None:
+    """First thing in a forked child: drop the parent's signal handlers, which end the parent's whole tree."""
+    for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def keep_kernels(*_: object) -> None:
+    """In place of SGLang's batch-invariant kernels, which are Triton's: deterministic inference means seeded sampling here."""
+
+
+def cpu_module(*_: object) -> Any:
+    """In place of torch's answer, which is torch.cuda also where there is no GPU: its `synchronize()` would end a scheduler
+    that gives its memory back."""
+    import torch  # by now loaded
+
+    return torch.cpu
+
+
+def sleep_paused(result: None, scheduler: Any) -> None:
+    """In a paused scheduler's loop: wait for the next request. The stock loop spins, on a core that the weight sync needs."""
+    scheduler.maybe_sleep_on_idle()
+
+
+def wait_listening(server_args: Any) -> None:
+    """Before SGLang asks its own HTTP server for something: without a warm-up it asks before the socket listens, and fails."""
+    deadline = time.monotonic() + LISTEN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((server_args.host, server_args.port), timeout=1):
+            return
+        time.sleep(0.05)
+
+
+def note_shared_memory(ports: Any, *_: object, **__: object) -> None:
+    """Tell the supervisor which file under /dev/shm to remove, should the scheduler be killed."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    scratch = os.environ.get("MRL_ENGINE_SCRATCH")
+    if scratch:
+        with open(Path(scratch) / "shared_memory", "a") as file:
+            file.write(shm_path_for(ports.instance_id) + "\n")
+
+
+if __name__ == "__main__":
+    main()

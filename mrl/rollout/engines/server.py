@@ -1,0 +1,245 @@
+"""One SGLang server as a child that is always ended with us."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from mrl.config.secrets import engine_key
+from mrl.rollout.engines.leases import PortLease, ScratchDir
+from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.weight_sync.engine_control import EngineControl
+
+# FROM: A server that somebody else runs: used, never started nor ended.
+
+__all__ = ["EngineServer", "check_server_args", "default_server_args"]
+
+POLL_S = 0.05  # between looks at a server that starts
+LOG_TAIL_BYTES = 4000  # of the log in an error
+
+
+class EngineServer:
+    """Starts one server in a session of its own, under a supervisor that ends it when this process ends, however it ends.
+
+        with EngineServer(default_server_args("float32", 512) | {"model_path": path}, log_path) as server:
+            server.wait_ready(timeout_s=120)
+            client = EngineClient(server.url)
+
+    `start()` does not wait, so several servers and the trainer can start side by side.
+    """
+
+    def __init__(
+        self,
+        server_args: Mapping[str, Any],
+        log_path: str | Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        grace_s: float = 1.0,
+    ) -> None:
+        """`server_args`: ServerArgs fields, `model_path` at least; ports are chosen here, and `host` defaults to loopback.
+
+        `env` adds to this process's environment. `grace_s` is how long `stop()` waits between SIGTERM and SIGKILL.
+        """
+        self._leases = [PortLease(), PortLease()]
+        self.port = self._leases[0].port
+        self.server_args: dict[str, Any] = {"host": "127.0.0.1"} | dict(server_args)
+        self.server_args |= {"port": self.port, "nccl_port": self._leases[1].port}
+        self.log_path = Path(log_path)
+        self.grace_s = grace_s
+        self._extra_env = dict(env or {})
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._scratch: ScratchDir | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the server listens, or will."""
+        return f"http://{self.server_args['host']}:{self.port}"
+
+    def start(self) -> None:
+        """Start the server's processes and return at once."""
+        assert self._supervisor is None, f"the server at {self.url} was already started"
+        self._scratch = ScratchDir()
+        arguments = self._scratch.path / "server_args.json"
+        arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))  # the folder is ours alone
+        spec = dict(
+            command=[sys.executable, "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
+            env=self._environment(self._scratch.path),
+            cwd=os.getcwd(),
+            scratch=str(self._scratch.path),
+            grace_s=self.grace_s,
+        )
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lease.fd for lease in self._leases] + [self._scratch.fd],
+            )
+        assert self._supervisor.stdin is not None
+        self._supervisor.stdin.write(json.dumps(spec).encode() + b"\n")
+        self._supervisor.stdin.flush()
+        for lease in self._leases:
+            lease.close()
+        self._scratch.release()
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        env = os.environ | {
+            "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they go with the folder
+            "MRL_ENGINE_SCRATCH": str(scratch),
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon it notices that a response was given up
+            "SPT_NOENV": "1",  # its processes take other titles, and keep the environment that they are found by
+            "MASTER_ADDR": "127.0.0.1",  # with the port, what its kernels name their shared memory by
+            "MASTER_PORT": str(self._leases[1].port),
+        }
+        if "dist_init_addr" not in self.server_args:  # all on this node
+            # Its ranks meet in a file: torch's store would listen on every interface, and unpickle.
+            env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+        # Importing SGLang without byte code costs 12 CPU-seconds more, each time.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+        if self.server_args.get("device") == "cpu":
+            env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
+            if not self.server_args.get("enable_torch_compile"):
+                env.setdefault(
+                    "TORCHDYNAMO_DISABLE", "1"
+                )  # or importing SGLang imports the compiler, which nothing uses
+            cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
+            if ranks > 1:  # SGLang asserts on one binding per rank
+                bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
+        return env | self._extra_env
+
+    def alive(self) -> bool:
+        """Whether the server's processes run (they may not answer yet)."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the server or its supervisor was ended by SIGKILL."""
+        return self._supervisor is not None and self._supervisor.poll() in (signal.SIGKILL, -signal.SIGKILL)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server takes requests. Raises RuntimeError when it ended, TimeoutError at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            server = f"the SGLang server at {self.url}"
+            if not self.alive():
+                raise RuntimeError(f"{server} ended before it was ready; {self._log_tail()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{server} was not ready after {timeout_s} s; {self._log_tail()}")
+            time.sleep(POLL_S)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _log_tail(self) -> str:
+        text = self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log_path.exists() else ""
+        return f"end of {self.log_path}:\n{text}"
+
+    def cpu_seconds(self) -> float:
+        """User and system seconds used so far by the server's live processes and their ended children."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def processes(self) -> list[psutil.Process]:
+        """The supervisor and everything below it."""
+        if self._supervisor is None:
+            return []
+        with contextlib.suppress(psutil.Error):
+            supervisor = psutil.Process(self._supervisor.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        """End the server: SIGTERM, after `grace_s` SIGKILL, done by the supervisor. Safe to call twice."""
+        for lease in self._leases:
+            lease.close()
+        if self._supervisor is None:
+            return
+        processes = self.processes()
+        assert self._supervisor.stdin is not None
+        with contextlib.suppress(OSError):
+            self._supervisor.stdin.close()  # the supervisor ends everything at end of file
+        try:
+            self._supervisor.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            self._supervisor.wait(timeout_s)
+        if self._scratch is not None:
+            self._scratch.remove()  # only there when the supervisor itself was killed
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+EXTERNAL_POLL_S = 0.2
+
+
+def check_seed_support(control: EngineControl, key: str) -> None:
+    """Raise ValueError where a server that somebody else started heeds no seeds; `key` is what asks for them."""
+    if not control.server_info().get(DETERMINISTIC):
+        raise ValueError(
+            f"rollout.engine_urls: {control.url} was started without --enable-deterministic-inference and heeds no seeds; "
+            f"start it with that, or set {key}=false."
+        )
+
+
+class ExternalEngine:
+    """Has what a rollout worker asks of an EngineServer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server takes requests. Raises TimeoutError at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        with EngineControl(self.url) as control:
+            while not control.health():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rollout.engine_urls: {self.url} did not answer within {timeout_s} s.")
+                time.sleep(EXTERNAL_POLL_S)
+
+    def alive(self) -> bool:
+        """Not known of processes that are not ours; it may come back by itself."""
+        return True
+
+    def stop(self) -> None:
+        """It goes on: it is not ours."""
+
+    def cpu_seconds(self) -> float:
+        """Not known."""
+        return 0.0

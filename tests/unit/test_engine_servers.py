@@ -1,0 +1,167 @@
+"""Engine servers: where they run, which GPUs they see, and which servers are replaced when they end early."""
+
+from dataclasses import dataclass
+
+import pytest
+from http_engines import spec_of
+
+from mrl.config.schema import FaultToleranceConfig
+from mrl.core.types import DeviceSlot
+from mrl.rollout.engine_pool import EnginePool
+from mrl.rollout.engines import hosts
+from mrl.rollout.engines.hosts import group_by_node, visible_devices_env
+from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server_args import check_server_args
+
+KILLED, FAILED, READY = "killed", "failed", "ready"
+
+
+def slots(*places: str) -> list[DeviceSlot]:
+    """Slots such as "a2": GPU 2 of node a."""
+    return [DeviceSlot(place[0], f"host of {place[0]}", place[1:], {}) for place in places]
+
+
+def test_a_server_sees_exactly_its_gpus_in_the_order_of_its_ranks():
+    assert visible_devices_env(slots("a6", "a7", "a4")) == {"CUDA_VISIBLE_DEVICES": "6,7,4"}
+    assert visible_devices_env(slots("a", "a")) == {}, "a CPU slot has no device number"
+
+
+def test_an_engine_has_equally_many_ranks_on_each_of_its_nodes():
+    assert group_by_node(slots("a0", "a1", "b4", "b5")) == [slots("a0", "a1"), slots("b4", "b5")]
+    with pytest.raises(
+        ValueError, match="engine_tp=4: an engine would have 3 on host of a, 1 on host of b, and SGLang"
+    ):
+        group_by_node(slots("a0", "a1", "a2", "b0"))
+
+
+def test_ranks_on_several_nodes_do_not_use_a_rendezvous_file(tmp_path):
+    def environment(**more) -> dict[str, str]:
+        server = EngineServer(dict(model_path="m", **more), tmp_path / "log")
+        try:
+            return server._environment(tmp_path)
+        finally:
+            server.stop()
+
+    variable = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+    assert environment()[variable] == f"file://{tmp_path}/rendezvous"
+    assert variable not in environment(nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:20000")
+
+
+@pytest.mark.parametrize("name", ["nnodes", "node_rank", "dist_init_addr"])
+def test_users_cannot_set_the_nodes_of_an_engine(name):
+    with pytest.raises(ValueError, match=rf"sglang.{name}=2 is set by mrl; use "):
+        check_server_args({name: 2})
+
+
+def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypatch, tmp_path):
+    started = []
+
+    class FakeHostedEngine:
+        def __init__(self, slots, arguments, log_path, env):
+            self.slots, self.url, self.log_path = slots, log_path.stem, log_path
+            started.append((slots(), arguments["random_seed"], log_path.name, env["MRL_STACKS_NAME"]))
+
+        def start(self) -> None: ...
+
+        def wait_ready(self, timeout_s: float) -> None: ...
+
+        def stop(self, timeout_s: float = 20.0) -> None: ...
+
+        def alive(self) -> bool:
+            return True
+
+    monkeypatch.setattr(hosts, "HostedEngine", FakeHostedEngine)
+    pool = EnginePool(
+        spec_of(tmp_path, num_engines=2, server_args={}, slots=lambda number: f"slots of {number}", seed=7)
+    )
+    assert pool.wait_ready(1) == ["engine_0", "engine_1"]
+    assert pool.replace(["engine_1"], 1) == ["engine_0", "engine_2"]
+    pool.close()
+    assert started == [
+        ("slots of 0", 7, "engine_0.log", "engine_0"),
+        ("slots of 1", 8, "engine_1.log", "engine_1"),
+        ("slots of 1", 9, "engine_2.log", "engine_2"),
+    ]
+
+
+@dataclass
+class Starts:
+    """How each started server ends up, in the order of starts (`fates`); later ones become ready."""
+
+    fates: list[str]
+    started: int = 0
+    stopped: int = 0
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """`start(fates, **settings)` -> EnginePool of servers without processes, and a record of their starts."""
+
+    def start(fates: list[str], **settings) -> tuple[EnginePool, Starts]:
+        starts = Starts(fates)
+
+        class FakeServer(EngineServer):
+            def start(self) -> None:
+                self.fate = starts.fates[starts.started] if starts.started < len(starts.fates) else READY
+                starts.started += 1
+
+            def wait_ready(self, timeout_s: float) -> None:
+                if self.fate != READY:
+                    raise RuntimeError(f"the SGLang server at {self.url} ended before it was ready")
+
+            @property
+            def was_killed(self) -> bool:
+                return self.fate == KILLED
+
+            def stop(self, timeout_s: float = 20.0) -> None:
+                super().stop(timeout_s)
+                starts.stopped += 1
+
+        monkeypatch.setattr(hosts, "EngineServer", FakeServer)
+        own = dict(
+            num_engines=2,
+            server_args={},
+            deterministic=False,
+            fault_tolerance=FaultToleranceConfig(max_response_attempts=3),
+        )
+        return EnginePool(spec_of(tmp_path, **own | settings)), starts
+
+    return start
+
+
+def test_a_replacement_that_ends_before_it_is_ready_is_replaced_again(start):
+    """However it ended: engines with these arguments have run before."""
+    pool, starts = start([READY, READY, FAILED, KILLED, FAILED])
+    before = pool.wait_ready(10)
+    after = pool.replace([before[1]], 10)
+    assert after[0] == before[0] and after[1] not in before
+    assert (starts.started, starts.stopped) == (6, 4), "servers that ended are stopped as well"
+    pool.close()
+
+
+def test_a_server_that_keeps_ending_raises(start):
+    pool, starts = start([READY, READY, *[FAILED] * 10])
+    before = pool.wait_ready(10)
+    with pytest.raises(RuntimeError, match="ended before it was ready"):
+        pool.replace([before[0]], 10)
+    assert starts.started == 2 + 1 + 3, "the replacement, and max_response_attempts more"
+    pool.close()
+
+
+def test_a_server_that_ends_by_itself_at_the_first_start_is_not_replaced(start):
+    pool, starts = start([FAILED])
+    with pytest.raises(RuntimeError, match="ended before it was ready"):
+        pool.wait_ready(10)
+    assert starts.started == 2
+    pool.close()
+
+
+def test_a_server_that_was_killed_at_the_first_start_is_replaced_once(start):
+    pool, starts = start([KILLED])
+    pool.wait_ready(10)
+    assert starts.started == 3
+    pool.close()
+    pool, starts = start([KILLED, READY, KILLED])
+    with pytest.raises(RuntimeError, match="ended before it was ready"):
+        pool.wait_ready(10)
+    pool.close()

@@ -1,0 +1,43 @@
+"""RolloutManager: lost engines are replaced, and the call is repeated, but not for ever."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.rollout.client import EngineError
+from mrl.rollout.engine_pool import NoEngineError
+from mrl.rollout.manager import RolloutManager
+from mrl.rollout.worker import RolloutWorker
+
+
+class WorkerThatLosesEngines:
+    """Stands for the worker's handle and the engine supply: all engines are lost in the first `losses` calls."""
+
+    def __init__(self, losses: int) -> None:
+        self.spec = SimpleNamespace(fault_tolerance=SimpleNamespace(max_response_attempts=3), buffer_capacity=4)
+        self.losses, self.restored, self.loads = losses, [], 0
+
+    def call(self, method, *args):
+        lost = len(self.restored) < self.losses
+        if method is RolloutWorker.take_failed_engines:
+            return {"http://h:1": "hangs (engine_0.log)"} if lost else {}
+        if lost:
+            raise NoEngineError("none")
+        return 0.5
+
+    def load(self) -> None:
+        self.loads += 1
+
+    def restore(self, failed) -> None:
+        self.restored.append(failed)
+
+
+def test_lost_engines_are_replaced_and_the_call_is_repeated_a_limited_number_of_times():
+    worker = WorkerThatLosesEngines(losses=2)
+    assert RolloutManager(worker, worker).evaluate(1.0) == 0.5 and len(worker.restored) == 2
+    assert worker.loads == 3, "engines are loaded before each attempt"
+    worker = WorkerThatLosesEngines(losses=9)
+    message = r"all engines were lost 3 times in a row.*http://h:1: hangs \(engine_0.log\)"
+    with pytest.raises(EngineError, match=message):
+        RolloutManager(worker, worker).evaluate(1.0)
+    assert len(worker.restored) == 3

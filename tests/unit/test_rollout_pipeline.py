@@ -1,0 +1,225 @@
+"""RolloutPipeline on small HTTP servers: which groups a step gets and when, failures, and cancelled requests."""
+
+import inspect
+import threading
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from http_engines import HttpEngine, engine_pool
+
+from mrl.config.schema import FaultToleranceConfig
+from mrl.rewards.reward_types import Score
+from mrl.rollout.buffer import RolloutPipeline, StalenessBuffer
+from mrl.rollout.client import EngineError, SamplingParams
+from mrl.rollout.engine_pool import NoEngineError
+from mrl.rollout.request_builder import PromptRequest, UnscoredGroup
+from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
+from mrl.rollout.worker import RolloutWorker
+
+SIZE = 2
+
+
+class SlowEngine(HttpEngine):
+    """Takes as many hundredths of a second as the first token of the prompt says."""
+
+    async def generate(self, request):
+        body = await request.json()
+        self.delay_s = max(ids[0] for ids in body["input_ids"]) / 100
+        return await super().generate(request)
+
+
+class PipelineOnServers:
+    """A pipeline over HTTP servers. Rows are delays in hundredths of a second; the reward is 1, for rows in `bad` 0."""
+
+    def __init__(self, engines, buffer, bad=(), before_scoring=None) -> None:
+        self.scored: list[list[int]] = []
+        self.engines, self.bad, self.before_scoring = engines, bad, before_scoring or (lambda unscored: None)
+        self.pipeline = RolloutPipeline(
+            buffer, engines, self, self.score_groups, lambda group: bool(group.rewards.any())
+        )
+
+    def split(self, requests):
+        return [[request] for request in requests]
+
+    async def sample(self, requests) -> list[UnscoredGroup]:
+        prompts = [[request.row, request.number] for request in requests]
+        numbers = [request.number for request in requests]
+        completions = await self.engines.generate(numbers, prompts, [SamplingParams(8)] * len(requests))
+        return [
+            UnscoredGroup(request, prompt, [Trajectory.from_completion(completion)])
+            for request, prompt, completion in zip(requests, prompts, completions, strict=True)
+        ]
+
+    def score_groups(self, unscored) -> list[Group]:
+        self.before_scoring(unscored)
+        self.scored.append([group.request.number for group in unscored])
+        scores = [Score(float(group.request.row not in self.bad)) for group in unscored]
+        return [
+            Group([Sample(group.request.row, group.prompt, group.trajectories[0], score)])
+            for group, score in zip(unscored, scores, strict=True)
+        ]
+
+    def sample_step(self, first, rows, step, timeout_s=10.0):
+        self.pipeline.admit(first, rows, step)
+        self.pipeline.send_requests(step)
+        return self.pipeline.wait_step(step, timeout_s)
+
+
+@pytest.fixture
+def start():
+    """`start(buffer, *servers, settings=None, **options)` -> PipelineOnServers."""
+    opened = []
+
+    def start(buffer, *servers, settings=None, **options) -> PipelineOnServers:
+        context = engine_pool(*servers, **settings or {})
+        started = PipelineOnServers(context.__enter__(), buffer, **options)
+        opened.append((started, context, servers))
+        return started
+
+    yield start
+    for started, context, servers in opened:
+        started.pipeline.close()
+        context.__exit__(None, None, None)
+        for server in servers:
+            server.stop()
+
+
+def test_a_step_gets_finished_groups_while_others_go_on(start):
+    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    groups = run.sample_step(0, [60, 3, 5, 70], 0)
+    assert groups and groups.numbers == [1, 2] and [group.row for group in groups.groups] == [3, 5]
+    assert groups.groups[0].samples[0].trajectory.token_ids == [4]
+    groups = run.sample_step(4, [1, 1], 1)
+    assert groups and groups.numbers == [0, 3], "they are too old for the next step"
+
+
+def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
+    run = start(StalenessBuffer(3, 0), SlowEngine())
+    assert run.sample_step(0, [40, 5, 20], 0)
+    assert run.scored == [[1], [2], [0]]
+
+
+def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
+    run = start(StalenessBuffer(SIZE, 0, max_replaced=4), SlowEngine(), bad=(7,))
+    assert run.sample_step(0, [7, 300], 0) is None and run.scored == [[0]], "row 300 is still being sampled"
+    assert run.pipeline.room() == 1
+    groups = run.sample_step(2, [1], 0)
+    assert groups and groups.numbers == [1, 2] and groups.filtered_numbers == [0]
+
+
+def test_prompts_that_are_sent_twice_are_admitted_once(start):
+    run = start(StalenessBuffer(SIZE, 0), SlowEngine())
+    run.pipeline.admit(0, [1, 2], 0)
+    groups = run.sample_step(0, [1, 2], 0)
+    assert groups and groups.numbers == [0, 1] and run.pipeline.buffer.drawn == 2
+
+
+def test_requests_of_dropped_groups_are_cancelled(start):
+    server = SlowEngine()
+    run = start(StalenessBuffer(1, 0, extra=1), server)
+    groups = run.sample_step(0, [500, 3], 0)
+    assert groups and groups.numbers == [1] and groups.dropped == [0]
+    deadline = time.monotonic() + 5
+    while server.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.busy, "the connection is closed, which ends the request"
+
+
+def test_a_restart_cancels_what_is_in_flight(start):
+    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    assert run.sample_step(0, [3, 3, 500, 500], 0)
+    run.pipeline.restart(2, [PromptRequest(0, 8, 0), PromptRequest(1, 9, 0)], 0)
+    assert [request.number for request in run.pipeline.waiting()] == [0, 1] and run.pipeline.room() == 2
+    groups = run.sample_step(2, [500, 500], 0)
+    assert groups and [group.row for group in groups.groups] == [8, 9]
+
+
+def test_a_group_that_was_sampled_before_a_restart_is_ignored(start):
+    gate = threading.Event()
+
+    def wait(unscored) -> None:
+        if unscored[0].request.row == 2:
+            assert gate.wait(10)
+
+    run = start(StalenessBuffer(1, 0), SlowEngine(), before_scoring=wait)
+    run.pipeline.admit(0, [2], 0)
+    run.pipeline.send_requests(0)
+    while not run.engines.engines or run.engines.engines[0].pending:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    run.pipeline.restart(0, [], 0)
+    gate.set()
+    run.pipeline.admit(0, [4], 0)
+    run.pipeline.send_requests(0)
+    groups = run.pipeline.wait_step(0, 10)
+    assert groups and groups.groups[0].row == 4
+
+
+def test_a_step_fails_without_an_engine_and_can_be_repeated(start):
+    fault_tolerance = FaultToleranceConfig(engine_stall_timeout_s=0.4)
+    settings = dict(fault_tolerance=fault_tolerance)
+    run = start(StalenessBuffer(SIZE, 0), SlowEngine(computing=False), settings=settings)
+    with pytest.raises(NoEngineError, match="has computed nothing"):
+        run.sample_step(0, [300, 1], 0)
+    run.engines.wait_ready(5)  # puts the engine in service again
+    run.pipeline.restart(0, [PromptRequest(0, 1, 0), PromptRequest(1, 1, 0)], 0)
+    groups = run.sample_step(2, [], 0)
+    assert groups and groups.numbers == [0, 1]
+
+
+def test_a_paused_engine_is_not_taken_for_stalled(start):
+    settings = dict(fault_tolerance=FaultToleranceConfig(engine_stall_timeout_s=0.2))
+    run = start(StalenessBuffer(1, 0), SlowEngine(computing=False), settings=settings)
+    run.engines.paused = True
+    assert run.sample_step(0, [120], 0)
+
+
+def test_errors_of_sampling_and_scoring_are_raised_by_the_step(start):
+    run = start(StalenessBuffer(1, 0), SlowEngine(statuses=(400,)))
+    with pytest.raises(EngineError, match="answered 400"):
+        run.sample_step(0, [1], 0)
+
+    def fail(unscored) -> None:
+        raise LookupError("no such row")
+
+    run = start(StalenessBuffer(1, 0), SlowEngine(), before_scoring=fail)
+    with pytest.raises(LookupError, match="no such row"):
+        run.sample_step(0, [1], 0)
+
+
+def test_a_step_has_a_deadline(start):
+    run = start(StalenessBuffer(1, 0), SlowEngine())
+    with pytest.raises(EngineError, match=r"rollout\.request_timeout_s=0\.2"):
+        run.sample_step(0, [300], 0, timeout_s=0.2)
+
+
+def test_waiting_requests_are_recognised_by_number_and_row(start):
+    run = start(StalenessBuffer(SIZE, 1), SlowEngine())
+    assert run.sample_step(0, [3, 4, 500, 600], 0)
+    assert run.pipeline.has_requests([2, 3], [500, 600])
+    assert run.pipeline.has_requests([2, 9], [500, 7]), "9 is not drawn yet"
+    assert not run.pipeline.has_requests([2], [501]), "another row of the data"
+    assert not run.pipeline.has_requests([0, 2], [3, 500]), "0 was taken by the step"
+
+
+def test_the_rollout_worker_has_no_coroutine():
+    """Ray would let the calls of an actor with coroutines overlap, each in another thread."""
+    assert not [name for name, value in vars(RolloutWorker).items() if inspect.iscoroutinefunction(value)]
+
+
+def test_a_call_of_sample_that_raises_and_is_repeated_counts_as_one_round():
+    """As when the last engine is lost and replaced."""
+    worker, groups = object.__new__(RolloutWorker), StepGroups([0], ["group"], [], [], [])
+    worker.spec, worker._rounds, worker._logged = SimpleNamespace(replay=None, request_timeout_s=1.0), 0, None
+    worker._cache, worker._log = Mock(), Mock(get=Mock(return_value=None))
+    worker._pipeline = Mock(take_seconds=lambda: (0.0, 0.0), room=lambda: 2)
+    worker._pipeline.wait_step.side_effect = [NoEngineError("none"), None, NoEngineError("none"), groups]
+    worker._write_log = lambda step, groups: StepGroups(groups.numbers, [], [], [], [])
+    for first, rows in ((0, [1, 2]), (2, [5])):
+        with pytest.raises(NoEngineError):
+            worker.sample(first, np.array(rows), 3)
+        worker.sample(first, np.array(rows), 3)
+    assert worker._sampled.rounds == 2
