@@ -1,4 +1,4 @@
-"""Hosts for `mrl doctor`, each a network, mount and UTS namespace of this machine; and broken things to put into them."""
+"""Simulated hosts for tests of `mrl doctor`: network, mount and UTS namespaces of this machine, and faults to inject."""
 
 import json
 import os
@@ -31,66 +31,61 @@ for i in $(seq 0 $((HOSTS - 1))); do
 done
 for i in $STARTED; do
   ip netns exec h$i unshare -u -m bash -c "
-    hostname h$i; cd $LAB/cwd; . $LAB/break_$i || exit 99
+    hostname h$i; cd $LAB/cwd; . $LAB/fault_$i || exit 99
     exec $PYTHON $LAB/start.py --rank $i \\"\\$@\\"" sh "$@" >$LAB/out_$i 2>$LAB/err_$i &
   started="$started $i:$!"
 done
 for one in $started; do wait ${one#*:} && echo 0 >$LAB/rc_${one%%:*} || echo $? >$LAB/rc_${one%%:*}; done
 """
 
-# A host's clock and configuration can be given from outside; all else is the command as it is.
+# The clock and the requirements can be set from outside; apart from them this is the real command.
 START = """
 import os, sys, time
 import msgspec
 from mrl.commands import doctor
-from mrl.doctor.wanted import Wanted
+from mrl.doctor.host_facts import Requirements
 
 ahead = float(os.environ.get("LAB_CLOCK_AHEAD", "0"))
-if "LAB_WANTED" in os.environ:
-    doctor.wanted = lambda keys: msgspec.json.decode(os.environ["LAB_WANTED"], type=Wanted)
+if "LAB_REQUIREMENTS" in os.environ:
+    doctor.read_requirements = lambda keys: msgspec.json.decode(os.environ["LAB_REQUIREMENTS"], type=Requirements)
 argv = sys.argv[1:] if "--rendezvous" in sys.argv else [a for a in sys.argv[3:]]
 sys.exit(doctor.main(argv, clock=lambda: time.time() + ahead))
 """
 
 
 def available() -> bool:
-    """Whether this machine lets us make namespaces."""
+    """Return whether this machine allows us to create namespaces."""
     probe = [*NAMESPACES, "-ec", "mount -t tmpfs lab /run; mkdir /run/netns; ip netns add one"]
     tools = all(map(shutil.which, ("ip", "unshare", "mount", "seq")))
     return tools and subprocess.run(probe, capture_output=True).returncode == 0
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a run."""
+class DoctorRun:
+    """Result of `mrl doctor` on all hosts."""
 
-    said: dict  # the first host's JSON
-    statuses: dict[int, int]
-    errors: str
+    report: dict  # the first host's JSON
+    statuses: dict[int, int]  # host -> exit status
+    errors: str  # stderr of all hosts
 
     @property
     def findings(self) -> list[dict]:
-        """Of the first host."""
-        return self.said["findings"]
-
-    def seen(self) -> set[tuple[str, str]]:
-        """(check, host) of all findings."""
-        return {(one["check"], host) for one in self.findings for host in one["hosts"] or [""]}
+        """Findings in the first host's report."""
+        return self.report["findings"]
 
 
 @dataclass(frozen=True)
 class Lab:
-    """A folder for one run; `wanted`: what a configuration asks for, as JSON."""
+    """Hosts of one run of `mrl doctor`, with a folder for its files."""
 
     folder: Path
     hosts: int = 1
-    breaks: Mapping[int, str] = field(default_factory=dict)  # host -> shell run there before the command
-    wanted: Mapping[str, object] | None = None
-    started: Sequence[int] | None = None  # default: all
-    own_hosts_file: str = ""  # lines added to everybody's
+    faults: Mapping[int, str] = field(default_factory=dict)  # host -> shell code that runs there before the command
+    requirements: Mapping[str, object] | None = None  # fields of Requirements
+    started: Sequence[int] | None = None  # hosts on which the command runs; default: all
 
-    def run(self, *options: str) -> Outcome:
-        """`mrl doctor --json` on all hosts; they meet in a folder unless `options` say otherwise."""
+    def run(self, *options: str) -> DoctorRun:
+        """Run `mrl doctor --json` on all hosts; they use a shared folder as rendezvous unless `options` say otherwise."""
         self._write()
         started = list(self.started if self.started is not None else range(self.hosts))
         meet = ["--hosts", str(self.hosts), "--rendezvous", str(self.folder / "meet")] if self.hosts > 1 else []
@@ -108,29 +103,31 @@ class Lab:
             _, problem = lab.communicate(timeout=TIMEOUT_S)
         finally:
             if lab.poll() is None:
-                lab.kill()  # with it everything in its process namespace
+                lab.kill()  # kills everything in its process namespace too
                 lab.wait()
         assert lab.returncode == 0, problem
         errors = "".join((self.folder / f"err_{i}").read_text() for i in started)
         statuses = {i: int((self.folder / f"rc_{i}").read_text()) for i in started}
-        told = next((text for i in started if (text := (self.folder / f"out_{i}").read_text())), "")
-        assert told, errors
-        return Outcome(json.loads(told), statuses, errors)
+        report = next((text for i in started if (text := (self.folder / f"out_{i}").read_text())), "")
+        assert report, errors
+        return DoctorRun(json.loads(report), statuses, errors)
 
     def _write(self) -> None:
         (self.folder / "tmp").mkdir()
         (self.folder / "cwd").mkdir()
         names = "".join(f"10.9.0.{i + 1} h{i}\n" for i in range(self.hosts))
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}{self.own_hosts_file}")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         (self.folder / "resolv.conf").write_text("")
         (self.folder / "start.py").write_text(START)
-        wanted = f"export LAB_WANTED={shlex.quote(json.dumps(self.wanted))}\n" if self.wanted else ""
+        text = shlex.quote(json.dumps(self.requirements))
+        requirements = f"export LAB_REQUIREMENTS={text}\n" if self.requirements else ""
         for i in range(self.hosts):
-            (self.folder / f"break_{i}").write_text(f"HOSTNAME=h{i}\n{wanted}{self.breaks.get(i, '')}\ntrue\n")
+            script = f"HOSTNAME=h{i}\n{requirements}{self.faults.get(i, '')}\ntrue\n"
+            (self.folder / f"fault_{i}").write_text(script)
 
 
 def distribution(name: str, version: str) -> str:
-    """Shell: another version of a package, found first."""
+    """Return shell code that installs another version of a package in front of the real one."""
     return (
         f"mkdir -p $LAB/site_$HOSTNAME/{name.replace('-', '_')}-{version}.dist-info\n"
         f"printf 'Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n' "
@@ -140,12 +137,12 @@ def distribution(name: str, version: str) -> str:
 
 
 def card(index: int, name: str = "NVIDIA H200", memory: int = 143771, used: int = 4, driver: str = "580.95.05") -> str:
-    """A line of nvidia-smi's answer."""
+    """Return one GPU's line of nvidia-smi's output."""
     return f"{index}, GPU-{index:08x}-1111-2222-3333-444444444444, {name}, {memory}, {used}, {driver}, Disabled"
 
 
 def matrix(size: int, links: Mapping[tuple[int, int], str] | None = None) -> str:
-    """What `nvidia-smi topo -m` prints, with NVLink between all but `links`."""
+    """Return the output of `nvidia-smi topo -m` for `size` GPUs: NVLink between all pairs except those in `links`."""
     rows = ["\t".join(["", *(f"GPU{i}" for i in range(size)), "CPU Affinity", "NUMA Affinity"])]
     for i in range(size):
         cells = ["X" if i == j else (links or {}).get((min(i, j), max(i, j)), "NV18") for j in range(size)]
@@ -161,7 +158,7 @@ def nvidia_smi(
     fabric: str = "Completed",
     fails: str = "",
 ) -> str:
-    """Shell: a driver that answers so. torch and our packages for GPUs are as their lock has them."""
+    """Return shell code that installs an nvidia-smi with these answers, and the locked versions of the GPU packages."""
     body = f"""#!/bin/bash
 {f"echo '{fails}'; exit 9" if fails else ""}
 case "$*" in
@@ -189,4 +186,4 @@ BOND = """
 ip link add bond9 index 3 type bridge; ip addr add 10.2.2.1/24 dev bond9; ip link set bond9 up
 ip rule add pref 1 from 10.2.2.1 blackhole; ip rule add pref 2 lookup local; ip rule del pref 0
 """
-"""Shell: an interface that comes first, and whose own address does not lead back to the host."""
+"""Shell code that adds an interface which NCCL considers first and whose own address does not lead back to the host."""

@@ -1,4 +1,4 @@
-"""`mrl doctor`: is this machine, or are these hosts, fit for a run?"""
+"""`mrl doctor`: checks whether this machine, or the hosts of a job, can run a config."""
 
 import argparse
 import os
@@ -10,36 +10,35 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mrl.doctor import report
-from mrl.doctor.examine import Options, Verdict, examine_one, examine_together
-from mrl.doctor.finding import exit_status
-from mrl.doctor.meeting import FolderStore, Meeting, TcpStore
-from mrl.doctor.wanted import Wanted
+from mrl.doctor.examine import CHECKS, DoctorReport, ExamineOptions, examine_host, examine_hosts
+from mrl.doctor.findings import exit_status, print_findings, summarize, to_json
+from mrl.doctor.host_facts import Requirements
+from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 
 USAGE = """usage: mrl doctor [--json] [--all-reduce | --no-all-reduce] [--deadline S]
                   [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [KEY=VALUE ...]
 
-Looks for what makes a run fail, hang or crawl, before it starts: versions, GPUs and driver, memory, /dev/shm, limits, disks,
-clocks, names, ports, interfaces, a real all-reduce. Says of each finding what it is, where, why it matters, and the command that
-mends it. Changes nothing; a machine that is fit gives no finding.
+Finds problems that would make a run fail, hang or run slowly, before it starts: versions, GPUs and driver, memory, /dev/shm,
+limits, disks, clocks, names, ports, network interfaces, and a real all-reduce. Each finding says what is wrong, on which host,
+why it matters, and which command fixes it. Changes nothing. A healthy machine gives no finding.
 
-  mrl doctor                                            this machine
-  mrl doctor model.path=Qwen3-8B parallel.tp=4          and whether it can run that: the same keys as mrl train
-  mrl doctor --all-reduce                               also one over all GPUs of this machine (two processes without any)
+  mrl doctor                                            checks this machine
+  mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether it can run this config; the keys of mrl train
+  mrl doctor --all-reduce                               also runs an all-reduce over all its GPUs (without GPUs: two processes)
 
-In a job, before Ray starts, one process on each host:
+In a job, before Ray starts, run one process on each host:
   srun --ntasks-per-node=1 mrl doctor --rendezvous $(scontrol show hostnames | head -1):29400 KEY=VALUE ...
   srun --ntasks-per-node=1 mrl doctor --rendezvous /shared/doctor-$SLURM_JOB_ID
 
-  --rendezvous   where the hosts meet: a port of the first host, or a new folder that all see
-  --hosts        how many there are; default: as Slurm says
-  --rank         of this one; default: as Slurm says, else whatever is free
-  --deadline     seconds for the hosts to come, and again for the all-reduces; 60 unless given
-  --point        a folder of a sweep's point, in place of its keys
-  --json         facts and findings for programs
+  --rendezvous   how the hosts exchange data: a port of the first host, or a new folder that all hosts share
+  --hosts        number of hosts; default: from Slurm
+  --rank         rank of this host; default: from Slurm, else the first free one
+  --deadline     seconds for all hosts to join, and again for the all-reduces; default: 60
+  --point        folder of a sweep's point, instead of its keys
+  --json         print facts and findings as JSON
 
-Exit status, the same on all hosts: 0 nothing or notes, 1 warnings, 2 errors (or a mistake in these arguments).
-docs/doctor.md lists the checks.
+Exit status, the same on all hosts: 0 no findings or only notes, 1 warnings, 2 errors (or wrong arguments).
+docs/tutorials/slurm.md lists the checks.
 """
 
 
@@ -57,23 +56,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def wanted(keys: Sequence[str]) -> Wanted | None:
-    """What the configuration of these keys needs; None without any. A mistake in them is kept, not raised."""
+def read_requirements(keys: Sequence[str]) -> Requirements | None:
+    """Return the requirements of the config that these keys make; None without keys.
+
+    An error in the keys becomes one of the requirements' `mistakes`.
+    """
     if not keys:
         return None
-    from mrl.commands import hydra_app  # a second, for those who give keys
-    from mrl.doctor.asking import wanted_by
+    from mrl.config import hydra_entry  # takes about a second, and only a check of a config needs it
+    from mrl.doctor.requirements import requirements_of
 
     try:
-        overrides = hydra_app.checked(hydra_app.with_default_experiment(list(keys)))
-        sys.path.append(os.getcwd())  # a user's own rewards and losses, as in mrl train
-        return wanted_by(hydra_app.composed(overrides))
+        overrides = hydra_entry.check_overrides(hydra_entry.add_default_experiment(list(keys)))
+        sys.path.append(os.getcwd())  # finds a user's own rewards and losses, as mrl train does
+        return requirements_of(hydra_entry.compose_config(overrides))
     except ValueError as error:
-        return Wanted(mistakes=[str(error)])
+        return Requirements(mistakes=[str(error)])
 
 
-def _keys(arguments: argparse.Namespace) -> list[str]:
-    """Of the command line, or of a point: FOLDER/NUMBER. Raises ValueError where there is no such point."""
+def _config_keys(arguments: argparse.Namespace) -> list[str]:
+    """Return the keys of the command line, or of the sweep's point FOLDER/NUMBER; raises ValueError if it does not exist."""
     if not arguments.point:
         return arguments.keys
     from mrl.sweep.plan import load
@@ -81,41 +83,44 @@ def _keys(arguments: argparse.Namespace) -> list[str]:
     return load(arguments.point.parent).overrides(int(arguments.point.name))
 
 
-def _from_environment(names: Sequence[str]) -> int | None:
+def _integer_from_environment(names: Sequence[str]) -> int | None:
     for name in names:
         with suppress(KeyError, ValueError):
             return int(os.environ[name])
     return None
 
 
-def _meeting(arguments: argparse.Namespace) -> Meeting:
-    """Join; raises ValueError where the arguments do not say enough, or nobody is there."""
+def _join_rendezvous(arguments: argparse.Namespace) -> Rendezvous:
+    """Join the other hosts; raises ValueError if arguments are missing or wrong, or the rendezvous does not answer."""
     where, rank = arguments.rendezvous, arguments.rank
-    size = arguments.hosts or _from_environment(["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])
+    size = arguments.hosts or _integer_from_environment(["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])
     if not size:
-        raise ValueError("--rendezvous: how many hosts are there? Add --hosts N.")
-    rank = _from_environment(["SLURM_PROCID"]) if rank is None else rank
+        raise ValueError("--rendezvous: the number of hosts is unknown; add --hosts N.")
+    rank = _integer_from_environment(["SLURM_PROCID"]) if rank is None else rank
     if rank is not None and not 0 <= rank < size:
         raise ValueError(f"--rank {rank} of {size} hosts: start one process per host (srun --ntasks-per-node=1).")
     host, _, port = where.rpartition(":")
     if host and port.isdigit():
-        return Meeting(TcpStore(host, int(port), rank, arguments.deadline), rank, size)
-    return Meeting(FolderStore(Path(where).absolute()), rank, size)
+        return Rendezvous(TcpRendezvousStore(host, int(port), rank, arguments.deadline), rank, size)
+    return Rendezvous(SharedFolderStore(Path(where).absolute()), rank, size)
 
 
-def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.time) -> tuple[Verdict, bool]:
-    """(what came of it, whether this process is the one that tells); raises ValueError."""
-    options = Options(arguments.deadline, arguments.all_reduce, clock)
+def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.time) -> tuple[DoctorReport, bool]:
+    """Examine this host, with the others of a rendezvous; returns (report, whether this process prints it).
+
+    Raises ValueError for wrong arguments.
+    """
+    options = ExamineOptions(arguments.deadline, arguments.all_reduce, clock)
     if not arguments.rendezvous:
-        return examine_one(wanted(_keys(arguments)), options), True
-    meeting = _meeting(arguments)
-    verdict = examine_together(meeting, lambda: wanted(_keys(arguments)), options)
-    meeting.leave()
-    return verdict, meeting.rank == 0 or not verdict.seen.hosts
+        return examine_host(read_requirements(_config_keys(arguments)), options), True
+    rendezvous = _join_rendezvous(arguments)
+    report = examine_hosts(rendezvous, lambda: read_requirements(_config_keys(arguments)), options)
+    rendezvous.leave()
+    return report, rendezvous.rank == 0 or not report.cluster.hosts
 
 
 def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
-    """Entry point of `mrl doctor`; `clock`: of this host."""
+    """Entry point of `mrl doctor`; returns the exit status. `clock`: this host's clock, seconds."""
     begun = time.perf_counter()
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.help:
@@ -123,19 +128,20 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
         return 0
     wrong = [key for key in arguments.keys if "=" not in key and not key.startswith("~")]
     if wrong:
-        sys.stderr.write(f"mrl doctor: {wrong[0]!r} is no KEY=VALUE; mrl doctor --help says what there is\n")
+        sys.stderr.write(f"mrl doctor: {wrong[0]!r} is not KEY=VALUE; see mrl doctor --help\n")
         return 2
     try:
-        verdict, tells = examine(arguments, clock)
+        report, is_printer = examine(arguments, clock)
     except ValueError as error:
         sys.stderr.write(f"mrl doctor: {error}\n")
         return 2
-    if tells and arguments.json:
-        sys.stdout.write(report.as_json(verdict) + "\n")
-    elif tells:
+    if is_printer and arguments.json:
+        sys.stdout.write(to_json(report.cluster, report.findings) + "\n")
+    elif is_printer:
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-        report.show(console, verdict, time.perf_counter() - begun)
-    return exit_status(verdict.findings)
+        summary = summarize(report.cluster, report.findings, len(CHECKS), time.perf_counter() - begun)
+        print_findings(console, report.findings, summary)
+    return exit_status(report.findings)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The preflight check: what hosts say about themselves, what they find out together, and the rules that judge it."""
+"""Preflight check of hosts: gathers facts on each host, tests connections and all-reduces between them, applies rules to both."""

@@ -1,4 +1,4 @@
-"""From one host, or all that meet, to findings."""
+"""Preflight check of one host or of several hosts: gathers the facts, applies all checks, returns the findings."""
 
 import os
 import shutil
@@ -7,161 +7,212 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from mrl.doctor import probe, reach, reachable
-from mrl.doctor.facts import Folder, HostFacts
-from mrl.doctor.finding import Finding, error
-from mrl.doctor.gather import gpus, machine, network, software, storage
-from mrl.doctor.groups import spread
-from mrl.doctor.judge import judge
-from mrl.doctor.meeting import Meeting
-from mrl.doctor.probe import Plan, Told
-from mrl.doctor.seen import Collective, Seen
-from mrl.doctor.wanted import Wanted
-from mrl.rollout.ports import PortLease
+from mrl.doctor.checks import gpu_checks, host_checks, network_checks, software_checks, storage_checks
+from mrl.doctor.collective_probe import (
+    START_TIMEOUT_S,
+    CollectivePlan,
+    RankResult,
+    combine_results,
+    run_ranks,
+    spread_groups,
+)
+from mrl.doctor.findings import DoctorFinding, error, merge_findings, to_plain
+from mrl.doctor.gather import host_probe, network_probe
+from mrl.doctor.gather.nvidia_smi import read_gpus
+from mrl.doctor.host_facts import ClusterFacts, CollectiveResult, FolderFacts, HostFacts, Requirements
+from mrl.doctor.rendezvous import Rendezvous
+from mrl.rollout.engines.leases import PortLease
 
-CONNECT_S = 3.0
-CONFIG_S = 60.0  # to read a configuration, on a slow disk
-CPU_RANKS = 2  # of an all-reduce on one machine without GPUs
+CONNECT_TIMEOUT_S = 3.0
+CONFIG_TIMEOUT_S = 60.0  # for the first host to read the config, on a slow disk
+NUM_CPU_RANKS = 2  # ranks of an all-reduce on one machine without GPUs
+
+Check = Callable[[ClusterFacts], Iterator[DoctorFinding]]
+CHECKS: dict[str, Check] = {
+    "attendance": host_checks.check_attendance,
+    "versions": software_checks.check_versions,
+    "apex": software_checks.check_apex,
+    "driver": gpu_checks.check_driver,
+    "gpus": gpu_checks.check_gpus,
+    "topology": gpu_checks.check_topology,
+    "infiniband": network_checks.check_infiniband,
+    "memory": host_checks.check_memory,
+    "cores": host_checks.check_cores,
+    "shared_memory": storage_checks.check_shared_memory,
+    "limits": host_checks.check_limits,
+    "disk": storage_checks.check_disk,
+    "names": network_checks.check_names,
+    "network": network_checks.check_network,
+    "interfaces": network_checks.check_interfaces,
+    "ports": network_checks.check_ports,
+    "clock": host_checks.check_clock,
+    "collectives": network_checks.check_collectives,
+    "environment": software_checks.check_environment,
+    "token": software_checks.check_token,
+    "address": software_checks.check_address,
+    "model": storage_checks.check_model,
+}
+"""All checks by name, in the order in which their findings are shown."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """How hosts are examined."""
+class ExamineOptions:
+    """Options of a preflight check."""
 
-    deadline_s: float = 60.0  # for the hosts to come, and again for the all-reduces
-    all_reduce: bool | None = None  # None: where several processes would take part
+    deadline_s: float = 60.0  # for all hosts to join, and again for the all-reduces
+    all_reduce: bool | None = None  # None: if several processes would take part
     clock: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What all hosts of a meeting know in the end."""
+class DoctorReport:
+    """Result of a preflight check, the same on all hosts."""
 
-    seen: Seen
-    findings: list[Finding]
+    cluster: ClusterFacts
+    findings: list[DoctorFinding]
 
 
-def gather(wanted: Wanted | None, rank: int = 0) -> HostFacts:
-    """What this host says about itself."""
+def run_checks(cluster: ClusterFacts) -> list[DoctorFinding]:
+    """Apply all checks; returns the findings, the most severe first."""
+    return merge_findings(replace(finding, check=name) for name, check in CHECKS.items() for finding in check(cluster))
+
+
+def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
+    """Gather the facts of this host."""
     return HostFacts(
         host=socket.gethostname(),
         rank=rank,
-        machine=machine.machine(),
-        software=software.software(),
-        gpus=gpus.gpus(),
-        limits=machine.limits(),
-        shm=storage.shared_memory(),
-        folders=_folders(wanted),
-        network=network.network(),
-        environment=machine.environment(),
-        token=machine.token(),
-        model=storage.fingerprint(wanted.model if wanted else None),
-        cluster=_cluster(wanted.address if wanted else None),
+        machine=host_probe.read_machine(),
+        software=host_probe.read_software(),
+        gpus=read_gpus(),
+        limits=host_probe.read_limits(),
+        shared_memory=host_probe.probe_shared_memory(),
+        folders=_probe_folders(requirements),
+        network=network_probe.read_network(),
+        environment=host_probe.read_environment(),
+        token=host_probe.read_token(),
+        model_checksum=host_probe.model_checksum(requirements.model if requirements else None),
+        cluster_error=_connect_to_cluster(requirements.address if requirements else None),
     )
 
 
-def _folders(wanted: Wanted | None) -> list[Folder]:
-    places = {"temporary": storage.temporary()}
-    if wanted and wanted.run_dir:
-        places["run"] = storage.nearest(wanted.run_dir)
-    return [storage.folder(path, purpose) for purpose, path in places.items()]
+def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
+    folders = {"temporary": host_probe.ray_temporary_folder()}
+    if requirements and requirements.run_dir:
+        folders["run"] = host_probe.existing_parent(requirements.run_dir)
+    return [host_probe.probe_folder(path, purpose) for purpose, path in folders.items()]
 
 
-def _cluster(address: str | None) -> str:
-    """Why the cluster's address cannot be connected to; "" where it can, or where it is not HOST:PORT."""
+def _connect_to_cluster(address: str | None) -> str:
+    """Connect to an address HOST:PORT of a Ray cluster; returns the error, or "" also for other kinds of address."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return ""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as failure:
         return f"a connection to {host} port {port} fails ({failure.strerror or failure})"
     return ""
 
 
-def examine_one(wanted: Wanted | None, options: Options) -> Verdict:
-    """This host alone."""
-    facts = gather(wanted)
-    ranks = len(facts.gpus.cards) or CPU_RANKS
-    collectives: list[Collective] = []
+def examine_host(requirements: Requirements | None, options: ExamineOptions) -> DoctorReport:
+    """Examine this host alone."""
+    facts = gather_facts(requirements)
+    num_ranks = len(facts.gpus.cards) or NUM_CPU_RANKS
+    collectives: list[CollectiveResult] = []
     if options.all_reduce or (options.all_reduce is None and len(facts.gpus.cards) > 1):
-        plan = Plan("127.0.0.1", _free_port(), [facts.host] * ranks, {}, alone=True)
-        told = probe.run_ranks(plan, range(ranks), options.deadline_s)
-        collectives = probe.outcome(plan, {one.rank: one for one in told}, options.deadline_s)
-    seen = Seen([facts], wanted, [], collectives)
-    return Verdict(seen, judge(seen))
+        plan = CollectivePlan("127.0.0.1", _free_port(), [facts.host] * num_ranks, {}, single_host=True)
+        results = run_ranks(plan, range(num_ranks), options.deadline_s)
+        collectives = combine_results(plan, {one.rank: one for one in results}, options.deadline_s)
+    cluster = ClusterFacts([facts], requirements, [], collectives)
+    return DoctorReport(cluster, run_checks(cluster))
 
 
-def examine_together(meeting: Meeting, ask: Callable[[], Wanted | None], options: Options) -> Verdict:
-    """This host among those that meet; `ask`: reads the configuration, on the first host only."""
-    if meeting.rank == 0:
-        wanted = ask()
-        meeting.say("wanted", plain(wanted))
+def examine_hosts(
+    rendezvous: Rendezvous, read_requirements: Callable[[], Requirements | None], options: ExamineOptions
+) -> DoctorReport:
+    """Examine this host together with the others; `read_requirements` reads the config, on the first host only."""
+    if rendezvous.rank == 0:
+        requirements = read_requirements()
+        rendezvous.send("requirements", to_plain(requirements))
     else:
-        said = meeting.hear("wanted", [0], options.deadline_s + CONFIG_S)
-        if 0 not in said:
-            return _without_first(meeting)
-        wanted = msgspec.convert(said[0], Wanted | None)
-    facts, nonce = gather(wanted, meeting.rank), uuid.uuid4().hex
-    with reach.listening(nonce, options.clock) as ports:
-        meeting.say("facts", dict(facts=plain(facts), ports=ports, nonce=nonce))
-        roster = _roster(meeting, options.deadline_s)
+        received = rendezvous.receive("requirements", [0], options.deadline_s + CONFIG_TIMEOUT_S)
+        if 0 not in received:
+            return _first_host_missing(rendezvous)
+        requirements = msgspec.convert(received[0], Requirements | None)
+    hosts = _exchange_facts(rendezvous, requirements, options)
+    if hosts is None:
+        return _first_host_missing(rendezvous)
+    own, facts = hosts
+    cluster = ClusterFacts(facts, requirements)
+    run_all_reduces = options.all_reduce is not False
+    collectives = _run_collectives(rendezvous, cluster, own, options) if run_all_reduces else []
+    cluster = replace(cluster, missing=_missing_hosts(rendezvous, cluster), collectives=collectives)
+    return _share_report(rendezvous, cluster, options.deadline_s)
+
+
+def _exchange_facts(
+    rendezvous: Rendezvous, requirements: Requirements | None, options: ExamineOptions
+) -> tuple[str, list[HostFacts]] | None:
+    """Exchange facts and test connections with the other hosts.
+
+    Returns this host's name in the check and the facts of all hosts that joined; None if the first host is gone.
+    """
+    facts, nonce = gather_facts(requirements, rendezvous.rank), uuid.uuid4().hex
+    with network_probe.listening(nonce, options.clock) as ports:
+        rendezvous.send("facts", dict(facts=to_plain(facts), ports=ports, nonce=nonce))
+        roster = _agree_on_roster(rendezvous, options.deadline_s)
         if roster is None:
-            return _without_first(meeting)
-        peers = [msgspec.convert(said, reach.Peer) for said in roster]
-        own = next(peer for peer in peers if peer.facts.rank == meeting.rank)
-        others = [peer for peer in peers if peer is not own]
-        contacts = reach.contacts(others, options.clock)
-        names = {
-            peer.facts.host: network.addresses_of(peer.facts.host.partition("#")[0])
-            for peer in others
-            if "#" not in peer.facts.host
-        }
-        meeting.say("contacts", plain(replace(own.facts, contacts=contacts, peers=names)))
-        ranks = [peer.facts.rank for peer in peers]
-        heard = meeting.hear("contacts", ranks, options.deadline_s)  # nobody stops listening before all have tried
-    seen = Seen([msgspec.convert(heard[rank], HostFacts) for rank in ranks if rank in heard], wanted)
-    collectives = _collectives(meeting, seen, own.facts.host, options) if options.all_reduce is not False else []
-    return _agree(meeting, replace(seen, absent=_absent(meeting, seen), collectives=collectives), options.deadline_s)
+            return None
+        hosts = [msgspec.convert(entry, network_probe.PeerHost) for entry in roster]
+        own = next(host for host in hosts if host.facts.rank == rendezvous.rank)
+        peers = [host for host in hosts if host is not own]
+        connections = network_probe.connect_to_peers(peers, options.clock)
+        names = [peer.facts.host for peer in peers if "#" not in peer.facts.host]
+        addresses = {name: network_probe.resolve(name) for name in names}
+        own_facts = replace(own.facts, connections=connections, peer_addresses=addresses)
+        rendezvous.send("connections", to_plain(own_facts))
+        ranks = [host.facts.rank for host in hosts]
+        received = rendezvous.receive("connections", ranks, options.deadline_s)  # keeps listening until all have tried
+    return own.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
 
 
-def plain(value: Any) -> Any:
-    """A dataclass as JSON's own types."""
-    return msgspec.to_builtins(value, str_keys=True)
+def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
+    """Return the facts of the hosts that the first host has seen in time; None if the first host is gone.
+
+    Host names that occur twice get the suffix #RANK.
+    """
+    if rendezvous.rank == 0:
+        joined = rendezvous.receive("facts", range(rendezvous.size), deadline_s)
+        names = Counter(entry["facts"]["host"] for entry in joined.values())
+        for rank, entry in joined.items():
+            if names[entry["facts"]["host"]] > 1:
+                entry["facts"]["host"] += f"#{rank}"
+        rendezvous.send("roster", list(joined.values()))
+    return rendezvous.receive("roster", [0], 2 * deadline_s).get(0)
 
 
-def _roster(meeting: Meeting, deadline_s: float) -> list[Any] | None:
-    """What those that came said, as the first host has heard it; None where the first is gone."""
-    if meeting.rank == 0:
-        came = meeting.hear("facts", range(meeting.size), deadline_s)
-        names = Counter(said["facts"]["host"] for said in came.values())
-        for rank, said in came.items():
-            if names[said["facts"]["host"]] > 1:
-                said["facts"]["host"] += f"#{rank}"
-        meeting.say("roster", list(came.values()))
-    return meeting.hear("roster", [0], 2 * deadline_s).get(0)
+def _first_host_missing(rendezvous: Rendezvous) -> DoctorReport:
+    name = (_slurm_node_names(rendezvous.size) or ["the first host"])[0]
+    what, why = "it did not answer at the rendezvous in time", "the hosts could not be compared"
+    fix = "read the output of the first host's process; allow more time: --deadline 300"
+    return DoctorReport(ClusterFacts([]), [replace(error([name], what, why, fix), check="attendance")])
 
 
-def _without_first(meeting: Meeting) -> Verdict:
-    name = (_node_names(meeting.size) or ["the first host"])[0]
-    what, why = "it did not answer at the meeting point in time", "nothing could be compared"
-    mend = "look at what the first host's process says; allow more time: --deadline 300"
-    return Verdict(Seen([]), [error("attendance", [name], what, why, mend)])
+def _missing_hosts(rendezvous: Rendezvous, cluster: ClusterFacts) -> list[str]:
+    names = _slurm_node_names(rendezvous.size) or [f"rank {rank}" for rank in range(rendezvous.size)]
+    joined = {host.rank for host in cluster.hosts}
+    return [names[rank] for rank in range(rendezvous.size) if rank not in joined]
 
 
-def _absent(meeting: Meeting, seen: Seen) -> list[str]:
-    names = _node_names(meeting.size) or [f"rank {rank}" for rank in range(meeting.size)]
-    return [names[rank] for rank in range(meeting.size) if rank not in {host.rank for host in seen.hosts}]
-
-
-def _node_names(size: int) -> list[str]:
-    """Names of the job's hosts in the order of their ranks, as Slurm says; empty where it does not, or of other than `size`."""
+def _slurm_node_names(size: int) -> list[str]:
+    """Return the names of the job's hosts in rank order; empty outside of Slurm or if their number is not `size`."""
     nodes = (
         os.environ.get("SLURM_STEP_NODELIST")
         or os.environ.get("SLURM_JOB_NODELIST")
@@ -169,42 +220,45 @@ def _node_names(size: int) -> list[str]:
     )
     if not nodes or not shutil.which("scontrol"):
         return []
+    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=CONNECT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return []
     names = done.stdout.split()
     return names if len(names) == size else []
 
 
-def _collectives(meeting: Meeting, seen: Seen, own: str, options: Options) -> list[Collective]:
-    """All-reduces over the hosts that came; none where nothing leads to all of them, which is a finding of its own."""
-    if meeting.rank == 0:
-        meeting.say("plan", plain(_plan(seen)))
-    said = meeting.hear("plan", [0], 2 * options.deadline_s).get(0)
-    if said is None:
+def _run_collectives(
+    rendezvous: Rendezvous, cluster: ClusterFacts, own: str, options: ExamineOptions
+) -> list[CollectiveResult]:
+    """Run all-reduces over the hosts; none if no interface reaches all hosts, which other checks report."""
+    if rendezvous.rank == 0:
+        rendezvous.send("plan", to_plain(_plan_collectives(cluster)))
+    received = rendezvous.receive("plan", [0], 2 * options.deadline_s).get(0)
+    if received is None:
         return []
-    plan = msgspec.convert(said, Plan)
+    plan = msgspec.convert(received, CollectivePlan)
     ranks = [rank for rank, name in enumerate(plan.hosts) if name == own]
-    meeting.say("told", plain(probe.run_ranks(plan, ranks, options.deadline_s)))
-    heard = meeting.hear("told", [host.rank for host in seen.hosts], options.deadline_s + probe.START_S)
-    told = {one.rank: one for each in heard.values() for one in msgspec.convert(each, list[Told])}
-    return probe.outcome(plan, told, options.deadline_s)
+    rendezvous.send("collectives", to_plain(run_ranks(plan, ranks, options.deadline_s)))
+    all_ranks, timeout_s = [host.rank for host in cluster.hosts], options.deadline_s + START_TIMEOUT_S
+    answers = rendezvous.receive("collectives", all_ranks, timeout_s).values()
+    results = {one.rank: one for answer in answers for one in msgspec.convert(answer, list[RankResult])}
+    return combine_results(plan, results, options.deadline_s)
 
 
-def _plan(seen: Seen) -> Plan | None:
-    first = seen.hosts[0]
-    serving = reachable.serving(seen, first)
-    if not serving or not seen.several:
+def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
+    """Plan the all-reduces: one rank per GPU, or per host without GPUs; None for one host or without a reachable interface."""
+    first = cluster.hosts[0]
+    interfaces = network_checks.reachable_interfaces(cluster, first)
+    if not interfaces or not cluster.multi_host:
         return None
-    places = [
-        (number, host.host) for number, host in enumerate(seen.hosts) for _ in range(max(1, len(host.gpus.cards)))
-    ]
-    groups = {name: tuple(ranks) for name, ranks in (seen.wanted.groups if seen.wanted else {}).items()}
-    over = spread(groups, [number for number, _ in places])
-    return Plan(serving[0].address, _free_port(), [name for _, name in places], {n: list(r) for n, r in over.items()})
+    host_of = [
+        number for number, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))
+    ]  # [ranks]
+    groups = spread_groups(cluster.requirements.groups if cluster.requirements else {}, host_of)
+    hosts = [cluster.hosts[number].host for number in host_of]
+    return CollectivePlan(interfaces[0].address, _free_port(), hosts, {name: list(r) for name, r in groups.items()})
 
 
 def _free_port() -> int:
@@ -213,11 +267,13 @@ def _free_port() -> int:
     return lease.port
 
 
-def _agree(meeting: Meeting, seen: Seen, deadline_s: float) -> Verdict:
-    """The first host judges; the others take its word."""
-    if meeting.rank == 0:
-        findings = judge(seen)
-        meeting.say("verdict", plain(findings))
-        return Verdict(seen, findings)
-    said = meeting.hear("verdict", [0], 2 * deadline_s + probe.START_S).get(0)
-    return Verdict(seen, msgspec.convert(said, list[Finding])) if said is not None else _without_first(meeting)
+def _share_report(rendezvous: Rendezvous, cluster: ClusterFacts, deadline_s: float) -> DoctorReport:
+    """Apply the checks on the first host and send the findings to the others."""
+    if rendezvous.rank == 0:
+        findings = run_checks(cluster)
+        rendezvous.send("findings", to_plain(findings))
+        return DoctorReport(cluster, findings)
+    received = rendezvous.receive("findings", [0], 2 * deadline_s + START_TIMEOUT_S).get(0)
+    if received is None:
+        return _first_host_missing(rendezvous)
+    return DoctorReport(cluster, msgspec.convert(received, list[DoctorFinding]))

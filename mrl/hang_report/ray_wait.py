@@ -25,7 +25,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mrl.core.errors import ProcessesLostError, check_wait
+from mrl.core.run_errors import ProcessesLostError, check_wait
 from mrl.hang_report.diagnosis import HangDiagnosis, diagnose, report_text
 from mrl.hang_report.network_interfaces import describe_broken_interfaces, probe_interfaces
 from mrl.hang_report.process_registry import ProcessRecord, read_process_records, registry_folder

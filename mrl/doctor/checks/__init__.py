@@ -1,1 +1,1 @@
-"""The rules: facts of all hosts -> findings. One small file for each subject; all of them in `CHECKS` of mrl/doctor/judge.py."""
+"""Checks: generators that take ClusterFacts and yield findings. `CHECKS` in mrl/doctor/examine.py lists them all."""

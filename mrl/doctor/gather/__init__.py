@@ -1,1 +1,1 @@
-"""What one host can say about itself, by reading: no torch, no Ray, nothing changed."""
+"""Collectors of the facts about one host."""

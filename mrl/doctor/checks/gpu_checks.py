@@ -1,0 +1,169 @@
+"""Checks of the GPUs: number, model, health, driver, and the links between them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mrl.doctor.findings import DoctorFinding, error, warning
+from mrl.doctor.gather.host_probe import locked_cuda
+from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
+
+BUSY_BYTES = GB
+
+
+def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
+    """Drivers that are too old for torch's CUDA, or differ between hosts.
+
+    `required`: (major, minor) of CUDA; default: the lock file's. A driver supports all minor versions of its major version.
+    """
+    required = required or locked_cuda()
+    drivers = {host.host: host.gpus.cards[0].driver for host in cluster.hosts if host.gpus.cards}
+    for host in cluster.hosts:
+        if host.gpus.cuda and int(host.gpus.cuda.split(".")[0]) < required[0]:
+            driver = f"driver {drivers.get(host.host)} supports CUDA up to {host.gpus.cuda}"
+            yield error(
+                [host.host],
+                f"{driver}; torch is built for {required[0]}.{required[1]}",
+                "torch would not find a GPU",
+                f"install a driver for CUDA {required[0]} (on data-center cards NVIDIA's cuda-compat package suffices)",
+            )
+    common = most_common(drivers) if drivers else ""
+    for host, driver in outliers(drivers).items():
+        yield warning(
+            [host],
+            f"driver {driver}; the other hosts have {common}",
+            "the driver decides which transports NCCL and CUDA IPC use; hosts that differ may hang or have slow links",
+            f"install driver {common} here, or exclude the host: #SBATCH --exclude={host}",
+        )
+
+
+def check_gpus(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """Unhealthy or busy GPUs, differences between hosts, and fewer GPUs than the config needs."""
+    for host in cluster.hosts:
+        without_gpus = host.gpus.allocated == 0  # Slurm gave this job no GPU of the host
+        if not (without_gpus and cluster.requirements and not cluster.requirements.cuda):
+            yield from _check_cards(host)
+    if any(host.gpus.cards for host in cluster.hosts):
+        yield from _compare_hosts(cluster)
+    yield from _check_number(cluster)
+
+
+def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
+    where = [host.host]
+    if host.gpus.error:
+        yield error(
+            where,
+            f"no GPU can be used: {host.gpus.error}",
+            "every process that needs a GPU fails here",
+            "nvidia-smi; after a driver update: reboot, or drain the host (scontrol update nodename=HOST state=drain)",
+        )
+    for card in host.gpus.cards:
+        if card.uncorrected_errors:
+            yield error(
+                where,
+                f"GPU {card.index} has {card.uncorrected_errors} uncorrected memory errors since its driver was loaded",
+                "its processes are killed, or compute wrong numbers",
+                f"nvidia-smi -q -i {card.index} -d ECC,ROW_REMAPPER; reset or replace the card",
+            )
+        if card.used_bytes > BUSY_BYTES:
+            yield warning(
+                where,
+                f"{card.used_bytes / GB:.1f} GB of GPU {card.index} are already in use",
+                "engines allocate a fraction of the whole GPU memory, and fail if it is not free",
+                f"nvidia-smi -i {card.index}, then end the process that uses it",
+            )
+        if card.mig:
+            yield warning(
+                where,
+                f"GPU {card.index} is partitioned (MIG)",
+                "a run uses whole GPUs; NCCL does not work between partitions of one GPU",
+                f"nvidia-smi -i {card.index} -mig 0",
+            )
+
+
+def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    for allocated in {host.gpus.allocated for host in cluster.hosts}:  # it differs in a heterogeneous job
+        group = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
+        yield from _compare_numbers(group)
+    models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
+    why = "all ranks wait for the slowest GPU, and the smallest memory limits the batch of all"
+    for name, model in outliers(models).items():
+        fix = "request one GPU model: #SBATCH --constraint=..., or --gres=gpu:MODEL:N"
+        yield warning([name], f"{model}; the other hosts have {most_common(models)}", why, fix)
+    for host in cluster.hosts:
+        if len({(card.name, card.memory_bytes) for card in host.gpus.cards}) > 1:
+            fix = "export CUDA_VISIBLE_DEVICES=... with the cards of one model"
+            yield warning([host.host], f"different GPUs in one host: {_models(host)}", why, fix)
+
+
+def _compare_numbers(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
+    counts = {host.host: len(host.gpus.cards) for host in hosts}
+    for name, count in outliers(counts).items():
+        hidden = next(host.gpus.hidden for host in hosts if host.host == name)
+        fix = "nvidia-smi -L; then drain the host, or request from Slurm what it has"
+        yield error(
+            [name],
+            f"{count} GPUs; the other hosts have {most_common(counts)}",
+            "a layout assumes the same number on every host: process groups meant for one host would span two",
+            "unset CUDA_VISIBLE_DEVICES" if hidden else fix,
+        )
+
+
+def _models(host: HostFacts) -> str:
+    models = sorted({f"{card.name} {card.memory_bytes / GB:.0f} GB" for card in host.gpus.cards})
+    return " and ".join(models)
+
+
+def _check_number(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    required = cluster.requirements
+    if not required or not required.gpus:
+        return
+    if cluster.gpus and required.gpus > cluster.gpus:
+        yield error(
+            cluster.names,
+            f"the config needs {required.gpus} GPUs, the hosts have {cluster.gpus}",
+            "the placement of the run's resource pools would fail",
+            "placement=colocated, a smaller layout (parallel.*, rollout.num_engines), or more hosts; mrl plan placement",
+        )
+    if required.cuda and not cluster.gpus:
+        yield error(
+            cluster.names,
+            f"the config needs {required.gpus} GPUs, the hosts have none ({required.parameters / 1e9:.1f}B parameters)",
+            "on a CPU the run would be far too slow, or fail",
+            "run it on hosts with GPUs: #SBATCH --gpus-per-node=8",
+        )
+
+
+def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """GPUs without NVLink beside GPUs with NVLink, links that differ between hosts, an NVSwitch fabric that is not ready."""
+    for host in cluster.hosts:
+        yield from _check_links(host)
+    kinds = {host.host: _link_kinds(host.gpus.links) for host in cluster.hosts if host.gpus.links}
+    for host, kind in outliers(kinds).items():
+        yield warning(
+            [host],
+            f"its GPUs are linked by {kind}; the other hosts' by {most_common(kinds)}",
+            "all ranks wait for the slowest link; a host with fewer links than the others usually has a broken one",
+            "nvidia-smi nvlink --status; nvidia-smi topo -m",
+        )
+
+
+def _check_links(host: HostFacts) -> Iterator[DoctorFinding]:
+    if host.gpus.fabric in ("In Progress", "Not Started"):
+        yield error(
+            [host.host],
+            f"the NVSwitch fabric is not ready: {host.gpus.fabric}",
+            "CUDA fails here with 'system not yet initialized'",
+            "systemctl restart nvidia-fabricmanager",
+        )
+    slow = {pair: link for pair, link in host.gpus.links.items() if not link.startswith("NV")}
+    if slow and len(slow) < len(host.gpus.links):
+        pair, link = next(iter(slow.items()))
+        yield warning(
+            [host.host],
+            f"{len(slow)} of {len(host.gpus.links)} pairs of GPUs have no NVLink (GPUs {pair}: {link})",
+            "tensor parallelism over such a pair communicates over PCIe in every layer",
+            "keep parallel.tp within linked GPUs (nvidia-smi topo -m); if a link is missing: nvidia-smi nvlink --status",
+        )
+
+
+def _link_kinds(links: Mapping[str, str]) -> str:
+    return ", ".join(sorted(set(links.values())))

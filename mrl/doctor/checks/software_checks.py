@@ -1,0 +1,156 @@
+"""Checks of the software and its settings: versions, apex, environment variables, Ray's token, cluster.address."""
+
+from collections.abc import Iterator, Mapping
+
+from mrl.doctor.findings import DoctorFinding, error, note, warning
+from mrl.doctor.gather.host_probe import CPU_LOCK, GPU_LOCK, locked_versions
+from mrl.doctor.host_facts import ClusterFacts, HostFacts, most_common, outliers
+
+SLOW_SETTINGS = {
+    "NCCL_P2P_DISABLE": "GPUs of a host communicate through host memory instead of NVLink",
+    "NCCL_SHM_DISABLE": "processes of a host communicate over the network",
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous kernel",
+}
+MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "no_proxy")
+DEBUG_COLLECTIVES = "TORCH_DISTRIBUTED_DEBUG"
+MAKE_TOKEN = (
+    "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32), the same on all hosts and where mrl is called"
+)
+
+
+def check_versions(
+    cluster: ClusterFacts, matrix: Mapping[bool, Mapping[str, str]] | None = None
+) -> Iterator[DoctorFinding]:
+    """Packages that are not as the lock file has them, and versions or code that differ between hosts.
+
+    `matrix`: (whether the host has GPUs) -> distribution -> tested version; default: the lock files'.
+    """
+    matrix = matrix or {gpu: locked_versions(gpu) for gpu in (False, True)}
+    for host in cluster.hosts:
+        gpu = bool(host.gpus.cards)
+        fix = f"make setup LOCK={GPU_LOCK if gpu else CPU_LOCK}"
+        for name, tested in matrix[gpu].items():
+            yield from _check_version(host.host, name, host.software.packages.get(name), tested, fix)
+        torch = host.software.packages.get("torch") or ""
+        if gpu and "+cpu" in torch:
+            yield error([host.host], f"torch {torch} is built without CUDA", "it would not use the GPUs", fix)
+    yield from _compare_versions(cluster)
+
+
+def _check_version(host: str, name: str, installed: str | None, tested: str, fix: str) -> Iterator[DoctorFinding]:
+    if installed is None:
+        yield error([host], f"{name} is not installed; {tested} is tested", "a run imports it", fix)
+    elif installed.partition("+")[0] != tested.partition("+")[0]:
+        why = "the packages are tested together: sglang pins torch and transformers, Megatron uses torch's internals"
+        yield warning([host], f"{name} {installed} is installed; {tested} is tested", why, fix)
+
+
+def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    pythons = {one.host: one.software.python for one in cluster.hosts}
+    why = "processes on different hosts exchange pickles: Ray rejects such nodes, and other libraries fail later"
+    for host, version in outliers(pythons).items():
+        common = most_common(pythons)
+        fix = f"use the same environment on all hosts: install Python {common} here, then make setup"
+        yield error([host], f"Python {version}; the other hosts have {common}", why, fix)
+    for name in sorted({name for one in cluster.hosts for name in one.software.packages}):
+        versions = {one.host: one.software.packages.get(name) for one in cluster.hosts}
+        for host, version in outliers(versions).items():
+            what = f"{name} {version or 'is missing'}; the other hosts have {most_common(versions) or 'none'}"
+            yield error([host], what, why, "share one environment between all hosts, or run make setup on this one")
+    checksums = {one.host: one.software.source_checksum for one in cluster.hosts}
+    for host, checksum in outliers(checksums).items():
+        yield error(
+            [host],
+            f"its code ({checksum}) differs from the code of the other hosts ({most_common(checksums)})",
+            "ranks that run different code wait for each other forever, or compute different things",
+            "use one checkout that all hosts share; for copies compare git status and git rev-parse HEAD",
+        )
+
+
+def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """An `import apex` that finds another package than NVIDIA's apex."""
+    for host in cluster.hosts:
+        if host.software.foreign_apex:
+            yield error(
+                [host.host],
+                f"{host.software.foreign_apex} is not NVIDIA's apex: PyPI's package of that name is for web forms",
+                "Megatron-Core imports any apex that is installed, and fails or loses its fused kernels",
+                "pip uninstall -y apex  (Transformer Engine provides what Megatron-Core needs)",
+            )
+
+
+def check_environment(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """Settings left over from debugging, proxies that catch local requests, and variables that differ between hosts."""
+    for host in cluster.hosts:
+        yield from _check_variables(host)
+        yield from _check_allocator(host, cluster)
+    names = {name for host in cluster.hosts for name in host.environment if name not in MAY_DIFFER}
+    for name in sorted(names):
+        if name.endswith("_SOCKET_IFNAME"):
+            continue  # interfaces may have different names on different hosts; connection tests show whether they work
+        values = {host.host: host.environment.get(name, "not set") for host in cluster.hosts}
+        for host, value in outliers(values).items():
+            common = most_common(values)
+            fix = f"unset {name} on all hosts" if common == "not set" else f"export {name}={common} on all hosts"
+            what = f"{name} is {value}; on the other hosts it is {common}"
+            yield warning([host], what, "ranks that choose different transports wait for each other forever", fix)
+
+
+def _check_variables(host: HostFacts) -> Iterator[DoctorFinding]:
+    variables, where = host.environment, [host.host]
+    for name, why in SLOW_SETTINGS.items():
+        if variables.get(name) == "1":
+            yield warning(where, f"{name}=1", why, f"unset {name}")
+    if variables.get(DEBUG_COLLECTIVES) == "DETAIL":
+        why = "torch compares each collective between all ranks before it runs: many times slower"
+        yield note(where, f"{DEBUG_COLLECTIVES}=DETAIL", why, f"unset {DEBUG_COLLECTIVES}")
+    proxies = [name for name in ("http_proxy", "all_proxy") if name in variables]
+    exempt = variables.get("no_proxy", "").replace(" ", "").split(",")
+    if proxies and not {"127.0.0.1", "*"} & set(exempt):
+        yield warning(
+            where,
+            f"{' and '.join(proxies)} set, and no_proxy does not name 127.0.0.1",
+            "requests to engines on this machine would go to the proxy, which cannot reach them",
+            "export no_proxy=localhost,127.0.0.1,$no_proxy NO_PROXY=localhost,127.0.0.1,$NO_PROXY",
+        )
+
+
+def _check_allocator(host: HostFacts, cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    settings = host.environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + host.environment.get("PYTORCH_ALLOC_CONF", "")
+    offloads = cluster.requirements and cluster.requirements.offloads_engines
+    if offloads and "expandable_segments:true" in settings.lower():
+        yield warning(
+            [host.host],
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, and colocated engines release their GPU memory",
+            "SGLang's memory saver replaces torch's allocator and does not support this setting",
+            "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF, or placement=disaggregated",
+        )
+
+
+def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """Ray's token: missing, different between hosts, or readable by other users."""
+    needs_token = cluster.multi_host or bool(cluster.requirements and cluster.requirements.address)
+    for host in cluster.hosts:
+        token, where = host.token, [host.host]
+        if token.mode == "token" and not token.digest and needs_token:
+            source = f" in {token.source}" if token.source else ""
+            what = f"RAY_AUTH_MODE=token, but there is no token{source}"
+            yield error(where, what, "Ray does not start, or rejects connections", MAKE_TOKEN)
+        if token.readable and needs_token:
+            what = f"other users can read Ray's token in {token.source}"
+            why = "with it every user of this host can run code in your cluster"
+            yield warning(where, what, why, f"chmod 600 {token.source}")
+    if cluster.multi_host:
+        for host in outliers({one.host: one.token.digest for one in cluster.hosts}):
+            what = "Ray's token differs from the token of the other hosts"
+            yield error([host], what, "the head node rejects this host's Ray: 'AuthenticationError'", MAKE_TOKEN)
+
+
+def check_address(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+    """A cluster.address at which no Ray cluster answers."""
+    for host in cluster.hosts:
+        if host.cluster_error:
+            assert cluster.requirements, "the error comes from an address in the requirements"
+            what = f"cluster.address={cluster.requirements.address}: {host.cluster_error}"
+            fix = "ray start --head --port=6379 on the head, then cluster.address=HEAD:6379; or remove the key"
+            yield error([host.host], what, "the run would not find its cluster", fix)

@@ -1,0 +1,186 @@
+"""All-reduces with a deadline between the hosts. Each rank is a child process, which is killed if it does not finish.
+
+`python -m mrl.doctor.collective_probe SPEC` is the child: one rank, which prints a line of JSON for each event.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mrl.doctor.gather.host_probe import CHECKOUT
+from mrl.doctor.host_facts import CollectiveResult
+
+START_TIMEOUT_S = 60.0  # for the child to import torch, on a slow disk
+POLL_S = 0.05
+MESSAGE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class CollectivePlan:
+    """The all-reduces that all hosts run together."""
+
+    address: str  # of rank 0
+    port: int
+    hosts: list[str]  # host of every rank
+    groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> ranks, in addition to world
+    single_host: bool = False  # gloo uses loopback, as in a run on one machine
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank reported."""
+
+    rank: int
+    began: list[str] = field(default_factory=list)  # groups whose all-reduce began
+    seconds: dict[str, float] = field(default_factory=dict)  # group -> time of its all-reduce
+    problems: dict[str, str] = field(default_factory=dict)  # group -> error
+    backend: str = ""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Arguments of one rank's process."""
+
+    rank: int
+    world_size: int
+    address: str  # of rank 0
+    port: int
+    device: int  # index of the GPU on this host
+    timeout_s: float
+    groups: dict[str, list[int]]  # tested after world, in the same order on all ranks
+
+
+def spread_groups(groups: Mapping[str, Sequence[int]], host_of: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the process groups with ranks on several hosts, one for each distinct set of ranks; `host_of` [ranks]."""
+    names: dict[tuple[int, ...], str] = {}
+    for name, ranks in groups.items():
+        if max(ranks) < len(host_of) and len({host_of[rank] for rank in ranks}) > 1:
+            names.setdefault(tuple(ranks), name)
+    return {name: ranks for ranks, name in names.items()}
+
+
+def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> list[RankResult]:
+    """Run these ranks on this host; their processes have ended when this returns."""
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    if plan.single_host:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="mrl-doctor-") as folder, contextlib.ExitStack() as stack:
+        children = {}
+        for device, rank in enumerate(ranks):
+            spec = RankSpec(rank, len(plan.hosts), plan.address, plan.port, device, timeout_s, plan.groups)
+            children[rank] = subprocess.Popen(
+                [sys.executable, "-m", "mrl.doctor.collective_probe", json.dumps(asdict(spec))],
+                stdout=stack.enter_context(Path(folder, f"{rank}.out").open("wb")),
+                stderr=stack.enter_context(Path(folder, f"{rank}.err").open("wb")),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=CHECKOUT,
+                start_new_session=True,
+            )
+            stack.callback(_kill, children[rank])
+        deadline = time.monotonic() + START_TIMEOUT_S + timeout_s
+        while any(child.poll() is None for child in children.values()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        statuses = {rank: child.poll() for rank, child in children.items()}
+        return [_read_result(rank, Path(folder), statuses[rank]) for rank in ranks]
+
+
+def _kill(child: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _read_result(rank: int, folder: Path, status: int | None) -> RankResult:
+    result, backend = RankResult(rank), ""
+    for line in (folder / f"{rank}.out").read_text().splitlines():
+        event = json.loads(line)
+        if "began" in event:
+            result.began.append(event["began"])
+            backend = event["backend"]
+        elif "done" in event:
+            result.seconds[event["done"]] = event["seconds"]
+        else:
+            result.problems[event["failed"]] = event["problem"]
+    if status:  # the process failed without an event
+        last = (folder / f"{rank}.err").read_text().strip().splitlines()[-1:]
+        problem = f"its process ended with status {status}" + (f": {last[0][:300]}" if last else "")
+        result.problems.setdefault(result.began[-1] if result.began else "world", problem)
+    return RankResult(rank, result.began, result.seconds, result.problems, backend)
+
+
+def combine_results(
+    plan: CollectivePlan, results: Mapping[int, RankResult], timeout_s: float
+) -> list[CollectiveResult]:
+    """Combine the reports of the ranks (rank -> report) into one result for each process group."""
+    combined = []
+    for group, ranks in {"world": list(range(len(plan.hosts))), **plan.groups}.items():
+        reports = [results[rank] for rank in ranks if rank in results]
+        hosts = list(dict.fromkeys(plan.hosts[rank] for rank in ranks))
+        backend = next((one.backend for one in reports if one.backend), "")
+        problem = next((one.problems[group] for one in reports if group in one.problems), "")
+        late = [plan.hosts[rank] for rank in ranks if rank not in results or group not in results[rank].seconds]
+        if late and not problem:
+            problem = f"it did not finish within {timeout_s:.0f} s on {', '.join(dict.fromkeys(late))}"
+        seconds = None if late or problem else max(one.seconds[group] for one in reports)
+        combined.append(CollectiveResult(group, hosts, backend, seconds, problem))
+    return combined
+
+
+def run_rank(spec: RankSpec) -> None:
+    """Run the all-reduces of all groups that contain this rank, one after another; stops at the first that fails."""
+    import torch  # takes seconds, and only the child process needs it
+    import torch.distributed as dist
+
+    from parallel import collectives, device
+
+    group = "world"
+    try:
+        if device.has_cuda():
+            torch.cuda.set_device(spec.device)
+        _print_event(began=group, backend=device.backend())
+        collectives.init_process_group(spec.rank, spec.world_size, spec.address, spec.port, spec.timeout_s)
+        process_groups = {name: dist.new_group(ranks) for name, ranks in spec.groups.items()}
+        values = torch.ones(MESSAGE_BYTES // 4, device=device.device())
+        for group, ranks in {"world": list(range(spec.world_size)), **spec.groups}.items():
+            if spec.rank in ranks:
+                _print_event(began=group, backend=device.backend())
+                _print_event(done=group, seconds=_time_all_reduce(values, process_groups.get(group), len(ranks)))
+    except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
+        _print_event(failed=group, problem=str(error).strip().splitlines()[0][:300])
+
+
+def _print_event(**event: object) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+def _time_all_reduce(values, group, size: int) -> float:
+    """Return the seconds of the second of two all-reduces; raises ValueError if the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(2):
+        values.fill_(1)
+        begun = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if values.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begun
+    if not bool((values == size).all()):
+        raise ValueError(f"the sum over {size} ranks is wrong: {values.min().item()} to {values.max().item()}")
+    return seconds
+
+
+if __name__ == "__main__":
+    run_rank(RankSpec(**json.loads(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # a communicator that hangs would prevent a normal exit

@@ -1,0 +1,120 @@
+"""Findings of the preflight check, and their output for people and for programs."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from mrl.doctor.host_facts import ClusterFacts
+
+
+class Severity(IntEnum):
+    """How severe a finding is; the most severe one determines the exit status."""
+
+    NOTE = 0  # worth knowing
+    WARNING = 1  # a run would work, but slowly or not for long
+    ERROR = 2  # a run would fail, hang, or compute something else
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One problem that a check found, and its fix."""
+
+    check: str  # name of the check in CHECKS; `run_checks` sets it
+    severity: Severity
+    hosts: tuple[str, ...]  # affected hosts; empty if the problem is not one of a host
+    what: str  # the value found, and the value expected
+    why: str  # the consequence for a run
+    fix: str  # a command, or whom to ask
+
+
+COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+INDENT = "         "
+MAX_SHOWN_HOSTS = 6
+
+
+def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
+    """Make a finding for a problem with which a run would fail, hang, or compute something else."""
+    return DoctorFinding("", Severity.ERROR, tuple(hosts), what, why, fix)
+
+
+def warning(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
+    """Make a finding for a problem with which a run would work, but slowly or not for long."""
+    return DoctorFinding("", Severity.WARNING, tuple(hosts), what, why, fix)
+
+
+def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
+    """Make a finding that is worth knowing."""
+    return DoctorFinding("", Severity.NOTE, tuple(hosts), what, why, fix)
+
+
+def format_hosts(hosts: Sequence[str]) -> str:
+    """Join host names; of many hosts only the first few."""
+    rest = len(hosts) - MAX_SHOWN_HOSTS
+    return ", ".join(hosts) if rest < 2 else f"{', '.join(hosts[:MAX_SHOWN_HOSTS])} and {rest} more"
+
+
+def merge_findings(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
+    """Merge findings that differ only in their hosts; sort by severity, then in the order of the checks."""
+    merged: dict[tuple[str, ...], DoctorFinding] = {}
+    for one in findings:
+        key = (one.check, one.severity.name, one.what, one.why, one.fix)
+        before = merged[key].hosts if key in merged else ()
+        hosts = before + tuple(host for host in one.hosts if host not in before)
+        merged[key] = DoctorFinding(one.check, one.severity, hosts, one.what, one.why, one.fix)
+    return sorted(merged.values(), key=lambda finding: -finding.severity)
+
+
+def exit_status(findings: Iterable[DoctorFinding]) -> int:
+    """Return the exit status: 0 for nothing or notes, 1 for warnings, 2 for errors."""
+    return int(max((finding.severity for finding in findings), default=Severity.NOTE))
+
+
+def to_plain(value: Any) -> Any:
+    """Convert a dataclass to JSON's types."""
+    return msgspec.to_builtins(value, str_keys=True)
+
+
+def print_findings(console: Console, findings: Sequence[DoctorFinding], summary: str) -> None:
+    """Print each finding in four lines, then the summary."""
+    for finding in findings:
+        title = Text(f"{finding.severity.name:<8} ", COLOURS[finding.severity])
+        where = f"{format_hosts(finding.hosts)}: " if finding.hosts else ""
+        console.print(title.append(f"{where}{finding.what}  [{finding.check}]", "default"), soft_wrap=True)
+        console.print(Text(f"{INDENT}why: {finding.why}"), soft_wrap=True)
+        console.print(Text(f"{INDENT}fix: {finding.fix}\n"), soft_wrap=True)
+    console.print(Text(summary), soft_wrap=True)
+
+
+def summarize(cluster: ClusterFacts, findings: Sequence[DoctorFinding], num_checks: int, seconds: float) -> str:
+    """Return one line: hosts, GPUs, number of findings, all-reduces and time."""
+    hosts = len(cluster.hosts)
+    counts = [_count(findings, severity) for severity in sorted(Severity, reverse=True)]
+    total = ", ".join(filter(None, counts)) or "no finding"
+    finished = [one for one in cluster.collectives if one.seconds is not None]
+    collectives = f", all-reduce over {', '.join(one.group for one in finished)}" if finished else ""
+    where = f"{hosts} host{'s' if hosts != 1 else ''}, {cluster.gpus} GPUs"
+    return f"{where}: {total} in {num_checks} checks{collectives}, {seconds:.1f} s"
+
+
+def _count(findings: Sequence[DoctorFinding], severity: Severity) -> str:
+    number = sum(finding.severity is severity for finding in findings)
+    return f"{number} {severity.name.lower()}{'s' if number > 1 else ''}" if number else ""
+
+
+def to_json(cluster: ClusterFacts, findings: Sequence[DoctorFinding]) -> str:
+    """Return the exit status, the findings and the facts that they are based on, as JSON."""
+    content = dict(
+        exit_status=exit_status(findings),
+        findings=[to_plain(finding) | {"severity": finding.severity.name.lower()} for finding in findings],
+        missing=cluster.missing,
+        requirements=to_plain(cluster.requirements),
+        collectives=to_plain(cluster.collectives),
+        hosts=to_plain(list(cluster.hosts)),
+    )
+    return json.dumps(content, indent=1)

@@ -1,0 +1,253 @@
+"""Facts of this host apart from GPUs and network: cores, memory, limits, environment, Ray's token, software and folders."""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, SoftwareFacts
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
+TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
+TESTED_GPU = (*TESTED, "transformer-engine", "nvidia-nccl-cu13")
+CUDA_RUNTIME = "nvidia-cuda-runtime"
+NVIDIA_APEX_PART = "multi_tensor_apply"  # a subpackage of NVIDIA's apex; the apex of PyPI is a library for web forms
+
+LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
+VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "HF_HUB_OFFLINE",
+)
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+UNLIMITED_BYTES = 2**60  # version 1 of control groups writes a very large number for "no limit"
+SAMPLE_BYTES = 32 * 2**20
+FOLDER_TIMEOUT_S = 30.0
+
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)
+
+# Runs in a process of its own, because a network file system that hangs blocks every process that accesses it.
+_PROBE_FOLDER = """
+import json, os, sys, time
+
+def waited():  # seconds that this process waited for a core; on a busy machine they say nothing about the disk
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+path, size = sys.argv[1], int(sys.argv[2])
+stats = os.statvfs(path)
+result = dict(total=stats.f_blocks * stats.f_frsize, free=stats.f_bavail * stats.f_frsize,
+              inodes=stats.f_favail if stats.f_files else None, error="", speed=None)
+name = os.path.join(path, f".mrl-doctor-{os.getpid()}")
+try:
+    with open(name, "xb", buffering=0) as file:
+        os.unlink(name)
+        size = min(size, result["free"] // 4)
+        block, written, begun = os.urandom(2**20), 0, time.perf_counter() - waited()
+        while written < size:
+            written += file.write(block)
+        os.fsync(file.fileno())
+        took = max(1e-9, time.perf_counter() - waited() - begun)
+        result["speed"] = written / took if written else None
+except OSError as error:
+    result["error"] = error.strerror
+print(json.dumps(result))
+"""
+
+
+def read_machine() -> ProcessorAndMemory:
+    """Read this host's cores and memory, and how much of them this process may use."""
+    memory = psutil.virtual_memory()
+    return ProcessorAndMemory(
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+        memory_limit_bytes=memory_limit(),
+        overcommit=int(_read_text(Path("/proc/sys/vm/overcommit_memory")) or 0),
+        slurm_job=os.environ.get("SLURM_JOB_ID"),
+    )
+
+
+def memory_limit(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the smallest memory limit of this process's control groups and their parents, bytes; None if unlimited."""
+    limits = []
+    for line in _read_text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = root / "memory" if controllers == "memory" else root
+        name = "memory.limit_in_bytes" if controllers == "memory" else "memory.max"
+        if controllers in ("", "memory"):
+            group = base / path.lstrip("/")
+            limits += [_read_text(folder / name) for folder in (group, *group.parents) if folder.is_relative_to(base)]
+    numbers = [int(text) for text in limits if text.isdigit() and int(text) < UNLIMITED_BYTES]
+    return min(numbers, default=None)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def read_limits() -> dict[str, tuple[int, int]]:
+    """Read this process's resource limits: name -> (soft, hard); -1: unlimited."""
+    return {name: resource.getrlimit(number) for name, number in LIMITS.items()}
+
+
+def read_environment() -> dict[str, str]:
+    """Read the variables that configure the libraries of a run.
+
+    For proxies only whether they are set, because their addresses may contain passwords.
+    """
+    found = {
+        name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
+    }
+    for name in PROXIES:
+        value = os.environ.get(name) or os.environ.get(name.upper())
+        if value:
+            found[name] = value if name == "no_proxy" else "set"
+    return found
+
+
+def read_token() -> RayToken:
+    """Find Ray's token where Ray looks for it: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token."""
+    mode, text = os.environ.get("RAY_AUTH_MODE", "").lower(), os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if text:
+        return RayToken(mode, _digest(text), "RAY_AUTH_TOKEN")
+    path_variable = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(path_variable) if path_variable else Path.home() / ".ray/auth_token"
+    text = _read_text(path)
+    if not text:
+        return RayToken(mode, "", str(path) if path_variable else "")
+    return RayToken(mode, _digest(text), str(path), _is_world_readable(path.absolute()))
+
+
+def _is_world_readable(path: Path) -> bool:
+    """Return whether other users can read a file: the file and all folders above it must allow it."""
+    return bool(path.stat().st_mode & stat.S_IROTH) and all(p.stat().st_mode & stat.S_IXOTH for p in path.parents)
+
+
+def _digest(text: str) -> str:
+    """Return a checksum that is long enough to compare the tokens of two hosts, too short to search for the token."""
+    return hashlib.sha256(b"mrl doctor" + text.encode()).hexdigest()[:6]
+
+
+def read_pins(lock: str, checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Read a lock file: distribution -> version. Empty if there is none, as in an installed wheel."""
+    path = checkout / lock
+    return {name.lower(): version for name, version in _PIN.findall(path.read_text())} if path.is_file() else {}
+
+
+def locked_versions(gpu: bool, checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Return the tested matrix of hosts with or without GPUs: distribution -> version."""
+    pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, checkout)
+    return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
+
+
+def locked_cuda(checkout: Path = CHECKOUT) -> tuple[int, int]:
+    """Return (major, minor) of the CUDA runtime that the locked torch installs; (0, 0) if there is no lock."""
+    major, minor, *_ = read_pins(GPU_LOCK, checkout).get(CUDA_RUNTIME, "0.0").split(".")
+    return int(major), int(minor)
+
+
+def read_software(checkout: Path = CHECKOUT) -> SoftwareFacts:
+    """Read the versions of Python and the tested packages and a checksum of our code, without importing any of them."""
+    packages = {name: _installed_version(name) for name in TESTED_GPU}
+    return SoftwareFacts(platform.python_version(), packages, source_checksum(checkout), foreign_apex())
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def foreign_apex() -> str | None:
+    """Return the folder of the package that `import apex` would find, if it is not NVIDIA's."""
+    spec = PathFinder.find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    is_nvidia = any((folder / NVIDIA_APEX_PART).is_dir() for folder in folders)
+    return str(folders[0]) if folders and not is_nvidia else None
+
+
+def source_checksum(checkout: Path) -> str:
+    """Return a checksum over names and contents of our own code."""
+    checksum = hashlib.sha256()
+    for package in ("mrl", "models", "parallel"):
+        for path in sorted((checkout / package).rglob("*.py")):
+            checksum.update(str(path.relative_to(checkout)).encode() + b"\0" + path.read_bytes())
+    return checksum.hexdigest()[:16]
+
+
+def probe_folder(
+    path: str, purpose: str, sample_bytes: int = SAMPLE_BYTES, timeout_s: float = FOLDER_TIMEOUT_S
+) -> FolderFacts:
+    """Measure free space and write speed of a folder; `sample_bytes` 0: no speed."""
+    command = [sys.executable, "-ISc", _PROBE_FOLDER, path, str(sample_bytes)]
+    probe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = probe.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        probe.kill()  # not waited for: a process blocked in the kernel ends only when the file system answers
+        return FolderFacts(path, purpose, error=f"it did not answer within {timeout_s:.0f} s")
+    if probe.returncode:
+        return FolderFacts(path, purpose, error=(err.strip().splitlines() or ["it cannot be accessed"])[-1])
+    result = json.loads(out)
+    sizes = result["total"], result["free"], result["inodes"]
+    return FolderFacts(path, purpose, *sizes, result["error"], result["speed"])
+
+
+def existing_parent(path: str | Path) -> str:
+    """Return the folder itself, or the nearest parent that exists."""
+    absolute = Path(path).expanduser().absolute()
+    return str(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir()))
+
+
+def probe_shared_memory() -> FolderFacts:
+    """Measure /dev/shm, which holds Ray's objects and the buffers of NCCL and SGLang between processes of a host."""
+    return probe_folder("/dev/shm", "shared memory", sample_bytes=0)
+
+
+def ray_temporary_folder() -> str:
+    """Return the folder of Ray's sessions: sockets, logs, and objects that do not fit into memory."""
+    return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+
+
+def model_checksum(path: str | None) -> str | None:
+    """Return a checksum over names and sizes of a folder's files and the content of its config.json.
+
+    Returns "" if the folder is missing, None for no path.
+    """
+    if path is None:
+        return None
+    checksum = hashlib.sha256()
+    with contextlib.suppress(OSError):
+        for file in sorted(Path(path).iterdir()):
+            if file.is_file():
+                checksum.update(f"{file.name} {file.stat().st_size}\n".encode())
+        checksum.update(Path(path, "config.json").read_bytes())
+        return checksum.hexdigest()[:16]
+    return ""

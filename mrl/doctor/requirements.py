@@ -1,0 +1,89 @@
+"""Requirements of a run, derived from its config: GPUs, process groups, model folder, disk space."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from models.families import family_of
+from mrl.algorithms.parts import build_algorithm
+from mrl.config.schema import Config
+from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
+from mrl.doctor.host_facts import Requirements
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.run_memory import checkpoints_at_once
+from mrl.planner.trainer_state_bytes import checkpoint_bytes
+from parallel.dims import ParallelDims
+
+MAX_CPU_PARAMETERS = 10**9  # training a larger model on CPUs takes too long to be useful
+AXES = ("tp", "cp", "dp", "pp")
+
+
+def requirements_of(config: Config) -> Requirements:
+    """Derive the requirements of a run; an error in the config becomes one of their `mistakes`."""
+    try:
+        needs = build_algorithm(config).needs
+        make_input_files(config)
+        models = plan_models(config, needs)
+        actor, pools = models["actor"], build_pools(config, {role: model.dims for role, model in models.items()})
+        if not config.rollout.replay:
+            engine_layout(config, actor)
+    except ValueError as error:
+        return Requirements(model=config.model.path, run_dir=config.run.dir, mistakes=[str(error)])
+    shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}
+    trained = [shapes[role] for role, model in models.items() if model.optimizer]
+    num_parameters = shapes["actor"].num_parameters
+    needed = checkpoints_at_once(config) * checkpoint_bytes(trained, config.model.itemsize)
+    return Requirements(
+        gpus=pools.size,
+        cuda=_needs_cuda(config, num_parameters),
+        layout=str(actor.dims),
+        groups={name: list(ranks) for name, ranks in process_groups(actor.dims).items()},
+        model=str(Path(actor.model_path).absolute()),
+        parameters=num_parameters,
+        run_dir=config.run.dir,
+        checkpoint_bytes=max(0, needed - _folder_bytes(Path(config.run.dir, "checkpoints"))),
+        address=config.cluster.address,
+        offloads_engines=any("engines" in roles for roles in pools.colocated_roles),
+    )
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Return the bytes of the checkpoints that a resumed run has already written."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _needs_cuda(config: Config, parameters: int) -> bool:
+    uses_cuda = config.sglang.get("device") == "cuda" or config.weight_sync.transport == "cuda_ipc"
+    return uses_cuda or parameters > MAX_CPU_PARAMETERS
+
+
+def process_groups(dims: ParallelDims) -> dict[str, tuple[int, ...]]:
+    """Return the process groups of trainer ranks with more than one rank: name ("tp 0") -> global ranks."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for axis in AXES:
+        if getattr(dims, axis) > 1:
+            groups |= _number_groups(axis, _groups_along_axis(dims, axis))
+    if dims.ep > 1:
+        groups |= _number_groups("ep", _expert_groups(dims))
+    return groups
+
+
+def _number_groups(name: str, groups: Iterator[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"{name} {number}": ranks for number, ranks in enumerate(groups)}
+
+
+def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(dims.world_size):
+        coords = dims.coords(rank)
+        groups.setdefault(tuple(getattr(coords, other) for other in AXES if other != axis), []).append(rank)
+    yield from map(tuple, groups.values())
+
+
+def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that together hold all experts once."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    stage = dims.world_size // dims.pp
+    for rank in range(dims.world_size):
+        etp, _ = dims.expert_coords(rank)
+        groups.setdefault((rank // stage, rank % stage // (dims.expert_tp * dims.ep), etp), []).append(rank)
+    yield from map(tuple, groups.values())
