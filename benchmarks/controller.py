@@ -55,7 +55,8 @@ from mrl.planner.engine_queue import EngineSpeeds
 from mrl.rewards.reward_types import Response
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
-from mrl.tracking.tracker import JsonlSink, Startup, Tracker
+from mrl.tracking.console import Startup
+from mrl.tracking.tracker import JsonlSink, Tracker
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, UpdateRunner

@@ -17,11 +17,11 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
-from mrl.core.preemption import Leaving
+from mrl.core.run_errors import PreemptionHandler
 
 SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 
@@ -74,13 +74,13 @@ class StepMeter:
 
 def measure(overrides: list[str], steps: int, stop_reward: float | None = None) -> StepMeter:
     """Run at most `steps` steps of an experiment."""
-    hydra_app.register_schema()
+    hydra_entry.register_schema()
     meter = StepMeter()
-    with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         goal = "null" if stop_reward is None else stop_reward
         fixed = [f"run.dir={folder}", f"trainer.max_steps={steps}", f"trainer.stop_reward={goal}", "trainer.save=false"]
-        config = from_hydra(compose("config", [*hydra_app.with_default_experiment(overrides), *fixed]))
-        with build.trainer(plan_training(config), Leaving()) as trainer:
+        config = from_hydra(compose("config", [*hydra_entry.add_default_experiment(overrides), *fixed]))
+        with build.trainer(plan_training(config), PreemptionHandler()) as trainer:
             trainer.tracker.sinks.append(meter)
             trainer.fit()
     return meter

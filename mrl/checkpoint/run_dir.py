@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time writes there, and knows what an earlier part of itself left."""
+"""The run directory: locked by one process at a time, with a record of the command and config that the run began with."""
 
 import json
 import logging
@@ -11,32 +11,30 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from mrl.core.durable_files import write_json
+from mrl.core.jsonl import write_json
 
 logger = logging.getLogger(__name__)
 
-RUN = "run.json"  # in a run's folder: the command and config it was begun with
-OWNER = "MRL_RUN_DIR"  # environment variable of every process of a run on this machine
+RUN = "run.json"  # in the run directory: command and config
+OWNER = "MRL_RUN_DIR"  # environment variable of every process of the run: its run directory
 OUTPUTS = (RUN, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
-END_S = 20.0  # how long killed processes may take to disappear
+END_S = 20.0  # timeout for killed processes to end
 
 
 @contextmanager
-def own_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder for this process alone, however it ends; processes that an earlier part of the run left are ended.
+def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
+    """Lock the folder for this process, and kill processes that an earlier part of the run left behind.
 
-    Raises ValueError where a live process holds it.
+    The lock ends with the process at the latest. Raises ValueError if a live process holds it.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"run.dir={folder}: a run that is alive writes there; name another folder, or end it."
-        ) from None
+        raise ValueError(f"run.dir={folder}: another run is using it; name another folder, or end that run.") from None
     try:
-        _end_leftovers(folder)
+        _kill_leftovers(folder)
         os.environ[OWNER] = str(folder)
         if "NCCL_DEBUG" in os.environ:
             os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "logs/nccl_%h_%p.log"))
@@ -47,8 +45,8 @@ def own_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterat
         lock.release()
 
 
-def begun_with(folder: Path) -> dict[str, Any] | None:
-    """What `own_run_dir` wrote when the run was begun or went on last; None where there is no run."""
+def read_run_record(folder: Path) -> dict[str, Any] | None:
+    """Return the command and config of the run in this folder; None if there is no run."""
     try:
         return json.loads((folder / RUN).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -56,21 +54,21 @@ def begun_with(folder: Path) -> dict[str, Any] | None:
 
 
 def check_unused(folder: Path) -> None:
-    """Raise ValueError where the folder holds the results of a run."""
+    """Raise ValueError if the folder has the results of a run."""
     for name in OUTPUTS:
         if (folder / name).exists():
-            raise ValueError(f"run.dir={folder}: holds {name} of another run; name another folder.")
+            raise ValueError(f"run.dir={folder}: has {name} of another run; name another folder.")
 
 
-def _end_leftovers(folder: Path) -> None:
-    """End processes of a run in this folder whose command is gone: they hold GPUs, and would end by themselves too late."""
-    found = []
+def _kill_leftovers(folder: Path) -> None:
+    """Kill processes of an earlier command in this folder. They would end by themselves, but hold GPUs until then."""
+    leftovers = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(OWNER) == str(folder) and process.pid != os.getpid():
-                found.append(process)
-    for process in found:
-        logger.warning("process %d, left by an earlier part of this run, is ended", process.pid)
+                leftovers.append(process)
+    for process in leftovers:
+        logger.warning("killing process %d, which an earlier part of this run left behind", process.pid)
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=END_S)
+    psutil.wait_procs(leftovers, timeout=END_S)

@@ -1,4 +1,4 @@
-"""When checkpoints and Hugging Face folders are written during a run; at most one checkpoint at a time, beside the training."""
+"""CheckpointSaver: writes checkpoints and Hugging Face folders during a run. One checkpoint at a time, while training continues."""
 
 from __future__ import annotations
 
@@ -11,155 +11,159 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
-from mrl.core.errors import Lost
+from mrl.core.run_errors import ProcessesLostError
 
 logger = logging.getLogger(__name__)
 
 
-class Savable(Protocol):
-    """The processes of one model."""
+class SavableModel(Protocol):
+    """Trainer ranks of one model."""
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot; what follows may change the weights. One that is not asynchronous is written now."""
+        """Take a snapshot and begin to write it. If not `asynchronous`, write it before returning."""
         ...
 
     def save_finished(self) -> bool:
-        """Whether `finish_save` would not have to wait."""
+        """Whether every rank has written its part."""
         ...
 
     def finish_save(self, timeout_s: float) -> None:
-        """Wait until the files are on disk; raises what went wrong."""
+        """Wait until the files are on disk. Raises the error of a rank that failed to write."""
         ...
 
     def abandon_save(self) -> None:
-        """Give up what was begun, if anything."""
+        """Abandon the save that was begun, if there is one."""
         ...
 
 
 @dataclass(frozen=True)
-class Cadence:
-    """How often what is written."""
+class CheckpointSchedule:
+    """When checkpoints and exports are written."""
 
-    every: int  # steps between checkpoints; 0: at the end only
+    every: int  # steps between checkpoints; 0: only at the end
     export_every: int  # steps between Hugging Face folders; 0: none
     asynchronous: bool
-    timeout_s: float  # of one checkpoint
-    at_end: bool  # a checkpoint and a Hugging Face folder
-    best_metric: str
+    timeout_s: float  # for writing one checkpoint
+    at_end: bool  # write a checkpoint and a Hugging Face folder at the end of the run
+    best_metric: str  # name of the metric that ranks checkpoints
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class _PendingSave:
+    """A checkpoint that is being written."""
+
     folder: Path
     step: int
     state: Mapping[str, Any]
     score: float | None
-    deadline: float
+    deadline: float  # of the monotonic clock
 
 
 @dataclass
-class Saver:
-    """Writes what `resume` needs: the models' processes their part, the driver's state last."""
+class CheckpointSaver:
+    """Writes what a resume needs: first the trainer ranks write their models, then the driver writes its state."""
 
     store: CheckpointStore
-    models: Mapping[str, Savable]  # actor, critic
+    models: Mapping[str, SavableModel]  # actor, critic
     constant: Mapping[
         str, Callable[[str], None]
-    ]  # what never changes, and is written once: name -> writes it to a folder
-    cadence: Cadence
-    notes: Mapping[str, Any]  # of the run: which model, layout and config; kept in each checkpoint
-    forget: Callable[[int], None]  # nothing from before this step is needed to resume
-    export: Callable[[str], None]  # write the actor's weights as a Hugging Face folder
+    ]  # parts that never change: name -> function that writes the part to a folder
+    schedule: CheckpointSchedule
+    notes: Mapping[str, Any]  # model, layout and config of the run, stored in each checkpoint
+    discard_rollout_log: Callable[[int], None]  # of the steps before this one, which a resume does not need
+    export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # checkpoints that could not be written
-    _in_flight: _InFlight | None = None
-    _newest: int | None = None
+    _pending: _PendingSave | None = None
+    _newest: int | None = None  # step of the newest checkpoint
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin what is due now, and finish what was begun; a checkpoint that fails is a warning."""
-        step, cadence = state["progress"]["step"], self.cadence
+        """Begin the checkpoint that is due, and finish a pending one. A failure is logged, and the run continues."""
+        step, schedule = state["progress"]["step"], self.schedule
         if step == 0:
             return
-        at_hand = bool(cadence.every) and step % cadence.every == 0
-        if self._in_flight and (at_hand or self._arrived()):
-            self._tolerated(self._finish)
-        if at_hand and step != self._newest:
-            self._tolerated(lambda: self._begin(state, metrics.get(cadence.best_metric), cadence.asynchronous))
-            if not cadence.asynchronous and self._in_flight:
-                self._tolerated(self._finish)
-        if cadence.export_every and step % cadence.export_every == 0:
+        is_due = bool(schedule.every) and step % schedule.every == 0
+        if self._pending and (is_due or self._is_written()):
+            self._log_failure(self._finish)
+        if is_due and step != self._newest:
+            self._log_failure(lambda: self._begin(state, metrics.get(schedule.best_metric), schedule.asynchronous))
+            if not schedule.asynchronous and self._pending:
+                self._log_failure(self._finish)
+        if schedule.export_every and step % schedule.export_every == 0:
             try:
                 self._export(self.run_dir / "exports" / f"step_{step:06d}")
             except OSError as error:
                 logger.error("the weights of step %d were not exported: %s", step, error)
 
     def now(self, state: Mapping[str, Any]) -> None:
-        """Have a checkpoint of this state on disk before it returns. Raises what keeps it from that."""
-        if self._in_flight:
-            self._tolerated(self._finish)
+        """Write a checkpoint of this state before returning. Raises the error if that fails."""
+        if self._pending:
+            self._log_failure(self._finish)
         if self._newest != state["progress"]["step"]:
             self._begin(state, None, asynchronous=False)
             self._finish()
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """The end of the run: the last checkpoint, and its weights as hf/."""
-        if self.cadence.at_end:
+        """Write the last checkpoint of the run, and its weights as the Hugging Face folder hf/."""
+        if self.schedule.at_end:
             self.now(state)
             self._export(self.run_dir / "hf")
-            if not self.store.copied(self.cadence.timeout_s):
-                logger.error("the last checkpoint is still being copied, and is left behind")
-        elif self._in_flight:
-            self._tolerated(self._finish)
+            if not self.store.copied(self.schedule.timeout_s):
+                logger.error(
+                    "the last checkpoint is still being copied to checkpoint.copy_to; the run ends without the copy"
+                )
+        elif self._pending:
+            self._log_failure(self._finish)
 
     def resumed(self, checkpoint: Checkpoint | None) -> None:
-        """The run goes on from this checkpoint, or from its beginning: what was in flight is given up."""
-        self._in_flight, self._newest = None, checkpoint.step if checkpoint else None
+        """Forget a pending save: new trainers were loaded from this checkpoint, or start the run again."""
+        self._pending, self._newest = None, checkpoint.step if checkpoint else None
 
     def _begin(self, state: Mapping[str, Any], score: float | None, asynchronous: bool) -> None:
         folder = self.store.begin()
-        deadline = time.monotonic() + self.cadence.timeout_s
-        self._in_flight = _InFlight(folder, state["progress"]["step"], state, score, deadline)
+        deadline = time.monotonic() + self.schedule.timeout_s
+        self._pending = _PendingSave(folder, state["progress"]["step"], state, score, deadline)
         for name, write in self.constant.items():
             if not self.store.link_latest(name, folder):
                 write(str(folder / name))
         for name, model in self.models.items():
-            model.begin_save(str(folder / name), asynchronous, self.cadence.timeout_s)
+            model.begin_save(str(folder / name), asynchronous, self.schedule.timeout_s)
 
-    def _arrived(self) -> bool:
-        assert self._in_flight, "nothing was begun"
-        late = time.monotonic() > self._in_flight.deadline
+    def _is_written(self) -> bool:
+        assert self._pending, "a save is pending"
+        late = time.monotonic() > self._pending.deadline
         return late or all(model.save_finished() for model in self.models.values())
 
     def _finish(self) -> None:
-        """Wait for what is in flight, and make it a checkpoint."""
-        assert self._in_flight, "nothing was begun"
-        saved = self._in_flight
+        """Wait for the pending save, and commit it as a checkpoint."""
+        assert self._pending, "a save is pending"
+        saved = self._pending
         try:
             for model in self.models.values():
                 model.finish_save(max(1.0, saved.deadline - time.monotonic()))
             self.store.commit(saved.folder, saved.step, {**saved.state, **self.notes}, saved.score)
         finally:
-            self._in_flight = None
+            self._pending = None
             self.store.abandon(saved.folder)
         self._newest = saved.step
-        self.forget(saved.step)
+        self.discard_rollout_log(saved.step)
 
-    def _tolerated(self, act: Callable[[], None]) -> None:
+    def _log_failure(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Lost:
+        except ProcessesLostError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
             self.failed += 1
             for model in self.models.values():
                 model.abandon_save()
-            if self._in_flight:
-                self.store.abandon(self._in_flight.folder)
-            self._in_flight = None
+            if self._pending:
+                self.store.abandon(self._pending.folder)
+            self._pending = None
             logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
 
     def _export(self, folder: Path) -> None:
-        """Write a Hugging Face folder, in place of one from before the run went back or on."""
+        """Write a Hugging Face folder. It replaces one that an earlier part of the run wrote."""
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

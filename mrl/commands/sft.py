@@ -1,33 +1,32 @@
-"""`mrl sft`: supervised fine-tuning through the same trainer processes."""
+"""`mrl sft`: supervised fine-tuning."""
 
 import sys
 from pathlib import Path
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller import plan_train as planning
-from mrl.controller.processes import started
+from mrl.controller import plan_tools as planning
+from mrl.controller.processes import supervised_trainer
+from mrl.controller.warm_start import export_supervised, train_supervised
+from mrl.workers.worker import TrainWorker
 
 
-def job(config: Config) -> None:
-    """One run: train on `sft.train`, write `sft.output` (default: hf/ in the run's folder) and a checkpoint."""
-    try:
+def fine_tune(config: Config) -> None:
+    """Train on `sft.train`; write the Hugging Face folder `sft.output` (default: hf/ in the run directory) and a checkpoint."""
+    with hydra_entry.exit_on_user_error():
         plan = planning.plan_supervised(config)
-    except ValueError as error:
-        hydra_app.refuse(error)
     output = config.sft.output or str(Path(config.run.dir) / "hf")
-    with started(plan, "sft") as processes:
-        processes.group.wait_ready(config.cluster.start_timeout_s)
-        loss = processes.warm_start(config.sft)
-        processes.export(output)
+    with supervised_trainer(plan) as actor:
+        loss = train_supervised(actor, plan, config.sft)
+        export_supervised(actor, config, output)
         if config.trainer.save:
-            processes.group.call("save", str(Path(config.run.dir).resolve() / "checkpoint"))
+            actor.call(TrainWorker.save, str(Path(config.run.dir).resolve() / "checkpoint"))
     sys.stdout.write(f"{config.sft.steps} steps, loss {loss:.4f} nats per token; Hugging Face model in {output}\n")
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl sft`."""
-    return hydra_app.run(argv, job)
+    return hydra_entry.run(argv, fine_tune)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Secrets of a run: the key of its engines, and how secrets of a config stay out of everything that is written."""
 
+import json
 import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 ENGINE_KEY = "MRL_ENGINE_KEY"
@@ -65,7 +67,7 @@ def refuse_literals(config: Mapping[Any, Any]) -> None:
 
     `config`: unresolved, so that `${oc.env:NAME}` is still to be seen.
     """
-    for key, value in _leaves(config):
+    for key, value in flatten_config(config, into_lists=True):
         literal = _FROM_ENVIRONMENT.sub("", value) if isinstance(value, str) else value
         scheme = isinstance(literal, str) and literal.strip().lower() in ("bearer", "basic")
         if is_secret(key.rpartition(".")[2]) and literal not in (None, "", "???") and not scheme:
@@ -95,13 +97,22 @@ def _hidden(name: str, value: Any, known: list[str]) -> Any:
     return value
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); what is in a list has the list's key."""
+def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every key that is not a section.
+
+    `into_lists`: yield the elements of a list one by one, each with the key of the list.
+    """
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from _leaves(value, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(node, list | tuple):
+            key = f"{prefix}.{name}" if prefix else str(name)
+            yield from flatten_config(value, into_lists=into_lists, prefix=key)
+    elif into_lists and isinstance(node, list | tuple):
         for value in node:
-            yield from _leaves(value, prefix)
+            yield from flatten_config(value, into_lists=into_lists, prefix=prefix)
     else:
         yield prefix, node
+
+
+def config_as_json(config: Any) -> dict[str, Any]:
+    """Return a config dataclass as JSON values, with secrets hidden: what is written to files and trackers."""
+    return redacted(json.loads(json.dumps(asdict(config), default=str)))

@@ -30,7 +30,10 @@ from mrl.diagnostics.parity import Certification
 from mrl.diagnostics.replay import Replay, Verdict
 from mrl.diagnostics.step_dump import Capsule, Weights
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.tracking.tracker import ConsoleSink, CurveSink, JsonlSink, Sink, Tracker, WandbSink
+from mrl.tracking.console import ConsoleSink
+from mrl.tracking.curve import CurveSink
+from mrl.tracking.tracker import JsonlSink, Sink, Tracker
+from mrl.tracking.wandb_sink import WandbSink
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference
@@ -169,7 +172,7 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
         folder / "eval.jsonl", evaluations=True, last_step=last_step or -1
     )  # step 0 is evaluated again
     curve = CurveSink(folder / "curve.png", title=run.name)
-    curve.read([folder / "metrics.jsonl", folder / "eval.jsonl"])
+    curve.read_logs([folder / "metrics.jsonl", folder / "eval.jsonl"])
     sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
     if config.tracking.wandb:
         names = dict(project=config.tracking.project, group=config.tracking.group, name=run.name)
@@ -199,17 +202,17 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
     actor = ActorTrainer(
         processes.models.actor,
         plan.algorithm.objective,
-        replace(updates, recorder=_step_dump_recorder(plan, store)),
+        replace(updates, observer=_step_dump_recorder(plan, store)),
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    critic, scorers = None, dict[str, Any](old_logprobs=actor.logprobs, ref_logprobs=actor.reference_logprobs)
+    critic, scorers = None, dict[str, Any](old_logprobs=actor.compute_logprobs, ref_logprobs=actor.compute_reference_logprobs)
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], updates)
-        scorers["values"] = critic.values
+        scorers["values"] = critic.compute_values
     if plan.teacher:
         teacher = TeacherScorer(groups["teacher"], plan.teacher.packing, config.rollout.temperature)
-        scorers["teacher_logprobs"] = teacher.logprobs
+        scorers["teacher_logprobs"] = teacher.compute_logprobs
     if algorithm.old_logprobs == "rollout":
         del scorers["old_logprobs"]
     return _Models(actor, critic, scorers)

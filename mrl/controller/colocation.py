@@ -1,155 +1,182 @@
-"""Who of those that share devices has its memory there. Turns are taken on demand: whoever is needed wakes, its rivals sleep.
+"""Time-shares GPUs between colocated models and engines.
 
-Engines that have slept have no weights. So they wake around a push: rivals sleep, the actor has its weights alone on the device,
-engines take the memory of theirs, weights are pushed, the actor sleeps, engines take the memory of their KV cache and go on.
+Before a role (actor, critic, teacher or the engines) is used, the scheduler offloads its peers, the roles that share devices
+with it, and loads the role itself. Roles without peers always stay on their devices.
+
+Offloaded engines lose their weights. They get them back in a push: the scheduler offloads the engines' peers, keeps only the
+actor's weights on its devices, lets the engines allocate their weights, lets the trainer push, offloads the actor, and lets the
+engines allocate their KV cache and resume.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
 ACTOR, ENGINES = "actor", "engines"
-Sharing = frozenset[frozenset[str]]
-"""Names of roles that share devices, by devices."""
+ColocatedRoles = frozenset[frozenset[str]]
+"""Sets of roles that share devices."""
 
 
-class Trainers(Protocol):
-    """The processes of one model. Both calls may be repeated."""
+class OffloadableModel(Protocol):
+    """Trainer ranks of one model. Both calls are idempotent."""
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        """Leave the device, but for the weights where they are to be kept, whatever was there before; bytes still held."""
+    def offload(self, keep_weights: bool = False) -> int:
+        """Free the model's device memory, except for its weights if `keep_weights`; returns the bytes still allocated."""
         ...
 
-    def wake(self) -> None:
-        """Be there as a whole."""
-        ...
-
-
-class Engines(Protocol):
-    """All engines. Every call may be repeated."""
-
-    def sleep(self) -> int:
-        """Leave the device, requests waiting; bytes still held."""
-        ...
-
-    def wake_weights(self) -> None:
-        """Have room for weights."""
-        ...
-
-    def wake_cache(self) -> None:
-        """Have room for the KV cache as well, and go on with what waits."""
+    def load_to_device(self) -> None:
+        """Load the whole model to its devices."""
         ...
 
 
-class State(Enum):
-    """What of a role is on its devices."""
+class OffloadableEngines(Protocol):
+    """All engines of a run. Every call is idempotent."""
 
-    ABSENT = "absent"  # nothing: it was not started, or has ended
-    AWAKE = "awake"
-    ASLEEP = "asleep"
-    BETWEEN = "between"  # a part; or a move began and did not end
+    def offload(self) -> int:
+        """Pause the engines and free their device memory; returns the bytes still allocated."""
+        ...
+
+    def load_weights(self) -> None:
+        """Allocate memory for weights. Their content is undefined until the next push."""
+        ...
+
+    def load_kv_cache(self) -> None:
+        """Allocate the KV cache and resume the requests that wait."""
+        ...
+
+    def resync(self) -> None:
+        """Load the engines and push the weights that they had before they were offloaded, through `during_push`."""
+        ...
 
 
-class Turns:
-    """Roles that share no device are always awake, and nothing here happens to them.
+class MemoryState(Enum):
+    """Where the memory of a role is."""
 
-    A move that fails raises what the role raised; the role is BETWEEN then, and what is asked for next moves it again.
+    NOT_STARTED = "not started"  # no processes: not started yet, or ended
+    ON_DEVICE = "on device"
+    OFFLOADED = "offloaded"
+    TRANSITIONING = "transitioning"  # partly on the device, or a transition failed
+
+
+class MemoryScheduler:
+    """Loads each role before its use and offloads the peers that share its devices.
+
+    A failed transition raises what the role raised and leaves the role TRANSITIONING. The next request repeats the transition.
     """
 
-    def __init__(self, trainers: Mapping[str, Trainers], engines: Engines, sharing: Sharing) -> None:
-        """`trainers`: by role, the actor among them; `sharing`: groups of their roles and `engines`."""
-        self._trainers, self._engines, self._sharing = trainers, engines, sharing
-        self.bring: Callable[[], object] = (
-            _nobody  # pushes, through `push`, the weights that engines had before they slept
-        )
-        self._states = dict.fromkeys((*trainers, ENGINES), State.ABSENT)
+    def __init__(self, colocated_roles: ColocatedRoles) -> None:
+        self._colocated_roles = colocated_roles
+        self._models: dict[str, OffloadableModel] = {}
+        self._engines: OffloadableEngines | None = None
+        self._states: dict[str, MemoryState] = {}
         self._seconds, self._switches, self._residual = 0.0, 0, 0
 
-    def state(self, role: str) -> State:
-        """What of a role is on its devices, as far as it is known here."""
+    def register_model(self, role: str, model: OffloadableModel) -> None:
+        """Add the trainer ranks of a model. Peers are offloaded in the order of registration."""
+        self._models[role], self._states[role] = model, MemoryState.NOT_STARTED
+
+    def register_engines(self, engines: OffloadableEngines) -> None:
+        """Add the engines."""
+        self._engines, self._states[ENGINES] = engines, MemoryState.NOT_STARTED
+
+    def state(self, role: str) -> MemoryState:
+        """Return the state that the last transition of this role left."""
         return self._states[role]
 
-    def rivals(self, role: str) -> list[str]:
-        """Roles, of those there are, that share a device with this one; in a fixed order."""
-        shared = frozenset().union(*(group for group in self._sharing if role in group))
+    def peers(self, role: str) -> list[str]:
+        """Return the registered roles that share a device with this one, in order of registration."""
+        shared = frozenset().union(*(roles for roles in self._colocated_roles if role in roles))
         return [other for other in self._states if other in shared and other != role]
 
-    def need(self, role: str) -> None:
-        """Have this role awake, or room for it where it starts now, and its rivals asleep; nothing where it is so already."""
-        there = self._is(role, State.AWAKE, State.ABSENT)  # who starts now is awake then
-        if not self.rivals(role) or (there and self._alone(role)):
-            return
-        if role == ENGINES and not there:
-            self.bring()
-            return
-        with self._timed():
-            self._make_room(role)
-            if not there:
-                self._move(role, self._trainers[role].wake, State.AWAKE)
+    def load(self, role: str) -> None:
+        """Offload the peers of this role, then load it. Does nothing if that is the state already.
 
-    def push[T](self, send: Callable[[bool], T]) -> T:
-        """Have engines awake with what `send` pushes; it is told whether they had given their memory back.
-
-        Whatever `send` says of engines that failed, the others are awake afterwards.
+        A role that is not started counts as loaded: its processes start on the device.
         """
-        if not self.rivals(ENGINES):
-            self.need(ACTOR)
-            return send(False)
+        resident = self._is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
+        if not self.peers(role) or (resident and self._peers_are_offloaded(role)):
+            return
+        if role == ENGINES and not resident:
+            self._registered_engines.resync()
+            return
         with self._timed():
-            self._sleep([ENGINES])  # its KV cache leaves the room for the actor's weights
-            self._make_room(ENGINES, but=ACTOR)
-            self._make_room(ACTOR)
-            stays = ACTOR not in self.rivals(ENGINES) and self._is(ACTOR, State.AWAKE)
-            if not stays:
-                self._move(ACTOR, lambda: self._trainers[ACTOR].sleep(keep_weights=True), State.BETWEEN)
-            self._move(ENGINES, self._engines.wake_weights, State.BETWEEN)
-        sent = send(True)
+            self._offload(self.peers(role))
+            if not resident:
+                self._transition(role, self._models[role].load_to_device, MemoryState.ON_DEVICE)
+
+    def make_room(self, role: str) -> None:
+        """Offload the peers of a role whose processes are about to start."""
         with self._timed():
-            if not stays:
-                self._sleep([ACTOR])
-            self._move(ENGINES, self._engines.wake_cache, State.AWAKE)
-        return sent
+            self._offload(self.peers(role))
 
-    def started(self, *roles: str) -> None:
-        """These roles have new processes, which are awake."""
-        self._states |= dict.fromkeys(roles, State.AWAKE)
+    @contextmanager
+    def during_push(self) -> Iterator[bool]:
+        """Load engines and the actor's weights around the push inside this context.
 
-    def forget(self, *roles: str) -> None:
-        """The processes of these roles have ended; `started` says when there are others."""
-        self._states |= dict.fromkeys(roles, State.ABSENT)
+        Yields whether the engines were offloaded, so that their memory holds no weights yet. If the push raises, the roles stay
+        TRANSITIONING. Otherwise the engines are on their devices afterwards.
+        """
+        if not self.peers(ENGINES):
+            self.load(ACTOR)
+            yield False
+            return
+        engines, actor = self._registered_engines, self._models[ACTOR]
+        with self._timed():
+            self._offload([ENGINES])  # the KV cache makes room for the actor's weights
+            self._offload([peer for peer in self.peers(ENGINES) if peer != ACTOR])
+            self._offload(self.peers(ACTOR))
+            actor_stays = ACTOR not in self.peers(ENGINES) and self._is(ACTOR, MemoryState.ON_DEVICE)
+            if not actor_stays:
+                self._transition(ACTOR, lambda: actor.offload(keep_weights=True), MemoryState.TRANSITIONING)
+            self._transition(ENGINES, engines.load_weights, MemoryState.TRANSITIONING)
+        yield True
+        with self._timed():
+            if not actor_stays:
+                self._offload([ACTOR])
+            self._transition(ENGINES, engines.load_kv_cache, MemoryState.ON_DEVICE)
+
+    def mark_started(self, *roles: str) -> None:
+        """Record that new processes of these roles are on their devices."""
+        self._states |= dict.fromkeys(roles, MemoryState.ON_DEVICE)
+
+    def mark_ended(self, *roles: str) -> None:
+        """Record that the processes of these roles have ended."""
+        self._states |= dict.fromkeys(roles, MemoryState.NOT_STARTED)
 
     def metrics(self) -> dict[str, float]:
-        """`placement/*` since the last call; empty where nothing is shared."""
-        numbers = {
+        """Return `placement/*` since the last call; empty if no roles share devices."""
+        metrics = {
             "placement/switch_s": self._seconds,
             "placement/switches": float(self._switches),
             "placement/residual_bytes": float(self._residual),
         }
         self._seconds, self._switches, self._residual = 0.0, 0, 0
-        return numbers if any(self.rivals(role) for role in self._states) else {}
+        return metrics if any(self.peers(role) for role in self._states) else {}
 
-    def _is(self, role: str, *states: State) -> bool:
+    @property
+    def _registered_engines(self) -> OffloadableEngines:
+        assert self._engines is not None, "register_engines() comes first"
+        return self._engines
+
+    def _is(self, role: str, *states: MemoryState) -> bool:
         return self._states[role] in states
 
-    def _alone(self, role: str) -> bool:
-        return all(self._is(rival, State.ASLEEP, State.ABSENT) for rival in self.rivals(role))
+    def _peers_are_offloaded(self, role: str) -> bool:
+        return all(self._is(peer, MemoryState.OFFLOADED, MemoryState.NOT_STARTED) for peer in self.peers(role))
 
-    def _make_room(self, role: str, but: str = "") -> None:
-        self._sleep([rival for rival in self.rivals(role) if rival != but])
-
-    def _sleep(self, roles: Sequence[str]) -> None:
+    def _offload(self, roles: Sequence[str]) -> None:
         for role in roles:
-            if not self._is(role, State.ASLEEP, State.ABSENT):
-                sleeper = self._engines if role == ENGINES else self._trainers[role]
-                self._residual = max(self._residual, self._move(role, sleeper.sleep, State.ASLEEP))
+            if not self._is(role, MemoryState.OFFLOADED, MemoryState.NOT_STARTED):
+                offload = self._registered_engines.offload if role == ENGINES else self._models[role].offload
+                self._residual = max(self._residual, self._transition(role, offload, MemoryState.OFFLOADED))
 
-    def _move(self, role: str, act: Callable[[], Any], state: State) -> Any:
-        slept, self._states[role] = not self._is(role, State.AWAKE), State.BETWEEN
+    def _transition(self, role: str, act: Callable[[], Any], state: MemoryState) -> Any:
+        was_resident, self._states[role] = self._is(role, MemoryState.ON_DEVICE), MemoryState.TRANSITIONING
         result = act()
         self._states[role] = state
-        self._switches += slept and state is State.AWAKE
+        self._switches += state is MemoryState.ON_DEVICE and not was_resident
         return result
 
     @contextmanager
@@ -159,7 +186,3 @@ class Turns:
             yield
         finally:
             self._seconds += time.perf_counter() - start
-
-
-def _nobody() -> None:
-    raise RuntimeError("engines sleep, and nobody brings weights to them.")

@@ -1,365 +1,220 @@
-"""The processes of a run: trainer ranks of every model and a rollout worker with its engines; started, replaced and ended."""
+"""RunProcesses: all processes of an RL run, brought up, restarted after a loss, and ended with their context."""
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.families import resolve_family_path
-from mrl.checkpoint.resume import plain
-from mrl.checkpoint.run_dir import own_run_dir
+from mrl.checkpoint.run_dir import lock_run_dir
 from mrl.checkpoint.store import Checkpoint
-from mrl.config.schema import SftConfig
-from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, State
-from mrl.controller.plan_train import ORIGIN, ModelPlan, TrainPlan, chat, origin
-from mrl.controller.supervised_stage import SupervisedStage
-from mrl.core.errors import ProcessesLostError, StartupLostError
-from mrl.placement import device_map_picture
-from mrl.placement.placement_groups import PlacementError, Places, layout_of, placed
+from mrl.config.schema import Config
+from mrl.config.secrets import config_as_json
+from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
+from mrl.controller.engine_lifecycle import EngineLifecycle
+from mrl.controller.plan_models import ModelPlan, chat_template
+from mrl.controller.plan_train import TrainPlan
+from mrl.controller.warm_start import store_warm_start, stored_warm_start, train_supervised
+from mrl.controller.worker_groups import ModelGroups
+from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
+from mrl.placement.device_map_picture import device_map_text
+from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.rollout.client import EngineError
+from mrl.placement.resource_pools import Pools
+from mrl.rollout.engines.server_args import memory_saver_args
 from mrl.rollout.manager import RolloutManager, RolloutWorkerHandle
-from mrl.rollout.server_args import memory_saver_args
 from mrl.rollout.spec import RolloutSpec
-from mrl.tracking.tracker import ConsoleSink, JsonlSink, Startup, Tracker
-from mrl.weight_sync.engine_control import EnginePoolMemory
-from mrl.workers.group import StartError, WorkerGroup
-from mrl.workers.model_spec import ModelSpec
+from mrl.tracking.console import Startup
+from mrl.workers.group import WorkerGroup
+from mrl.workers.worker import TrainWorker
 
 logger = logging.getLogger(__name__)
-REFERENCE = "reference"  # in a checkpoint: the weights that KL penalties look back to
+REFERENCE = "reference"  # part of a checkpoint: the weights of the KL penalty's reference policy
 
 
-class Processes:
-    """Trainer ranks and, for RL, a rollout worker with its engines. Started side by side."""
+class RunProcesses:
+    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them side by side."""
 
-    def __init__(self, plan: ModelPlan, places: Mapping[str, Places], stack: ExitStack) -> None:
-        """`places`: of every role of this run (mrl.placement.resource_pools)."""
-        config, self.run_dir = plan.config, Path(plan.config.run.dir).resolve()
-        self.plan, self.startup = plan, Startup()
-        self.group = self._group(plan, "", places["actor"], stack)
-        self.generator: RolloutManager | None = None
-        self.others: dict[str, WorkerGroup] = {}  # critic, teacher
-        self.urls: Sequence[str] = ()  # of the engines
-        self.restore: Callable[[Mapping[str, str]], None] = _no_restore  # replaces failed engines; build.py sets it
-        self._connected = False  # the trainers to all of them
-        if isinstance(plan, TrainPlan):
-            for name, other in (("critic", plan.critic), ("teacher", plan.teacher)):
-                if other:
-                    self.others[name] = self._group(other, name, places[name], stack)
-        self.memory = EnginePoolMemory(lambda: self.urls, config.weight_sync.timeout_s, self._hold)
-        sharing = plan.shared if isinstance(plan, TrainPlan) else frozenset()
-        self.turns = MemoryScheduler({ACTOR: self.group, **self.others}, self.memory, sharing)
-        self.start_actor()
-        if isinstance(plan, TrainPlan):
-            if self._engines_share:  # they take what memory they find
-                self._actor_ready()
-                self.turns.need(ENGINES)
-            spec, engines = rollout_spec(plan, str(self.run_dir)), places.get("engines")
-            options: Mapping[str, Any] = dict(num_cpus=0)
-            if engines and engines.hosted:
-                spec = replace(spec, slots=engines.engine)
-            elif engines:
-                options = engines.options()[0]  # its children are the engines
-            worker = RolloutWorkerHandle(spec, options, config.rollout.request_timeout_s + 60)
-            stack.callback(worker.close)
-            self.generator = RolloutManager(worker, self)
-
-    def _group(self, plan: ModelPlan, name: str, places: Places, stack: ExitStack) -> WorkerGroup:
-        timeout_s, options = plan.config.trainer.timeout_s, places.options
-        group = WorkerGroup(plan.dims, str(self.run_dir), timeout_s, options, name, lambda role: self.turns.need(role))
-        stack.callback(group.close)
-        return group
-
-    def load(self) -> None:
-        """Give the engines their GPU memory and weights back before they sample."""
-        self.turns.need(ENGINES)
-
-    def _hold(self, held: bool) -> None:
-        assert self.generator, "only reinforcement samples"
-        self.generator.worker.set_paused(held)
+    def __init__(self, plan: TrainPlan, places: Mapping[str, RolePlacement], stack: ExitStack) -> None:
+        """`places`: of every role (see mrl.placement.resource_pools). Every process ends with `stack`."""
+        config = plan.config
+        self.plan, self.startup, self.run_dir = plan, Startup(), Path(config.run.dir).resolve()
+        self.scheduler = MemoryScheduler(plan.colocated_roles)
+        self.models = ModelGroups(plan.models, places, self.scheduler, self.startup, stack)
+        self._start_actor()
+        if self._engines_are_colocated:  # SGLang sizes its KV cache by the memory that is free at its start
+            self.models.wait_started(ACTOR)
+            self.scheduler.make_room(ENGINES)
+        worker = self._start_rollout_worker(places.get("engines"))
+        stack.callback(worker.close)
+        self.engines = EngineLifecycle(
+            host=worker,
+            actor=self.models.actor,
+            scheduler=self.scheduler,
+            settings=config.weight_sync,
+            startup=self.startup,
+            weights_dir=str(self.run_dir / "weights"),
+            start_timeout_s=config.cluster.start_timeout_s,
+            marks_pushes_as_pauses=config.rollout.staleness > 0,
+        )
+        self.rollout = RolloutManager(worker, self.engines)
 
     @property
-    def _engines_share(self) -> bool:
-        return bool(self.turns.rivals(ENGINES))
+    def _engines_are_colocated(self) -> bool:
+        return bool(self.scheduler.peers(ENGINES))
 
-    def _actor_ready(self) -> None:
-        """Wait until every rank has the actor."""
-        if self.turns.state(ACTOR) is State.ABSENT:
-            self.group.wait_ready(self.plan.config.cluster.start_timeout_s)
-            self.turns.started(ACTOR)
-            self.startup.ready(f"trainer ready ({self.plan.dims.world_size} processes)")
+    def _start_rollout_worker(self, places: RolePlacement | None) -> RolloutWorkerHandle:
+        spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
+        if places and places.hosted:
+            spec = replace(spec, slots=places.engine)
+        elif places:  # the engines are children of the worker, and use its slot
+            options = dict(places.options()[0])
+        return RolloutWorkerHandle(spec, options, self.plan.config.rollout.request_timeout_s + 60)
 
-    @property
-    def trained(self) -> dict[str, WorkerGroup]:
-        """The models whose state is in a checkpoint."""
-        return {"actor": self.group} | {name: group for name, group in self.others.items() if name == "critic"}
-
-    def start_actor(self) -> None:
-        """Begin building the actor on every rank; returns at once. A warm start that was kept meanwhile is not run again."""
-        config, spec = self.plan.config, model_spec(self.plan, self.plan.config.rollout.routing_replay)
-        warm = self.plan.warm_start.output if isinstance(self.plan, TrainPlan) and self.plan.warm_start else None
-        self.cold = not (warm and Path(warm).is_dir())
-        if warm and not self.cold:
-            spec = replace(spec, model_path=str(Path(warm).resolve()))
-        self.group.start(spec, config.run.seed, config.cluster.start_timeout_s)
-
-    def restart_trainers(self) -> None:
-        """End the trainer processes of all models and begin to build others in their place."""
-        self._connected = False
-        for group in (self.group, *self.others.values()):
-            group.renew()
-        self.turns.forget(ACTOR, *self.others)
-        if self.memory.unproven:
-            self._renew_rollout()
-        self.turns.need(ACTOR)  # room for it
-        self.start_actor()
+    def _start_actor(self) -> None:
+        """Begin to build the actor. If another run has stored the warm start meanwhile, the actor starts from it."""
+        stored = stored_warm_start(self.plan)
+        self._needs_warm_start = self.plan.warm_start is not None and stored is None
+        self.models.start(ACTOR, stored)
 
     def bring_up(self, checkpoint: Checkpoint | None) -> None:
-        """Wait for the trainers and give them the state of a checkpoint, or the one that a run begins with."""
-        plan = self.plan
-        assert isinstance(plan, TrainPlan) and plan.optimizer, "a run of reinforcement"
-        self._actor_ready()
-        if self._engines_share:  # once they sleep, they cannot prove what they were started with
-            self.wait_engines()
-            self.connect_all()
-        if self.cold and plan.warm_start and not checkpoint:
-            loss = self.warm_start(plan.warm_start)
-            if plan.warm_start.output:
-                self.keep_warm_start(plan.warm_start.output)
-            self.group.call("reset_optimizer", **vars(plan.optimizer))
-            self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
-        if "ref_logprobs" in plan.behaviours.needs:
-            kept = checkpoint.path / REFERENCE if checkpoint else None
-            self.group.call("load_reference", str(kept)) if kept else self.group.call("keep_reference")
-        if self.others:
-            self.start_others()
-            self.startup.ready(" and ".join(self.others) + " ready")
+        """Wait for all models, and load the checkpoint into them, or the state that a new run begins with."""
+        plan, actor = self.plan, self.models.actor
+        self.models.wait_started(ACTOR)
+        if self._engines_are_colocated:  # connect before the first offload, see EngineLifecycle.trainers_restarted
+            self.engines.wait_started()
+            self.engines.connect()
+        if self._needs_warm_start and not checkpoint:
+            self._warm_start(actor)
+        if "ref_logprobs" in plan.algorithm.needs:
+            if checkpoint:
+                actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE))
+            else:
+                actor.call(TrainWorker.copy_weights_to_reference)
+        if self.models.others:
+            self.models.start_others(self._critic_path())
+            self.startup.ready(" and ".join(self.models.others) + " ready")
         if checkpoint:
-            for name, group in self.trained.items():
-                group.call("load", str(checkpoint.path / name))
+            for role, group in self.models.trained.items():
+                group.call(TrainWorker.load, str(checkpoint.path / role))
             self.startup.ready(f"step {checkpoint.step} restored from {checkpoint.path}")
 
-    def warm_start(self, sft: SftConfig) -> float:
-        """Run the supervised stage in the trainer processes; returns its last loss. Engines start meanwhile."""
-        config = self.plan.config
-        settings = dict(lr=sft.lr, betas=tuple(sft.betas), weight_decay=sft.weight_decay, clip_grad=sft.clip_grad)
-        self.group.call("reset_optimizer", **settings)
-        assert sft.train, "a supervised stage has a data set"
-        path = str(Path(sft.train).resolve())
-        tokenizer = str(Path(self.plan.model_path).resolve())
-        data = self.group.call_first("load_sft", path, tokenizer, self.plan.context, chat(config))
-        stage = SupervisedStage(
-            group=self.group,
-            block=data["handle"],
-            lengths=data["lengths"],
-            response_lengths=data["response_lengths"],
-            sampled_lengths=data["sampled_lengths"],
-            steps=sft.steps,
-            batch_size=sft.batch_size,
-            lr=sft.lr,
-            warmup_steps=sft.warmup_steps,
-            packing=self.plan.packing,
-            seed=config.run.seed,
-        )
-        sinks = [JsonlSink(self.run_dir / "sft.jsonl"), ConsoleSink(sft.steps, title="supervised")]
-        with Tracker(sinks) as tracker:
-            loss = stage.run(tracker)
-        return loss
+    def _warm_start(self, actor: WorkerGroup) -> None:
+        plan, sft = self.plan, self.plan.warm_start
+        assert sft is not None and plan.optimizer is not None, "a run with a warm start trains the actor"
+        loss = train_supervised(actor, plan, sft)
+        if sft.output:
+            store_warm_start(actor, plan.config, sft.output)
+        actor.call(TrainWorker.reset_optimizer, **vars(plan.optimizer))
+        self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
-    def start_others(self) -> None:
-        """Build critic and teacher; a critic without a folder of its own starts from what the actor starts from."""
-        plan, config = self.plan, self.plan.config
-        assert isinstance(plan, TrainPlan), "only reinforcement has other models"
-        specs: dict[str, ModelSpec] = {}
-        if plan.critic:
-            specs["critic"] = model_spec(plan.critic)
-            if plan.warm_start and plan.warm_start.output and not config.critic.path:
-                warm = str(Path(plan.warm_start.output).resolve())
-                specs["critic"] = replace(specs["critic"], model_path=warm)
-        if plan.teacher:
-            specs["teacher"] = model_spec(plan.teacher)
-        for name, spec in specs.items():
-            self.turns.need(name)  # room for it
-            self.others[name].start(spec, config.run.seed, config.cluster.start_timeout_s, critic=name == "critic")
-            if self.turns.rivals(name):
-                self._other_ready(name)  # before the next one takes its place
-        for name in specs:
-            self._other_ready(name)
+    def _critic_path(self) -> str | None:
+        """Folder of the critic's initial weights if they are the warm start's; None: those of its plan."""
+        warm_start = self.plan.warm_start
+        return warm_start.output if warm_start and not self.plan.config.critic.path else None
 
-    def _other_ready(self, name: str) -> None:
-        """Wait until every rank has this model."""
-        if self.turns.state(name) is State.ABSENT:
-            self.others[name].wait_ready(self.plan.config.cluster.start_timeout_s)
-            self.turns.started(name)
-
-    def trainers_alive(self) -> bool:
-        """Whether every rank of every model answers."""
-        return all(group.alive() for group in (self.group, *self.others.values()))
-
-    def restart_rollout_if_lost(self) -> None:
-        """Start a new rollout worker, with new engines, where the old one does not answer; then its engines are there."""
-        assert self.generator, "only reinforcement samples"
-        self._connected = False
-        if not self.generator.worker.alive():
-            self._renew_rollout(room=self.trainers_alive())
-        self.wait_engines()
-
-    def _renew_rollout(self, room: bool = False) -> None:
-        """Start a new rollout worker; `room`: its rivals can be told to sleep."""
-        assert self.generator, "only reinforcement samples"
-        self.turns.forget(ENGINES)
-        self.memory.forget()
-        if room:
-            self.turns.need(ENGINES)
-        self.generator.worker.restart()
-        self.urls = ()
-
-    def wait_engines(self) -> None:
-        """Wait until every engine answers, if that is not known yet."""
-        assert self.generator, "only reinforcement samples"
-        if self.turns.state(ENGINES) is not State.ABSENT:
-            return
-        self.urls = self.generator.worker.wait_ready(self.plan.config.rollout.start_timeout_s)
-        self.turns.started(ENGINES)
-        self.startup.ready(f"engines ready ({len(self.urls)})")
-
-    def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
-        """Start other engines in place of these; the URLs of all."""
-        assert self.generator, "only reinforcement samples"
-        self.memory.forget(urls)
-        self.urls = self.generator.worker.replace_engines(urls)
-        return self.urls
-
-    def connect_all(self) -> None:
-        """Open the ways from the trainers to all engines, unless they are open; engines that failed are replaced, a few times."""
-        assert self.generator, "only reinforcement samples"
-        if self._connected:
-            return
-        failed: dict[str, str] = {}
-        for _ in range(self.plan.config.weight_sync.tries):
-            if not (failed := self.connect_engines(self.urls)):
-                self._connected = True
-                return
-            logger.warning("engines failed before they were reached, and are replaced: %s", failed)
-            self.replace_engines(list(failed))
-        raise StartError(f"engines failed when they had just started: {failed}")
-
-    def connect_engines(self, urls: Sequence[str]) -> dict[str, str]:
-        """Open the ways from all trainer ranks to these engines; those that failed meanwhile, and why."""
-        folder = str(self.run_dir / "weights")
-        return self.group.call("connect_engines", list(urls), self.plan.config.weight_sync, folder)[0]
+    def restart_trainers(self) -> None:
+        """Kill the trainer ranks of all models, and begin to build the actor in new ones."""
+        self.models.restart()
+        self.engines.trainers_restarted()
+        self.scheduler.make_room(ACTOR)
+        self._start_actor()
 
     def save_reference(self, folder: str) -> None:
         """Write the reference policy's weights."""
-        self.group.call("save_reference", folder)
+        self.models.actor.call(TrainWorker.save_reference, folder)
 
     def export_weights(self, folder: str) -> None:
         """Write the actor's weights as a Hugging Face folder."""
-        self.group.call("export_hf", folder)
-
-    def export(self, output: str) -> None:
-        """Write the supervised weights, and what they were made from, as a Hugging Face folder."""
-        self.group.call("export_hf", str(Path(output).resolve()), {ORIGIN: json.dumps(origin(self.plan.config))})
-
-    def keep_warm_start(self, output: str) -> None:
-        """Export for later runs; a folder that a run beside this one has made meanwhile is as good."""
-        try:
-            if not Path(output).exists():
-                self.export(output)
-        except (OSError, ValueError) as error:  # it is there by now, or that run is writing it
-            if not any(Path(name).is_dir() for name in (output, f"{output}.partial")):
-                raise
-            logger.warning("the warm start was not kept: %s", error)
-
-
-def _no_restore(failed: Mapping[str, str]) -> None:
-    raise EngineError(f"engines failed, and nothing brings weights to new ones: {dict(failed)}")
-
-
-def model_spec(plan: ModelPlan, replays: bool = False) -> ModelSpec:
-    """What every trainer rank is built from; `replays`: it takes the experts that the engine chose."""
-    c = plan.config
-    path = str(Path(plan.model_path).resolve())
-    return ModelSpec(
-        path,
-        plan.dims,
-        c.model.dtype,
-        plan.optimizer,
-        c.megatron | (dict(moe_enable_routing_replay=True) if replays else {}),
-        share_prompts=plan.packing.share_prompts,
-        logprob_chunk=c.trainer.logprob_chunk,
-        family=resolve_family_path(c.model.family) if c.model.family else None,
-    )
+        self.models.actor.call(TrainWorker.export_hf, folder)
 
 
 def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
-    """What the rollout worker is built from."""
-    c = plan.config
+    """Return what the rollout worker is built from."""
+    config, rollout = plan.config, plan.config.rollout
+    engines_are_colocated = any(ENGINES in roles for roles in plan.colocated_roles)
     return RolloutSpec(
         model_path=str(Path(plan.model_path).resolve()),
         run_dir=run_dir,
         train=plan.train,
         test=plan.test,
         reward=plan.reward,
-        advantage_pipeline=plan.behaviours.advantage_pipeline,
-        keep=plan.behaviours.keep,
-        needs_greedy="greedy_rewards" in plan.behaviours.needs,
-        old_from_rollout=c.algorithm.old_logprobs == "rollout",
-        prompts_per_step=c.rollout.prompts_per_step,
-        scoring=c.scoring,
-        responses_per_prompt=c.rollout.responses_per_prompt,
-        max_response_tokens=c.rollout.max_response_tokens,
-        temperature=c.rollout.temperature,
-        num_engines=0 if c.rollout.replay else c.rollout.num_engines,
-        engine_urls=() if c.rollout.replay else tuple(c.rollout.engine_urls),
-        engine_tp=c.rollout.engine_tp,
-        deterministic=c.rollout.deterministic,
-        staleness=c.rollout.staleness,
-        over_sampling=c.rollout.over_sampling,
-        in_order=c.rollout.in_order,
-        max_rounds=c.rollout.max_sampling_rounds,
-        journal_key=plan.resume.journal_key(c, plan.train.fingerprint),
-        faults=c.faults,
+        advantage_pipeline=plan.algorithm.advantage_pipeline,
+        group_filter=plan.algorithm.keep,
+        needs_greedy="greedy_rewards" in plan.algorithm.needs,
+        old_from_rollout=config.algorithm.old_logprobs == "rollout",
+        prompts_per_step=rollout.prompts_per_step,
+        scoring=config.scoring,
+        responses_per_prompt=rollout.responses_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        num_engines=0 if rollout.replay else rollout.num_engines,
+        engine_urls=() if rollout.replay else tuple(rollout.engine_urls),
+        engine_tp=rollout.engine_tp,
+        deterministic=rollout.deterministic,
+        staleness=rollout.staleness,
+        over_sample_rate=rollout.over_sample_rate,
+        in_order=rollout.in_order,
+        max_rounds=rollout.max_sampling_rounds,
+        log_key=plan.resume.journal_key(config, plan.train.fingerprint),
+        fault_tolerance=config.fault_tolerance,
         agent=plan.agent,
-        chat=chat(c),
-        routed_experts=c.rollout.routing_replay,
-        seed=c.run.seed,
-        eval_rows=c.trainer.eval_rows,
-        request_timeout_s=c.rollout.request_timeout_s,
-        record=c.rollout.record,
-        replay=str(Path(c.rollout.replay).resolve()) if c.rollout.replay else None,
-        server_args=plan.server_args | (memory_saver_args() if any(ENGINES in roles for roles in plan.shared) else {}),
+        chat=chat_template(config),
+        routed_experts=rollout.routing_replay,
+        seed=config.run.seed,
+        eval_rows=config.trainer.eval_rows,
+        request_timeout_s=rollout.request_timeout_s,
+        record=rollout.record,
+        replay=str(Path(rollout.replay).resolve()) if rollout.replay else None,
+        server_args=plan.server_args | (memory_saver_args() if engines_are_colocated else {}),
     )
 
 
 @contextmanager
-def started(plan: ModelPlan, command: str) -> Iterator[Processes]:
-    """The run's processes, started side by side and always ended; the run's folder is its own for so long.
+def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
+    """Start the processes of `mrl train` and end them with the context. The run directory is locked meanwhile.
 
-    Raises StartupLostError when one of them is lost before all are there.
+    Raises StartupLostError if a process is lost during the start.
     """
-    config = plan.config
     with ExitStack() as stack:
-        stack.enter_context(own_run_dir(Path(config.run.dir).resolve(), command, plain(config)))
         try:
-            stack.enter_context(ray_cluster(config.cluster.address, plan.pools.size))
-            processes = Processes(plan, stack.enter_context(_placed(plan)), stack)
+            places = stack.enter_context(_cluster(plan.config, "train", plan.pools))
+            processes = RunProcesses(plan, places, stack)
         except ProcessesLostError as error:
             raise StartupLostError(str(error)) from error
         yield processes
 
 
 @contextmanager
-def _placed(plan: ModelPlan) -> Iterator[dict[str, Places]]:
-    """Where each role of the run is; said in the log. Raises StartError where the cluster has no room."""
+def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
+    """Start the trainer ranks of `mrl sft`, wait for them, and end them with the context. The run directory is locked meanwhile.
+
+    Raises StartupLostError if a process is lost during the start.
+    """
     with ExitStack() as stack:
         try:
-            places = stack.enter_context(placed(plan.pools, plan.config.cluster.start_timeout_s))
+            places = stack.enter_context(_cluster(plan.config, "sft", plan.pools))
+            models = ModelGroups({ACTOR: plan}, places, MemoryScheduler(frozenset()), Startup(), stack)
+            models.start(ACTOR)
+        except ProcessesLostError as error:
+            raise StartupLostError(str(error)) from error
+        models.actor.wait_ready(plan.config.cluster.start_timeout_s)
+        yield models.actor
+
+
+@contextmanager
+def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, RolePlacement]]:
+    """Lock the run directory, connect to Ray and reserve devices; yields the places of each role.
+
+    Raises StartError if the cluster has too few devices.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(lock_run_dir(Path(config.run.dir).resolve(), command, config_as_json(config)))
+        stack.enter_context(ray_cluster(config.cluster.address, pools.size))
+        try:
+            places = stack.enter_context(place_pools(pools, config.cluster.start_timeout_s))
         except (ValueError, PlacementError) as error:
             raise StartError(str(error)) from error
-        logger.info("placement:\n%s", device_map_picture.text(layout_of(plan.pools, places)))
+        logger.info("placement:\n%s", device_map_text(current_device_map(pools, places)))
         yield places

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,84 +12,108 @@ from numpy.typing import NDArray
 from mrl.algorithms.kl import KLControl
 from mrl.checkpoint.sample_ledger import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
-from mrl.core.errors import PreemptedError, ProcessesLostError
+from mrl.core.metrics import Metrics
+from mrl.core.run_errors import PreemptedError, ProcessesLostError
 from mrl.core.types import AdvantageResult, Handle, Rollouts
 from mrl.data.prompts import PromptStream
 from mrl.tracking.tracker import Tracker
-from mrl.weight_sync.syncer import WeightSyncer
 
-# FROM: The phases of a step: who uses the hardware now, and for how long.
-
-Metrics = dict[str, float]
-State = dict[str, Any]  # plain values, as JSON has them
+State = dict[str, Any]  # plain JSON values
 
 
-class Generator(Protocol):
-    """Samples and scores responses where they stay; tokens never come to the driver."""
+class RolloutSource(Protocol):
+    """Samples and scores responses. Their tokens stay in Ray's object store and never reach the driver."""
 
-    def generate(self, prompts: PromptStream, step: int) -> Rollouts: ...
+    def generate(self, prompts: PromptStream, step: int) -> Rollouts:
+        """Return the B scored responses that the step trains."""
+        ...
 
-    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult: ...
+    def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
+        """Compute advantages [R] from rewards and the scored `columns` [R] of the last `generate`."""
+        ...
 
-    def evaluate(self, temperature: float) -> Metrics: ...
+    def evaluate(self, temperature: float) -> Metrics:
+        """Return the mean reward on the held-out prompts: by name of the test set, and of all prompts under ""."""
+        ...
 
-    def state_dict(self) -> State: ...
+    def state_dict(self) -> State:
+        """Return the prompts that are drawn and not trained yet."""
+        ...
 
-    def load_state_dict(self, state: State) -> None: ...
-
-
-class Actor(Protocol):
-    """The policy: optimizer steps on a batch."""
-
-    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int, kl_coef: float) -> Metrics: ...
-
-    def token_weights(self, rollouts: Rollouts, estimates: AdvantageResult) -> Sequence[NDArray[np.float64]]: ...
-
-
-class Critic(Protocol):
-    """The value function: optimizer steps on a batch."""
-
-    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int) -> Metrics: ...
-
-
-class Recovery(Protocol):
-    """Brings back processes that were lost."""
-
-    initial: State  # of a run that begins
-
-    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
-        """Returns the state that the trainers' weights belong to now: `boundary`, if it is given and they live, or the last
-        checkpoint's. Raises the error, or another, where the run cannot go on."""
+    def load_state_dict(self, state: State) -> None:
+        """Go back to such a state."""
         ...
 
 
-CHANGING = ("update", "weight_sync")
-"""Phases after which, cut short, the trainers may no longer hold the weights that the step began with."""
-ABANDONED = ("rollout", "score", "advantage", "evaluate")
-"""Phases that a run in a hurry leaves as they are."""
+class PolicyUpdater(Protocol):
+    """Optimizer steps of the actor."""
+
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
+        """Train on the rollouts; `step` counts the actor's own updates."""
+        ...
+
+    def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
+        """For each optimizer step of `update`: the weight [B] of one token of each response in the loss."""
+        ...
+
+
+class ValueUpdater(Protocol):
+    """Optimizer steps of the critic."""
+
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
+        """Train on the returns of the rollouts."""
+        ...
+
+
+class WeightPusher(Protocol):
+    """Weight sync from the actor to all engines."""
+
+    def push(self, version: int) -> Metrics:
+        """Push the actor's weights; returns when every engine serves them as `version`."""
+        ...
+
+
+class LossRecovery(Protocol):
+    """Restarts processes that were lost."""
+
+    initial: State  # of a run without a checkpoint
+
+    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
+        """Restart what was lost; returns the run's state that belongs to the trainers' weights now.
+
+        That is `boundary` if it is given and the trainers are alive, else the state of the last checkpoint. Raises the error,
+        or another one, if the run cannot continue.
+        """
+        ...
+
+
+WEIGHT_CHANGING = ("update", "weight_sync")
+"""Phases that change the trainers' weights. After a failure in one of them the weights of the last step may be lost."""
+ABANDONABLE = ("rollout", "score", "advantage", "evaluate")
+"""Phases that a preempted run may abandon: they change no weights."""
 
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """When the loop ends, when it looks at held-out problems, and when the actor begins to learn."""
+    """When training ends, when it evaluates, and when the actor begins to learn."""
 
     max_steps: int
-    stop_reward: float | None = None  # mean reward over the last `stop_window` steps that ends the run
+    stop_reward: float | None = None  # mean reward of the last `stop_window` steps that ends the run
     stop_window: int = 5
-    eval_every: int = 0  # steps; 0: before and after only
-    critic_steps: int = 0  # first steps, in which only the critic learns
+    eval_every: int = 0  # steps; 0: evaluate only before and after training
+    critic_steps: int = 0  # first steps, which train only the critic
 
 
 @dataclass
 class TrainingProgress:
-    """How far a run has come."""
+    """How far a run is."""
 
-    step: int = 0  # the trainers hold the weights of so many steps
+    step: int = 0  # finished steps; the trainers hold this weight version
     window: list[float] = field(default_factory=list)  # mean rewards of the last steps
-    before: Metrics = field(default_factory=dict)  # eval/* of the weights the run started from
-    after: Metrics = field(default_factory=dict)  # eval/* of the current weights, once they are measured
-    step_s: float | None = None  # that the last step took
-    boundary: State = field(default_factory=dict)  # the whole run's state after the last whole step
+    before: Metrics = field(default_factory=dict)  # eval/* of the initial weights
+    after: Metrics = field(default_factory=dict)  # eval/* of the current weights, if they were evaluated
+    step_s: float | None = None  # duration of the last step
+    boundary: State = field(default_factory=dict)  # the run's state after the last finished step
 
 
 @dataclass(frozen=True)
@@ -98,48 +122,103 @@ class TrainingResult:
 
     steps: int
     reward: float  # mean over the last window
-    before: Metrics = field(default_factory=dict)  # eval/* of the weights the run started from
-    after: Metrics = field(default_factory=dict)
+    before: Metrics = field(default_factory=dict)  # eval/* of the initial weights
+    after: Metrics = field(default_factory=dict)  # eval/* of the final weights
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one training step."""
+
+    values: Metrics  # all of them, by name
+    mean_reward: float
+    num_tokens: float  # sampled by the policy
+    num_samples: float
+    worker_s: float  # in engines, Megatron and rewards; the controller spends the rest of the step
+
+    @classmethod
+    def of(cls, values: Metrics) -> Self:
+        """Pick the typed fields from the metrics of a step."""
+        spent = ("engine", "sync_engine", "megatron", "critic", "reward")
+        worker_s = values["time/score_s"] + sum(values.get(f"spent/{name}_s", 0.0) for name in spent)
+        return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
+
+    def with_duration(self, seconds: float) -> Metrics:
+        """Return all metrics, and those that need the duration of the whole step."""
+        return self.values | {
+            "time/step_s": seconds,
+            "spent/controller_s": seconds - self.worker_s,
+            "throughput/tokens_per_s": self.num_tokens / seconds,
+            "throughput/samples_per_s": self.num_samples / seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Trains one policy by reinforcement; built by mrl.controller.build."""
+    """Trains one policy with RL; built by mrl.controller.build."""
 
     prompts: PromptStream
-    generator: Generator
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # column [R] -> who computes it: what the algorithm needs
-    actor: Actor
-    critic: Critic | None
+    rollout: RolloutSource
+    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # column [R] that the algorithm needs -> who computes it
+    actor: PolicyUpdater
+    critic: ValueUpdater | None
     kl: KLControl
-    weight_sync: WeightSyncer
-    phase: Phases
+    weight_sync: WeightPusher
+    phase: "Phases"
     tracker: Tracker
     ledger: SampleLedger
     saver: CheckpointSaver
-    recover: Recovery
-    leaving: Callable[[], bool]  # whether the run was asked to end after this step
+    recover: LossRecovery
+    preemption_requested: Callable[[], bool]  # the run ends after this step, and is started again later
     schedule: TrainingSchedule
-    sharing: Callable[[], Metrics] = dict  # numbers of taking turns on shared devices, since the last call
+    placement_metrics: Callable[[], Metrics] = dict  # of colocated roles, since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
-    def fit(self) -> TrainingResult:
-        """Go on until one of the schedule's ends; evaluate before and after.
+    def step(self, step: int) -> StepMetrics:
+        """Train on fresh samples of the current weights: N prompts x G responses -> one weight version."""
+        with self.phase("rollout"):  # SGLang engines sample, rewards are given; tokens stay in the object store
+            rollouts = self.rollout.generate(self.prompts, step)  # B = N * G responses
+        metrics = rollouts.metrics(version=step)
 
-        Raises PreemptedError when the run was asked to leave; it is saved then.
+        with self.phase("score"):  # Megatron workers: log-probabilities and values [R] that the algorithm needs
+            columns = {name: compute(rollouts) for name, compute in self.scorers.items()}
+
+        with self.phase("advantage"):  # in the rollout worker, next to the tokens: [R]
+            estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)
+        metrics |= {**estimates.numbers, **self.kl.metrics()}
+
+        token_weights: Sequence[NDArray[np.float64]] = ()
+        with self.phase("update"):  # Megatron workers fetch their rows and train
+            if self.critic:
+                metrics |= self.critic.update(rollouts, estimates, step)
+            if (actor_step := step - self.schedule.critic_steps) >= 0:
+                metrics |= self.actor.update(rollouts, estimates, actor_step, self.kl.coef("loss"))
+                token_weights = self.actor.token_weights(rollouts, estimates)
+                self.kl.adapt(metrics, len(rollouts.groups))
+
+        with self.phase("weight_sync"):  # Megatron shards -> Hugging Face names -> SGLang
+            metrics |= self.weight_sync.push(version=step + 1)
+
+        self.ledger.record(step + 1, rollouts, self.prompts.drawn, token_weights)
+        return StepMetrics.of(metrics | self.phase.seconds() | self.placement_metrics())
+
+    def fit(self) -> TrainingResult:
+        """Train until the schedule ends; evaluate before and after. Recovers from lost processes.
+
+        Raises PreemptedError if the run was asked to end early; it has a checkpoint then.
         """
         self.progress.boundary = self.state_dict()
         while True:
             try:
-                return self._run()
+                return self._train()
             except ProcessesLostError as error:
-                intact = self.phase.interrupted not in CHANGING
+                intact = self.phase.interrupted not in WEIGHT_CHANGING
                 self.load_state_dict(self.recover(error, self.progress.boundary if intact else None))
             except PreemptedError:
                 self.saver.now(self.progress.boundary)
                 raise
 
-    def _run(self) -> TrainingResult:
+    def _train(self) -> TrainingResult:
         progress, metrics = self.progress, {}
         self.weight_sync.push(version=progress.step)
         while True:
@@ -150,82 +229,58 @@ class Trainer:
                 self.saver.between_steps(progress.boundary, metrics)
             if self._done():
                 break
-            if self.leaving():
+            if self.preemption_requested():
                 raise PreemptedError("asked to leave")
-            metrics = self._advance()
+            start = time.perf_counter()
+            result = self.step(progress.step)
+            metrics = self._finish_step(result, time.perf_counter() - start)
         self.saver.finish(progress.boundary)
         reward = float(np.mean(progress.window)) if progress.window else float("nan")
         return TrainingResult(progress.step, reward, progress.before, progress.after)
 
-    def _advance(self) -> Metrics:
-        """One step, logged; returns its metrics."""
-        progress, start = self.progress, time.perf_counter()
-        metrics = self.step(progress.step)
+    def _finish_step(self, result: StepMetrics, seconds: float) -> Metrics:
+        """Advance the progress by a step and log its metrics; returns them."""
+        progress = self.progress
         progress.step += 1
-        progress.window = [*progress.window, metrics["reward/mean"]][-self.schedule.stop_window :]
-        progress.after, progress.step_s = {}, time.perf_counter() - start
+        progress.window = [*progress.window, result.mean_reward][-self.schedule.stop_window :]
+        progress.after, progress.step_s = {}, seconds
         progress.boundary = self.state_dict()
-        self.tracker.log(progress.step, metrics | self._throughput(metrics, progress.step_s))
-        return metrics
-
-    def step(self, step: int) -> Metrics:
-        """Train on fresh samples of the current weights: N prompts x G responses -> one weight version."""
-        with self.phase("rollout"):  # SGLang engines sample, rewards are given; tokens stay where they are
-            rollouts = self.generator.generate(self.prompts, step)  # B = N * G responses
-        metrics = rollouts.metrics(version=step)
-
-        with self.phase("score"):  # Megatron workers: log-probabilities and values [R], as the algorithm needs them
-            columns = {name: compute(rollouts) for name, compute in self.scorers.items()}
-
-        with self.phase("advantage"):  # beside the tokens: [R]
-            estimates = self.generator.estimate(columns, self.kl.coef("reward"), step)
-
-        metrics |= {**estimates.numbers, **self.kl.metrics()}
-        weights: Sequence[NDArray[np.float64]] = ()
-        with self.phase("update"):  # Megatron workers fetch their rows and train
-            if self.critic:
-                metrics |= self.critic.update(rollouts, estimates, step)
-            if step >= self.schedule.critic_steps:
-                number = step - self.schedule.critic_steps
-                metrics |= self.actor.update(rollouts, estimates, number, self.kl.coef("loss"))
-                weights = self.actor.token_weights(rollouts, estimates)
-                self.kl.adapt(metrics, len(rollouts.groups))
-
-        with self.phase("weight_sync"):  # Megatron shards -> Hugging Face names -> SGLang
-            metrics |= self.weight_sync.push(version=step + 1)
-
-        self.ledger.record(step + 1, rollouts, self.prompts.drawn, weights)
-        return metrics | self.phase.seconds() | self.sharing()
+        self.tracker.log(progress.step, result.with_duration(seconds))
+        return dict(result.values)
 
     def evaluate(self) -> Metrics:
-        """Log the accuracy on held-out problems, sampled at temperature 1 and greedy; empty without a test set."""
+        """Log the accuracy on held-out prompts, sampled at temperature 1 and greedy; empty without a test set."""
         accuracy: Metrics = {}
         with self.phase("evaluate"):
             for name, temperature in {"eval/accuracy_sampled": 1.0, "eval/accuracy_greedy": 0.0}.items():
-                found = self.generator.evaluate(temperature)
-                accuracy |= {f"{name}_{held_out}" if held_out else name: score for held_out, score in found.items()}
+                scores = self.rollout.evaluate(temperature)
+                accuracy |= {f"{name}_{test_set}" if test_set else name: score for test_set, score in scores.items()}
         self.tracker.log(self.progress.step, accuracy)
         self.progress.after = accuracy
         if self.progress.step == 0:
             self.progress.before = accuracy
         return accuracy
 
-    def abandons(self, grace_s: float) -> bool:
-        """Whether the step under way can be given up, and had better be if the run must end within `grace_s`."""
-        return self.phase.current in ABANDONED and (self.progress.step_s is None or self.progress.step_s > grace_s)
+    def should_abandon_step(self, grace_s: float) -> bool:
+        """Whether a preempted run with `grace_s` seconds left may_abandon the running step.
+
+        It does in a phase that changes no weights, if the last step took longer than `grace_s` or there was none.
+        """
+        step_s = self.progress.step_s
+        return self.phase.current in ABANDONABLE and (step_s is None or step_s > grace_s)
 
     def state_dict(self) -> State:
-        """Where everything is that the driver holds, as plain values; the models' own state is with the trainers."""
+        """Return all state of the driver as plain values. The models' own state is with the trainers."""
         progress = {name: value for name, value in vars(self.progress).items() if name not in ("boundary", "step_s")}
-        parts = dict(prompts=self.prompts, rollouts=self.generator, kl=self.kl)
+        parts = dict(prompts=self.prompts, rollouts=self.rollout, kl=self.kl)
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from another state of this run, or of another one with the same data; a later one's traces are taken back."""
+        """Continue from another state of this run, or of another run with the same data. Later log lines are removed."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])
-        self.generator.load_state_dict(state["rollouts"])
+        self.rollout.load_state_dict(state["rollouts"])
         self.kl.load_state_dict(state["kl"])
         self.progress.boundary = dict(state)
         self.tracker.rewind(self.progress.step, evaluated=bool(self.progress.after))
@@ -241,24 +296,13 @@ class Trainer:
         reached = goal is not None and full and float(np.mean(progress.window)) >= goal
         return reached or progress.step >= self.schedule.max_steps
 
-    @staticmethod
-    def _throughput(metrics: Metrics, seconds: float) -> Metrics:
-        names = ("engine", "sync_engine", "megatron", "critic", "reward")
-        work = metrics["time/score_s"] + sum(metrics.get(f"spent/{name}_s", 0.0) for name in names)
-        return {
-            "time/step_s": seconds,
-            "spent/controller_s": seconds - work,  # all that is our own
-            "throughput/tokens_per_s": metrics["rollout/tokens"] / seconds,
-            "throughput/samples_per_s": metrics["rollout/samples"] / seconds,
-        }
-
 
 class Phases:
-    """Names and times the phases of a step. Colocated engines and trainers share their device by phase."""
+    """Times the phases of a step, and knows which phase is running or was interrupted."""
 
     def __init__(self) -> None:
         self.current: str | None = None
-        self.interrupted: str | None = None  # the last phase, if it was cut short
+        self.interrupted: str | None = None  # the last phase, if an exception ended it
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -272,7 +316,7 @@ class Phases:
             self.current = None
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def seconds(self) -> dict[str, float]:
-        """`time/<phase>_s` of the phases since the last call."""
+    def seconds(self) -> Metrics:
+        """Return `time/<phase>_s` of the phases since the last call."""
         seconds, self._seconds = self._seconds, {}
         return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -13,7 +13,8 @@ from mrl.controller.plan_models import ModelPlan, chat_template
 from mrl.controller.plan_train import WARM_START_SETTINGS, TrainPlan, warm_start_settings
 from mrl.core.types import Handle, TrainBatch
 from mrl.data.prompts import PromptStream
-from mrl.tracking.tracker import ConsoleSink, JsonlSink, Tracker
+from mrl.tracking.console import ConsoleSink
+from mrl.tracking.tracker import JsonlSink, Tracker
 from mrl.workers.dp_partition import Packing
 from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker

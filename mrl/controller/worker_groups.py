@@ -9,7 +9,7 @@ from models.families import resolve_family_path
 from mrl.controller.colocation import ACTOR, MemoryScheduler, MemoryState
 from mrl.controller.plan_models import ModelPlan
 from mrl.placement.placement_groups import RolePlacement
-from mrl.tracking.tracker import Startup
+from mrl.tracking.console import Startup
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_spec import ModelSpec
 

@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+Metrics = dict[str, float]
+"""Metric name -> value. Every name is declared in `METRICS` or belongs to an open family."""
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -13,7 +13,7 @@ from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
-from mrl.core.preemption import PreemptionHandler
+from mrl.core.run_errors import PreemptionHandler
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.rollout import rollout_log
@@ -65,7 +65,7 @@ def test_no_token_passes_through_the_driver(trainer):
     counts = []
     for step, block in enumerate(blocks):
         with Traffic(keeps_objects=True) as traffic:
-            metrics = built.step(step)
+            metrics = built.step(step).values
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
         assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
         token_columns = {len(block.tokens), len(block.rollout_logprobs)}  # S, R

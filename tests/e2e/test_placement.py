@@ -14,10 +14,10 @@ from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller.plan_train import plan_training
-from mrl.core.preemption import PreemptionHandler
-from mrl.placement.placement_groups import PlacementError, placed
+from mrl.core.run_errors import PreemptionHandler
+from mrl.placement.placement_groups import PlacementError, place_pools
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.placement.resource_pools import Need, make_pools
+from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.hosts import HostedEngine
 from mrl.rollout.engines.server import default_server_args
@@ -45,11 +45,11 @@ def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, 
         config = from_hydra(compose("config", hydra_entry.check_overrides([*quickstart, *steps, pools])))
     plan = plan_training(config)
     assert [(pool.name, pool.size) for pool in plan.pools.pools] == [("train", 2), ("serve", 1)]
-    assert plan.shared == frozenset()
+    assert plan.colocated_roles == frozenset()
     with build.trainer(plan, PreemptionHandler()) as trainer:
         result = trainer.fit()
         ranks = bundles(*trainer.actor.group.workers)
-        ((serve, slot),) = bundles(trainer.generator.worker.actor)
+        ((serve, slot),) = bundles(trainer.rollout.worker.actor)
         assert ray.cluster_resources()["CPU"] == 3, "as many slots as the pools need, however many cores there are"
     assert result.steps == 2 and math.isfinite(result.reward)
     (train,) = {group for group, _ in ranks}
@@ -71,7 +71,7 @@ def nodes(monkeypatch):
 
 
 def hosted(places, number: int, folder, model) -> HostedEngine:
-    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=places.together)
+    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=places.group_size)
     return HostedEngine(partial(places.engine, number), arguments, folder / "engine_0.log", {})
 
 
@@ -95,8 +95,8 @@ def serving(node) -> list[psutil.Process]:
 def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(nodes, qwen3_folder, tmp_path, engine):
     made, by_id = nodes
     expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
-    pools = make_pools({"serve": ["engines"]}, {"engines": Need(1)})
-    with placed(pools, timeout_s=120) as places:
+    pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
+    with place_pools(pools, timeout_s=120) as places:
         assert places["engines"].hosted
         (slot,) = places["engines"].slots()
         assert slot.device == "0" and slot.options["num_gpus"] == 0.99
@@ -123,15 +123,15 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
 
 def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
     made, by_id = nodes
-    actor, engines = make_pools({}, {"actor": Need(2)}), make_pools({}, {"engines": Need(1)})
-    both, no_place = make_pools({}, {"actor": Need(2), "engines": Need(1)}), "Ray found no place for pool engines"
+    actor, engines = make_pools({}, {"actor": SlotDemand(2)}), make_pools({}, {"engines": SlotDemand(1)})
+    both, no_place = make_pools({}, {"actor": SlotDemand(2), "engines": SlotDemand(1)}), "Ray found no place for pool engines"
     with (
         pytest.raises(ValueError, match="the pools need 3 GPUs, and the cluster has 2 GPUs on 2 nodes"),
-        placed(both, 600),
+        place_pools(both, 600),
     ):
         pass
-    with placed(actor, timeout_s=120) as places:
-        with pytest.raises(PlacementError, match=f"{no_place} .*cluster.start_timeout_s=1 s"), placed(engines, 1):
+    with place_pools(actor, timeout_s=120) as places:
+        with pytest.raises(PlacementError, match=f"{no_place} .*cluster.start_timeout_s=1 s"), place_pools(engines, 1):
             pass
         made.remove_node(next(iter(by_id.values())), allow_graceful=False)
         wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)

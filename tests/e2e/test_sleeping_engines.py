@@ -7,13 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 from live_engines import connected, largest_gap, perturb
+from scripted_lifecycle import scripted_lifecycle
 
-from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler, State
+from mrl.controller.colocation import ACTOR, ENGINES, MemoryState
 from mrl.rollout.client import SamplingParams
-from mrl.weight_sync.engine_control import EngineError, EnginePoolMemory
+from mrl.weight_sync.engine_control import EngineError
 
 PROMPT = [5, 9, 11, 4, 30, 7]
 LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
+
+
+def no_push(version: int, engines_were_offloaded: bool) -> list:
+    raise AssertionError("this test pushes nothing")
 
 
 class Stream:
@@ -74,70 +79,60 @@ def test_a_response_goes_on_where_it_was_when_the_engine_has_its_memory_again(en
 
 @pytest.mark.extended
 def test_nothing_is_given_back_where_requests_run_and_the_engine_lives(engine):
-    """SGLang asserts that it is idle; EnginePoolMemory pauses first."""
-    memory = EnginePoolMemory(lambda: [engine.server.url], timeout_s=30)
+    """SGLang asserts that it is idle; EngineLifecycle pauses first."""
+    engines = scripted_lifecycle(no_push, urls=[engine.server.url], timeout_s=30)
     stream = Stream(engine.client)
     stream.wait_for(20)
     for _ in range(2):
-        assert memory.sleep() == 0
+        assert engines.offload() == 0
     assert still(stream)
-    memory.wake_weights()
+    engines.load_weights()
     for _ in range(2):
-        memory.wake_cache()
+        engines.load_kv_cache()
     assert len(stream.end()) == 400
-
-
-class Actor:
-    """A trainer whose weights are always there."""
-
-    def sleep(self, keep_weights: bool = False) -> int:
-        return 0
-
-    def wake(self) -> None:
-        pass
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_by_turns_engines_wake_with_what_was_pushed_and_end_what_waits(engine, one_rank, transport):
-    memory = EnginePoolMemory(lambda: [engine.server.url], timeout_s=30)
-    turns = MemoryScheduler({ACTOR: Actor()}, memory, frozenset([frozenset([ACTOR, ENGINES])]))
-    turns.started(ACTOR, ENGINES)
     tensors = dict(engine.model.state_dict())
     with connected([engine.server.url], engine.folder, tensors, transport=transport) as sync:
         version = int(engine.client.weight_version()) + 1
-        turns.push(lambda released: sync.push(version, released))
-        turns.bring = lambda: turns.push(lambda released: sync.push(sync._version, released))
-        stream = Stream(engine.client)
-        stream.wait_for(20)
-        turns.need(ACTOR)
-        assert turns.state(ENGINES) is State.ASLEEP and still(stream)
-        perturb(engine.model)
         seen: list[bool] = []
 
-        def send(released: bool):
-            report = sync.push(version + 1, released)
-            seen.append(still(stream))  # it waits for its KV cache
-            return report
+        def push(number: int, engines_were_offloaded: bool) -> list:
+            report = sync.push(number, engines_were_offloaded)
+            if number > version:
+                seen.append(still(stream))  # it waits for its KV cache
+            return [report]
 
-        turns.push(send)
-        assert seen == [True] and turns.state(ACTOR) is State.ASLEEP
+        together = frozenset([frozenset([ACTOR, ENGINES])])
+        engines = scripted_lifecycle(push, urls=[engine.server.url], colocated=together, timeout_s=30)
+        scheduler = engines.scheduler
+        engines.push(version)
+        stream = Stream(engine.client)
+        stream.wait_for(20)
+        scheduler.load(ACTOR)
+        assert scheduler.state(ENGINES) is MemoryState.OFFLOADED and still(stream)
+        perturb(engine.model)
+        engines.push(version + 1)
+        assert seen == [True] and scheduler.state(ACTOR) is MemoryState.OFFLOADED
         assert len(stream.end()) == 400
         assert largest_gap(engine.client, engine.model) < 1e-4
         assert engine.client.weight_version() == str(version + 1)
-        turns.need(ACTOR)
-        turns.need(ENGINES)
+        scheduler.load(ACTOR)
+        engines.load()
         assert largest_gap(engine.client, engine.model) < 1e-4
 
 
 def test_an_engine_that_is_gone_has_nothing_to_give_back():
-    memory = EnginePoolMemory(lambda: ["http://127.0.0.1:9"], timeout_s=5)
-    assert memory.sleep() == 0
-    memory.wake_weights()
-    memory.wake_cache()
+    engines = scripted_lifecycle(no_push, urls=["http://127.0.0.1:9"], timeout_s=5)
+    assert engines.offload() == 0
+    engines.load_weights()
+    engines.load_kv_cache()
 
 
 def test_an_engine_that_refuses_is_named(engine):
-    memory = EnginePoolMemory(lambda: [f"{engine.server.url}/nowhere"], timeout_s=5)
+    engines = scripted_lifecycle(no_push, urls=[f"{engine.server.url}/nowhere"], timeout_s=5)
     with pytest.raises(EngineError, match=r"nowhere.*404"):
-        memory.sleep()
+        engines.offload()

@@ -50,20 +50,20 @@ weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.param
 state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
 assert weights > 50e6 and state > 5 * weights
 before, awake = everything(), free()
-kept = actor.sleep(keep_weights=True)
+kept = actor.offload(keep_weights=True)
 assert free() - awake >= state, (free() - awake, state)
-asleep = actor.sleep(keep_weights=False)
+asleep = actor.offload(keep_weights=False)
 assert free() - awake >= weights + state, (free() - awake, weights + state)
 assert kept - asleep >= weights and asleep < 0.2 * weights, (kept, asleep, weights)
 host = [[block.data_ptr() for block in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
 assert all(block.is_pinned() for part in (actor.offloader._weights, actor.offloader._state) for block in part._blocks)
-actor.wake()
+actor.load_to_device()
 torch.distributed.all_reduce(total)
 assert total.item() == 1.0
 assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-actor.sleep(keep_weights=False)
+actor.offload(keep_weights=False)
 assert host == [[b.data_ptr() for b in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
-actor.wake()
+actor.load_to_device()
 train()
 assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
 """

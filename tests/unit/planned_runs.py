@@ -5,9 +5,9 @@ from pathlib import Path
 
 from test_published_configs import ANY, DEEPSEEK_V3, QWEN, QWEN3_8B, QWEN3_30B_A3B
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller.memory_check import Counted
+from mrl.controller.memory_check import MemoryEstimator
 from mrl.planner.run_memory import RunMemory
 
 QWEN3_235B_A22B = QWEN3_30B_A3B | dict(
@@ -40,11 +40,11 @@ def folder_of(model: str, folder: Path) -> Path:
 
 def config_of(model: str | None, folder: Path, *overrides: str, experiment: str = "gsm8k") -> Config:
     """What `mrl plan experiment=... model.path=... OVERRIDES` would plan; without `model`, the experiment's own."""
-    keys = hydra_app.checked([f"experiment={experiment}", "run.dir=out", *overrides])
+    keys = hydra_entry.check_overrides([f"experiment={experiment}", "run.dir=out", *overrides])
     path = [f"++model.path={folder_of(model, folder)}"] if model else []
-    return hydra_app.composed([*keys, *path])
+    return hydra_entry.compose_config([*keys, *path])
 
 
 def memory_of(config: Config) -> RunMemory:
     """As `mrl plan memory` counts it."""
-    return Counted.of(config).memory(config)
+    return MemoryEstimator.of(config).estimate(config)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from mrl.checkpoint.store import STATE, Checkpoint, CheckpointStore, find
 from mrl.checkpoint import store as checkpoint
+from mrl.checkpoint.store import STATE, Checkpoint, CheckpointStore, find_checkpoint
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
@@ -57,7 +57,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_refused_by_name(tmp
     assert latest and latest.step == 10
     assert "step_000020" in caplog.text
     with pytest.raises(ValueError, match=message):
-        find(str(tmp_path / "step_000020"))
+        find_checkpoint(str(tmp_path / "step_000020"))
 
 
 def test_what_was_not_committed_is_no_checkpoint_and_is_removed_by_the_next(tmp_path):
@@ -66,7 +66,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_is_removed_by_the_next(tmp_
     left = store.begin()
     (left / "actor").mkdir()
     latest = store.latest()
-    assert latest and latest.step == 1 and find(str(tmp_path)).step == 1
+    assert latest and latest.step == 1 and find_checkpoint(str(tmp_path)).step == 1
     store.begin()
     assert not left.exists()
 
@@ -99,10 +99,10 @@ def test_torn_ones_take_nobodys_place(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (950, 1000):
         torn_shard(written(store, step).path)
-    assert store.all_torn()
+    assert store.all_incomplete()
     written(store, 50)
     latest = store.latest()
-    assert latest and latest.step == 50 and not store.all_torn()
+    assert latest and latest.step == 50 and not store.all_incomplete()
 
 
 def test_a_checkpoint_is_there_at_any_moment_while_it_is_replaced(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_copy_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(CheckpointStore, "_copy", lambda self, path: go_on.wait(60))
     for step in (1, 2):
         written(store, step)
-    assert "still under way" in caplog.text and not store.copied(0.01)
+    assert "still being copied" in caplog.text and not store.copied(0.01)
     go_on.set()
     assert store.copied(60)
 
@@ -163,9 +163,9 @@ def test_whole_checkpoints_are_copied_where_the_user_says(tmp_path, caplog):
 def test_a_user_may_name_a_run_its_checkpoints_or_one_of_them(tmp_path):
     store = CheckpointStore(tmp_path / "run/checkpoints")
     path = written(store, 5).path
-    assert {find(str(where)).step for where in (tmp_path / "run", store.folder, path)} == {5}
+    assert {find_checkpoint(str(where)).step for where in (tmp_path / "run", store.folder, path)} == {5}
     with pytest.raises(ValueError, match="no such folder"):
-        find(str(tmp_path / "nowhere"))
+        find_checkpoint(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
-        find(str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        find_checkpoint(str(tmp_path / "empty"))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.kl import KLControl
-from mrl.controller.trainer import Phases, TrainingSchedule, Trainer
-from mrl.core.errors import PreemptedError, ProcessesLostError
+from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
+from mrl.core.run_errors import PreemptedError, ProcessesLostError
 from mrl.core.types import AdvantageResult, Rollouts
 from mrl.data.prompts import PromptStream
 
@@ -109,7 +109,7 @@ def trainer(world: World, **schedule) -> Trainer:
     unused = SimpleNamespace(rewind=lambda step: None, record=lambda *_: None)
     return Trainer(
         prompts=PromptStream(10, 3, seed=0, shuffle=True),
-        generator=world,
+        rollout=world,
         scorers={},
         actor=world,
         critic=None,
@@ -120,7 +120,7 @@ def trainer(world: World, **schedule) -> Trainer:
         ledger=unused,
         saver=world,
         recover=world.recover,
-        leaving=lambda: world.asked_to_leave is True,
+        preemption_requested=lambda: world.asked_to_leave is True,
         schedule=TrainingSchedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
     )
 
@@ -206,6 +206,6 @@ def test_only_phases_before_the_update_are_abandoned_and_only_long_steps():
     found = {}
     for phase in ("rollout", "score", "advantage", "evaluate", "update", "weight_sync", "checkpoint"):
         with made.phase(phase):
-            found[phase] = (made.abandons(grace_s=5), made.abandons(grace_s=60))
+            found[phase] = (made.should_abandon_step(grace_s=5), made.should_abandon_step(grace_s=60))
     assert {name for name, (hurry, _) in found.items() if hurry} == {"rollout", "score", "advantage", "evaluate"}
-    assert not any(patient for _, patient in found.values()) and not made.abandons(5)
+    assert not any(patient for _, patient in found.values()) and not made.should_abandon_step(5)

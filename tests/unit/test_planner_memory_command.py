@@ -6,21 +6,22 @@ from dataclasses import replace
 import pytest
 from planned_runs import FULL, config_of, memory_of
 
-from mrl.commands import hydra_app, plan, plan_memory
-from mrl.controller.memory_check import Counted
+from mrl.commands import plan, plan_memory
+from mrl.config import hydra_entry
+from mrl.controller.memory_check import MemoryEstimator
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.planner.memory_advice import advice
 from mrl.planner.run_memory import GIB
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
-FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_app.CONF / group).glob("*.yaml"))
+FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
 BLANKS = {  # what these leave to the user
     "algorithm=distill": ["teacher.path=${model.path}"],
     "reward=function": ["reward.path=mine.py"],
     "reward=judge": ["reward.url=http://judge:30000", "reward.model=judge"],
     "reward=reward_model": ["reward.url=http://rewards:30000", "reward.tokenizer=${model.path}"],
 }
-EXPERIMENTS = sorted(path.stem for path in (hydra_app.CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (hydra_entry.CONF / "experiment").glob("*.yaml"))
 SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
 TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 
@@ -29,7 +30,7 @@ TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
 def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
     """Those without a model of their own with Qwen3-8B on a node of eight."""
     monkeypatch.chdir(tmp_path)
-    own = "path:" in (hydra_app.CONF / "experiment" / f"{experiment}.yaml").read_text()
+    own = "path:" in (hydra_entry.CONF / "experiment" / f"{experiment}.yaml").read_text()
     layout = [] if own else ["parallel.tp=4", "parallel.dp=2"]
     found = memory_of(config_of(None if own else "Qwen3-8B", tmp_path, "cluster=h100", *layout, experiment=experiment))
     assert found.fits, found.problems
@@ -75,20 +76,20 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
 
 
 def test_advice_is_counted_by_the_same_account(tmp_path):
-    counted = Counted.of(config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED))
-    changes = advice(counted.config, counted.memory)
+    estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED))
+    changes = advice(estimator.config, estimator.estimate)
     assert changes
     for change in changes:
         assert change.memory.fits
-        assert counted.memory(change.config) == change.memory
+        assert estimator.estimate(change.config) == change.memory
         again = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED, *change.overrides)
         assert memory_of(again).moments == change.memory.moments
 
 
 def test_several_changes_are_found_where_one_is_not_enough(tmp_path):
     layout = ["cluster=h100", "parallel.world_size=16", "cluster.nodes=3", "rollout.engine_tp=8"]
-    counted = Counted.of(config_of("Qwen3-30B-A3B", tmp_path, *layout))
-    changes = advice(counted.config, counted.memory)
+    estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *layout))
+    changes = advice(estimator.config, estimator.estimate)
     assert changes and len(changes[0].overrides) > 1
     assert all(change.memory.gpus <= 24 for change in changes)
 

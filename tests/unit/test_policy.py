@@ -11,7 +11,7 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _of_actor
 from parallel.dims import ParallelDims
-from parallel.trainer_config import AdamWConfig
+from parallel.trainer_config import OptimConfig
 
 
 class Group:
@@ -29,7 +29,7 @@ class Group:
             ones = ("mismatch/count", "mismatch/ratio", "mismatch/ratio_squared")
             sums |= dict.fromkeys(MISMATCH_SUMS, 0.0) | dict.fromkeys(ones, tokens)
         maxima = {"optim/grad_norm": tokens, "seconds": 1.0, **({"gap": tokens} if tokens else {})}
-        return UpdateReport(sums, maxima | plan.numbers)
+        return UpdateReport(sums, maxima | plan.metrics)
 
 
 def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected: tuple[int, ...] = ()):
@@ -50,7 +50,7 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
     estimates = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
     group = Group()
     updates = UpdateRunner(
-        AdamWConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
+        OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
     return policy.update(rollouts, estimates, step=2, kl_coef=0.0), group

@@ -1,4 +1,4 @@
-"""Which processes are started again after a loss, from which state, and how often."""
+"""ProcessRecovery: which processes are restarted after a loss, from which state, and how often."""
 
 from types import SimpleNamespace
 
@@ -6,38 +6,32 @@ import pytest
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.controller import recovery
-from mrl.controller.recovery import Recovery
-from mrl.core.errors import Lost
+from mrl.controller.recovery import ProcessRecovery
+from mrl.core.run_errors import ProcessesLostError
 
 
-class Processes:
-    """Notes what is done to processes of which some do not answer."""
+class FakeProcesses:
+    """Records what is done to the processes of a run; `trainers_alive`: the trainer ranks answer."""
 
-    def __init__(self, trainers: bool = True) -> None:
+    def __init__(self, trainers_alive: bool = True) -> None:
         self.done: list = []
-        self.trainers, self.failing = trainers, 0
+        self.failing = 0
         self.startup = SimpleNamespace(ready=lambda text: None)
-
-    def restart_rollout_if_lost(self) -> None:
-        self.done.append("rollout looked at")
-
-    def trainers_alive(self) -> bool:
-        return self.trainers
+        self.models = SimpleNamespace(alive=lambda: trainers_alive)
+        self.engines = SimpleNamespace(
+            restart_if_lost=lambda trainers_alive: self.done.append("rollout worker checked"),
+            wait_started=lambda: self.done.append("engines"),
+            connect=lambda: self.done.append("connected"),
+        )
 
     def restart_trainers(self) -> None:
         self.done.append("trainers")
         if self.failing:
             self.failing -= 1
-            raise Lost("and again")
+            raise ProcessesLostError("and again")
 
     def bring_up(self, checkpoint) -> None:
         self.done.append(checkpoint and checkpoint.step)
-
-    def wait_engines(self) -> None:
-        self.done.append("engines")
-
-    def connect_all(self) -> None:
-        self.done.append("connected")
 
 
 @pytest.fixture
@@ -47,8 +41,10 @@ def pauses(monkeypatch):
     return found
 
 
-def recovering(tmp_path, processes, limit: int = 3, base: Checkpoint | None = None) -> Recovery:
-    return Recovery(processes, CheckpointStore(tmp_path), base, limit, lambda checkpoint: None, {"step": "none yet"})
+def recovering(tmp_path, processes, limit: int = 3, base: Checkpoint | None = None) -> ProcessRecovery:
+    return ProcessRecovery(
+        processes, CheckpointStore(tmp_path), base, limit, lambda checkpoint: None, {"step": "none yet"}
+    )
 
 
 def save(tmp_path, step: int) -> None:
@@ -56,55 +52,55 @@ def save(tmp_path, step: int) -> None:
     store.commit(store.begin(), step, {"step": step})
 
 
-def test_trainers_that_live_and_hold_their_step_are_left_alone(tmp_path, pauses):
-    processes = Processes()
-    error = Lost("the rollout worker died")
+def test_trainers_that_are_alive_with_intact_weights_are_not_restarted(tmp_path, pauses):
+    processes = FakeProcesses()
+    error = ProcessesLostError("the rollout worker died")
     error.role = "rollout"
     assert recovering(tmp_path, processes)(error, {"step": 7}) == {"step": 7}
-    assert processes.done == ["rollout looked at", "connected"]
+    assert processes.done == ["rollout worker checked", "connected"]
 
 
 @pytest.mark.parametrize("alive, boundary", [(False, {"step": 7}), (True, None), (False, None), (True, {"step": 7})])
-def test_others_go_back_to_the_last_checkpoint(tmp_path, pauses, alive, boundary):
+def test_other_trainers_are_restarted_from_the_last_checkpoint(tmp_path, pauses, alive, boundary):
     save(tmp_path, 5)
-    processes = Processes(alive)
-    assert recovering(tmp_path, processes)(Lost("rank 1 died"), boundary) == {"step": 5}
-    assert processes.done == ["rollout looked at", "trainers", 5, "connected"]
+    processes = FakeProcesses(alive)
+    assert recovering(tmp_path, processes)(ProcessesLostError("rank 1 died"), boundary) == {"step": 5}
+    assert processes.done == ["rollout worker checked", "trainers", 5, "connected"]
 
 
-def test_without_a_checkpoint_they_go_back_to_the_beginning(tmp_path, pauses):
-    processes = Processes(trainers=False)
-    assert recovering(tmp_path, processes)(Lost("rank 1 died"), None) == {"step": "none yet"}
+def test_without_a_checkpoint_the_run_starts_again(tmp_path, pauses):
+    processes = FakeProcesses(trainers_alive=False)
+    assert recovering(tmp_path, processes)(ProcessesLostError("rank 1 died"), None) == {"step": "none yet"}
     assert processes.done[1:3] == ["trainers", None]
 
 
-def test_a_loss_on_the_way_back_is_another_try(tmp_path, pauses):
-    processes = Processes(trainers=False)
+def test_a_loss_during_a_restart_leads_to_another_restart(tmp_path, pauses):
+    processes = FakeProcesses(trainers_alive=False)
     processes.failing = 2
-    recovering(tmp_path, processes)(Lost("rank 1 died"), None)
+    recovering(tmp_path, processes)(ProcessesLostError("rank 1 died"), None)
     assert processes.done.count("trainers") == 3 and pauses == [0, 1, 3]
 
 
-def test_restarts_without_progress_are_limited(tmp_path, pauses):
-    again = recovering(tmp_path, Processes(trainers=False), limit=3)
+def test_restarts_without_a_new_checkpoint_are_limited(tmp_path, pauses):
+    again = recovering(tmp_path, FakeProcesses(trainers_alive=False), limit=3)
     for _ in range(3):
-        again(Lost("rank 1 died"), None)
-    with pytest.raises(Lost, match="the fourth"):
-        again(Lost("the fourth"), None)
+        again(ProcessesLostError("rank 1 died"), None)
+    with pytest.raises(ProcessesLostError, match="the fourth"):
+        again(ProcessesLostError("the fourth"), None)
 
 
-def test_a_new_checkpoint_is_progress(tmp_path, pauses):
-    again = recovering(tmp_path, Processes(trainers=False), limit=2)
+def test_a_new_checkpoint_resets_the_count_of_restarts(tmp_path, pauses):
+    again = recovering(tmp_path, FakeProcesses(trainers_alive=False), limit=2)
     for step in range(1, 9):
-        again(Lost("rank 1 died"), None)
+        again(ProcessesLostError("rank 1 died"), None)
         if step % 2 == 0:
             save(tmp_path, step)
     assert max(pauses) == 1
 
 
-def test_what_is_lost_before_the_first_step_is_started_again_too(tmp_path, pauses):
-    processes = Processes(trainers=False)
-    bring_up, losses = processes.bring_up, [Lost("a rank died")]
+def test_a_loss_before_the_first_step_is_recovered_too(tmp_path, pauses):
+    processes = FakeProcesses(trainers_alive=False)
+    bring_up, losses = processes.bring_up, [ProcessesLostError("a rank died")]
 
     def once(checkpoint) -> None:
         bring_up(checkpoint)
@@ -115,5 +111,5 @@ def test_what_is_lost_before_the_first_step_is_started_again_too(tmp_path, pause
     base = Checkpoint(tmp_path / "of another run", 40, {"step": 40})
     again = recovering(tmp_path, processes, base=base)
     again.begin()
-    assert processes.done == [40, "rollout looked at", "trainers", 40, "connected"]
-    assert again(Lost("later"), None) == {"step": 40}, "until the run has a checkpoint itself"
+    assert processes.done == [40, "rollout worker checked", "trainers", 40, "connected"]
+    assert again(ProcessesLostError("later"), None) == {"step": 40}, "until the run has a checkpoint itself"

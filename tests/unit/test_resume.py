@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from models.spec import Architecture
-from mrl.checkpoint.resume import Resume, check_fits, decide, plain, sizes
-from mrl.checkpoint.run_dir import begun_with, own_run_dir
+from models.architecture import Architecture
+from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point, model_sizes
+from mrl.checkpoint.run_dir import lock_run_dir, read_run_record
 from mrl.checkpoint.store import CheckpointStore
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
+from mrl.config.secrets import config_as_json
 from mrl.config.validate import from_hydra
 from parallel.rope import Rope
 
 
 @cache
 def quickstart() -> Config:
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         return from_hydra(compose("config", ["experiment=quickstart", "run.dir=/nowhere"]))
 
 
@@ -38,6 +39,8 @@ def config_of(tmp_path, **overrides):
 
 
 def with_key(section, names: list[str], value):
+    if isinstance(section, dict):
+        return section | {names[0]: value}
     inner = value if len(names) == 1 else with_key(getattr(section, names[0]), names[1:], value)
     return replace(section, **{names[0]: inner})
 
@@ -45,7 +48,7 @@ def with_key(section, names: list[str], value):
 def begin(config, command: str = "train", step: int | None = None, **state) -> None:
     """What a run leaves that was begun with this config."""
     folder = Path(config.run.dir)
-    with own_run_dir(folder, command, plain(config)):
+    with lock_run_dir(folder, command, config_as_json(config)):
         pass
     if step is not None:
         store = CheckpointStore(folder / "checkpoints")
@@ -55,7 +58,7 @@ def begin(config, command: str = "train", step: int | None = None, **state) -> N
 
 
 def test_a_new_folder_begins_a_run(tmp_path):
-    assert decide(config_of(tmp_path)).checkpoint is None
+    assert find_resume_point(config_of(tmp_path)).checkpoint is None
     assert not (tmp_path / "run").exists()
 
 
@@ -63,49 +66,51 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     begin(config, step=8)
-    found = decide(config)
+    found = find_resume_point(config)
     assert found.checkpoint and found.checkpoint.step == 8 and found.changes == ()
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_what_it_sampled(tmp_path):
     config = config_of(tmp_path)
     begin(config)
-    found = decide(config)
+    found = find_resume_point(config)
     assert found.checkpoint is None
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
     begin(config_of(tmp_path), step=4)
-    with pytest.raises(ValueError, match=r"holds run\.json of another run; name another folder"):
-        decide(config_of(tmp_path, resume="never"))
-    assert decide(config_of(tmp_path, **{"resume": "never", "run.dir": f"{tmp_path}/other"})).checkpoint is None
+    with pytest.raises(ValueError, match=r"has run\.json of another run; name another folder"):
+        find_resume_point(config_of(tmp_path, resume="never"))
+    assert (
+        find_resume_point(config_of(tmp_path, **{"resume": "never", "run.dir": f"{tmp_path}/other"})).checkpoint is None
+    )
 
 
 @pytest.mark.parametrize("command", ["sft", "certify"])
 def test_what_another_command_left_is_not_resumed(tmp_path, command):
     begin(config_of(tmp_path), command)
     with pytest.raises(ValueError, match="name another folder"):
-        decide(config_of(tmp_path))
+        find_resume_point(config_of(tmp_path))
 
 
 def test_another_runs_checkpoint_may_be_named_and_the_folders_own_goes_first(tmp_path):
     source = config_of(tmp_path)
     begin(source, step=4)
     target = config_of(tmp_path, **{"resume": source.run.dir, "run.dir": f"{tmp_path}/second"})
-    found = decide(target)
+    found = find_resume_point(target)
     assert found.checkpoint and found.checkpoint.step == 4
     begin(target, step=5)  # it was preempted, and is started with the same command
-    found = decide(target)
+    found = find_resume_point(target)
     assert found.checkpoint and found.checkpoint.step == 5
     with pytest.raises(ValueError, match="no such folder"):
-        decide(config_of(tmp_path, **{"resume": "/nowhere", "run.dir": f"{tmp_path}/third"}))
+        find_resume_point(config_of(tmp_path, **{"resume": "/nowhere", "run.dir": f"{tmp_path}/third"}))
 
 
 CHANGES = [
     ("trainer.max_steps", 7, False),
     ("parallel.dp", 2, False),
     ("rollout.num_engines", 2, False),
-    ("algorithm.lr", 1e-3, True),
+    ("optim.lr", 1e-3, True),
     ("rollout.temperature", 0.5, True),
     ("run.seed", 3, True),
     ("critic.parallel.tp", 2, False),
@@ -116,7 +121,7 @@ CHANGES = [
 def test_changed_keys_are_named_and_samples_of_other_settings_are_not_trained(tmp_path, key, value, decides):
     before, now = config_of(tmp_path), config_of(tmp_path, **{key: value})
     begin(before, step=4)
-    found = decide(now)
+    found = find_resume_point(now)
     assert [change.partition(":")[0] for change in found.changes] == [key] and found.checkpoint
     assert (found.journal_key(now, "data") != found.journal_key(before, "data")) == decides
 
@@ -124,41 +129,41 @@ def test_changed_keys_are_named_and_samples_of_other_settings_are_not_trained(tm
 def test_samples_belong_to_their_data_and_to_the_weights_a_run_began_with(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
-    own = decide(config)
+    own = find_resume_point(config)
     assert own.journal_key(config, "data") != own.journal_key(config, "other data")
-    assert own.journal_key(config, "data") == Resume().journal_key(config, "data"), "whatever step it goes on from"
+    assert own.journal_key(config, "data") == ResumePoint().journal_key(config, "data"), "whatever step it goes on from"
     branch = config_of(tmp_path, **{"resume": config.run.dir, "run.dir": f"{tmp_path}/second"})
-    assert decide(branch).of_another_run and not own.of_another_run
-    assert decide(branch).journal_key(branch, "data") != own.journal_key(branch, "data")
+    assert find_resume_point(branch).of_another_run and not own.of_another_run
+    assert find_resume_point(branch).journal_key(branch, "data") != own.journal_key(branch, "data")
 
 
 def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_again(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     (tmp_path / "run/checkpoints/step_000004/state.json").write_text("{")
-    with pytest.raises(ValueError, match="none of its checkpoints is whole"):
-        decide(config)
+    with pytest.raises(ValueError, match="none of its checkpoints is complete"):
+        find_resume_point(config)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(tmp_path):
     arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {"hidden": 128})
     config = config_of(tmp_path)
-    begin(config, step=4, model=sizes(arch))
-    resume = decide(config)
-    check_fits(resume, arch, {"actor"})
+    begin(config, step=4, model=model_sizes(arch))
+    resume = find_resume_point(config)
+    check_checkpoint_fits(resume, arch, {"actor"})
     with pytest.raises(
         ValueError, match=rf"another model \(vocabulary {arch.vocab_size}, here {arch.vocab_size + 8}\)"
     ):
-        check_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
+        check_checkpoint_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
     with pytest.raises(ValueError, match="has no critic, which this algorithm needs"):
-        check_fits(resume, arch, {"actor", "critic"})
+        check_checkpoint_fits(resume, arch, {"actor", "critic"})
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mrl.checkpoint.run_dir import own_run_dir
-with own_run_dir(Path(sys.argv[1]), "train", {}):
+from mrl.checkpoint.run_dir import lock_run_dir
+with lock_run_dir(Path(sys.argv[1]), "train", {}):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -168,25 +173,25 @@ def test_two_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path):
     folder = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="a run that is alive writes there"), own_run_dir(folder, "train", {}):
+        with pytest.raises(ValueError, match="another run is using it"), lock_run_dir(folder, "train", {}):
             pass
         holder.kill()
         holder.wait(10)
-        with own_run_dir(folder, "train", {"a": 1}):
+        with lock_run_dir(folder, "train", {"a": 1}):
             pass
-    assert begun_with(folder) == {"command": "train", "config": {"a": 1}}
+    assert read_run_record(folder) == {"command": "train", "config": {"a": 1}}
 
 
 def test_logs_of_nccl_are_in_the_runs_folder_unless_another_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
-    with own_run_dir(tmp_path / "a", "train", {}):
+    with lock_run_dir(tmp_path / "a", "train", {}):
         assert "NCCL_DEBUG_FILE" not in os.environ
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_FILE", "elsewhere")
-    with own_run_dir(tmp_path / "b", "train", {}):
+    with lock_run_dir(tmp_path / "b", "train", {}):
         assert os.environ["NCCL_DEBUG_FILE"] == "elsewhere"
     monkeypatch.delenv("NCCL_DEBUG_FILE")
-    with own_run_dir(tmp_path / "c", "train", {}):
+    with lock_run_dir(tmp_path / "c", "train", {}):
         assert os.environ["NCCL_DEBUG_FILE"] == f"{tmp_path}/c/logs/nccl_%h_%p.log"
     monkeypatch.delenv("NCCL_DEBUG_FILE")
 
@@ -197,7 +202,7 @@ def test_processes_that_a_killed_run_left_are_ended_and_no_others(tmp_path):
     other = os.environ | {"MRL_RUN_DIR": str(tmp_path / "other")}
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleep, env=ours) as left, subprocess.Popen(sleep, env=other) as stranger:
-        with own_run_dir(folder, "train", {}):
+        with lock_run_dir(folder, "train", {}):
             assert os.environ["MRL_RUN_DIR"] == str(folder), "for the processes of this part"
             assert left.poll() is not None and stranger.poll() is None
         assert "MRL_RUN_DIR" not in os.environ
@@ -206,5 +211,5 @@ def test_processes_that_a_killed_run_left_are_ended_and_no_others(tmp_path):
 
 def test_the_config_is_kept_as_json(tmp_path):
     config = config_of(tmp_path)
-    assert json.loads(json.dumps(plain(config))) == plain(config)
-    assert re.fullmatch(r".*run", plain(config)["run"]["dir"])
+    assert json.loads(json.dumps(config_as_json(config))) == config_as_json(config)
+    assert re.fullmatch(r".*run", config_as_json(config)["run"]["dir"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.checkpoint.saver import Cadence, Saver
+from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
-from mrl.core.errors import Lost
+from mrl.core.run_errors import ProcessesLostError
 
 
 class Model:
@@ -46,15 +46,22 @@ def forgotten():
 
 @pytest.fixture
 def saver(tmp_path, model, forgotten):
-    def made(**cadence) -> Saver:
+    def made(**cadence) -> CheckpointSaver:
         defaults = dict(
             every=2, export_every=0, asynchronous=True, timeout_s=60.0, at_end=True, best_metric="reward/mean"
         )
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
         notes = {"layout": {"tp": 1}}
         export = lambda folder: Path(folder).mkdir(parents=True)  # noqa: E731
-        return Saver(
-            store, {"actor": model}, {}, Cadence(**(defaults | cadence)), notes, forgotten.append, export, tmp_path
+        return CheckpointSaver(
+            store,
+            {"actor": model},
+            {},
+            CheckpointSchedule(**(defaults | cadence)),
+            notes,
+            forgotten.append,
+            export,
+            tmp_path,
         )
 
     return made
@@ -101,8 +108,8 @@ def test_one_that_fails_is_an_error_in_the_log_and_the_earlier_one_stays(saver, 
 
 def test_processes_that_are_lost_are_not_a_failed_checkpoint(saver, model):
     made = saver(every=1, asynchronous=False)
-    model.error = Lost("rank 0 died")
-    with pytest.raises(Lost):
+    model.error = ProcessesLostError("rank 0 died")
+    with pytest.raises(ProcessesLostError):
         made.between_steps(state(1), {})
 
 

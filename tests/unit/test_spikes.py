@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.losses import PPOClip
-from mrl.config.schema import CapsuleConfig
-from mrl.core.errors import Lost
+from mrl.config.schema import StepDumpConfig
+from mrl.core.run_errors import ProcessesLostError
 from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
 from mrl.diagnostics.dump_policy import Recorder
 from mrl.diagnostics.step_dump import Capsule, Weights
-from mrl.workers.capsule import BATCH, NotFinite, write_block
-from mrl.workers.policy import Update
+from mrl.core.run_errors import NonFiniteGradientError
+from mrl.workers.worker import DUMPED_BATCH
+from mrl.workers.model_trainers import UpdateRequest
 
 LATEST = Weights("/checkpoints/step_000004/actor", 4, checkpoint=True, like="/model")
 
@@ -26,24 +27,26 @@ class Writers:
 
     def call(self, method: str, block: TokenBlock, columns, folder: str, weights: bool) -> None:
         assert method == "keep_step" and columns is None
-        write_block(Path(folder) / BATCH, block)
+        block.save(Path(folder) / DUMPED_BATCH)
         if weights:
             (Path(folder) / "weights").mkdir()
 
 
 @pytest.fixture
-def update() -> Update:
+def update() -> UpdateRequest:
     block = TokenBlock.from_lists([[1], [2]], [[3], [4, 5]])
     how = dict(loss=PPOClip(), temperature=1.0)
-    return Update(steps=[TrainBatch.of(block, None)] * 2, lrs=[0.1, 0.2], aggregation="token_mean", longest=3, how=how)
+    return UpdateRequest(
+        steps=[TrainBatch.of(block, None)] * 2, lrs=[0.1, 0.2], aggregation="token_mean", longest=3, how=how
+    )
 
 
 def recorder(folder: Path, **settings) -> Recorder:
-    settings = CapsuleConfig(**(dict(spike=10.0, window=4, keep=2) | settings))
+    settings = StepDumpConfig(**(dict(spike_factor=10.0, spike_window=4, max_spikes=2) | settings))
     return Recorder(folder, settings, layout={}, config={}, latest=lambda: LATEST)
 
 
-def train(recorder: Recorder, update: Update, norms: list[float], first: int = 0, group=None) -> None:
+def train(recorder: Recorder, update: UpdateRequest, norms: list[float], first: int = 0, group=None) -> None:
     for step, norm in enumerate(norms, first):
         with recorder.watch(group or Writers(), update, step) as reports:
             reports += [UpdateReport({"loss": 0.5}, {"optim/grad_norm": size}) for size in (norm / 2, norm)]
@@ -67,8 +70,8 @@ def test_a_spike_is_kept_with_its_batch_and_where_weights_are(tmp_path, update):
     [
         ([1.0, 50.0], {}),  # half a window of steps is not yet known
         ([1.0, 1.0, 9.9], {}),
-        ([1.0, 1.0, 1.0, 50.0], dict(spike=0.0)),
-        ([1.0, 1.0, 1.0, 50.0], dict(keep=0)),
+        ([1.0, 1.0, 1.0, 50.0], dict(spike_factor=0.0)),
+        ([1.0, 1.0, 1.0, 50.0], dict(max_spikes=0)),
     ],
 )
 def test_what_is_no_spike_is_not_kept(tmp_path, update, norms, settings):
@@ -91,9 +94,9 @@ def test_steps_that_are_asked_for_are_counted_as_in_the_metrics(tmp_path, update
 
 
 @contextmanager
-def failing(recorder: Recorder, update: Update, writers: object):
+def failing(recorder: Recorder, update: UpdateRequest, writers: object):
     with pytest.raises(FloatingPointError) as caught, recorder.watch(writers, update, 2):
-        raise NotFinite(1, float("nan"))
+        raise NonFiniteGradientError(1, float("nan"))
     yield str(caught.value)
 
 
@@ -125,10 +128,10 @@ class FullDisk(Writers):
 
 def test_a_capsule_that_does_not_fit_on_the_disk_costs_neither_the_run_nor_a_later_capsule(tmp_path, update, caplog):
     norms = [1.0, 1.0, 20.0, 1.0, 20.0, 1.0, 20.0]
-    train(recorder(tmp_path, steps=[1], keep=1), update, norms, group=FullDisk(2))
+    train(recorder(tmp_path, steps=[1], max_spikes=1), update, norms, group=FullDisk(2))
     assert kept(tmp_path) == [5], "not the one asked for, not the first spike, and one is enough"
     assert [record.message for record in caplog.records if record.exc_info] == [
-        "step 1 is not kept, though asked for (capsule.steps)",
+        "step 1 is not kept, though asked for (step_dump.steps)",
         "step 3 is not kept, though the gradient norm 20 is more than 10 times 1, the median of 2 steps before",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005"], "nothing half written stays"
@@ -144,8 +147,8 @@ def test_a_manifest_that_does_not_fit_costs_the_capsule_alone(tmp_path, update, 
 
 
 def test_a_rank_that_is_lost_while_a_capsule_is_written_is_told(tmp_path, update):
-    with pytest.raises(Lost, match="rank 1 died"):
-        train(recorder(tmp_path, steps=[1]), update, [1.0], group=FullDisk(1, Lost("rank 1 died")))
+    with pytest.raises(ProcessesLostError, match="rank 1 died"):
+        train(recorder(tmp_path, steps=[1]), update, [1.0], group=FullDisk(1, ProcessesLostError("rank 1 died")))
 
 
 def test_a_manifest_has_every_file_of_the_capsule(tmp_path, update):

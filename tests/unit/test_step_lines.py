@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mrl.checkpoint.ledger import Ledger
-from mrl.core.durable_files import CHUNK, StepLines, last_lines
+from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.core.jsonl import CHUNK_BYTES, JsonLinesFile, last_lines
 from mrl.core.types import Rollouts
 
 
@@ -16,12 +16,12 @@ def steps(path) -> list[int]:
 
 def test_a_file_goes_on_after_the_step_that_was_resumed(tmp_path):
     path = tmp_path / "lines.jsonl"
-    lines = StepLines(path)
+    lines = JsonLinesFile(path)
     for step in (1, 2, 3):
         lines.write(step, {"x": float("nan")})
     lines.close()
     path.write_bytes(path.read_bytes() + b'{"step": 2, "x"')  # a line cut by a kill
-    lines = StepLines(path, last_step=2)
+    lines = JsonLinesFile(path, last_step=2)
     lines.write(3, {"x": 1.0})
     assert steps(path) == [1, 2, 3] and json.loads(path.read_text().splitlines()[0])["x"] is None
     lines.rewind(1)
@@ -33,7 +33,7 @@ def test_a_file_goes_on_after_the_step_that_was_resumed(tmp_path):
 
 def test_a_run_that_begins_takes_nothing_over(tmp_path):
     (tmp_path / "lines.jsonl").write_text('{"step": 1}\n')
-    StepLines(tmp_path / "lines.jsonl").close()
+    JsonLinesFile(tmp_path / "lines.jsonl").close()
     assert steps(tmp_path / "lines.jsonl") == []
 
 
@@ -55,12 +55,12 @@ class FullDisk:
 
 
 def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path, caplog):
-    lines = StepLines(tmp_path / "lines.jsonl")
+    lines = JsonLinesFile(tmp_path / "lines.jsonl")
     disk = FullDisk(lines._file, room=25)
     lines._file = disk
     for step in range(1, 5):
         lines.write(step, {"reward/mean": 0.5})
-    assert steps(lines.path) == [] and caplog.text.count("takes no more lines") == 1
+    assert steps(lines.path) == [] and caplog.text.count("lines cannot be written") == 1
     disk.room = 10_000
     lines.write(5, {"reward/mean": 0.5})
     assert steps(lines.path) == [1, 2, 3, 4, 5]
@@ -85,7 +85,7 @@ def rollouts(rows: list[int], digests: list[int]) -> Rollouts:
 
 
 def test_the_ledger_knows_each_group_by_its_row_and_its_samples(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl", 0)
+    ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     ledger.record(5, rollouts([7, 7, 3, 3], [1, 2, 3, 4]), drawn=[20])
     weights = [np.array([0.1, 0.1, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4])]
     ledger.record(6, rollouts([7, 7, 3, 3], [1, 2, 3, 5]), [22], weights)
@@ -100,14 +100,14 @@ def test_the_ledger_knows_each_group_by_its_row_and_its_samples(tmp_path):
 
 @pytest.mark.parametrize("last_step", [0, 5])
 def test_the_ledger_takes_back_steps_whose_effect_is_gone(tmp_path, last_step):
-    ledger = Ledger(tmp_path / "ledger.jsonl", 0)
+    ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     for step in (5, 6):
         ledger.record(step, rollouts([7, 7], [1, 2]), drawn=[step])
     ledger.rewind(last_step)
     assert steps(tmp_path / "ledger.jsonl") == [step for step in (5,) if step <= last_step]
 
 
-@pytest.mark.parametrize("size", [1, CHUNK // 3, CHUNK, 3 * CHUNK])
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES // 3, CHUNK_BYTES, 3 * CHUNK_BYTES])
 def test_last_lines_are_whole_ones_however_long(tmp_path, size):
     path = tmp_path / "lines.jsonl"
     assert last_lines(path, 2) == []

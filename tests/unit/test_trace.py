@@ -8,25 +8,25 @@ from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 
 from mrl.checkpoint.sample_ledger import SampleLedger
 from mrl.core.types import Rollouts
-from mrl.planner.rollout_simulator import Setup, Speeds, simulate
-from mrl.planner.run_trace import Step, fit_engine, read_lengths, read_run
+from mrl.planner.rollout_simulator import RolloutSetup, RunSpeeds, simulate
+from mrl.planner.run_trace import RecordedStep, fit_engine, read_lengths, read_run
 
 
 @pytest.mark.parametrize("engines", [1, 3])
 def test_the_speeds_that_made_a_run_are_found_again(tmp_path, engines):
-    recorded(tmp_path, lengths_of(engines), Setup(N, engines, 0, in_order=True))
+    recorded(tmp_path, lengths_of(engines), RolloutSetup(N, engines, 0, in_order=True))
     trace = read_run(tmp_path)
     found = trace.fit()
     assert found.engine_error < 1e-6 and found.train_error < 1e-6
     assert vars(found.speeds.engine) == pytest.approx(vars(SPEEDS.engine), rel=1e-4)
     assert (found.speeds.train_s, found.speeds.train_token_s) == pytest.approx((0.8, 2e-4), rel=1e-6)
-    assert found.speeds.push_s == pytest.approx(0.3) and trace.setup == Setup(N, engines, 0, in_order=True)
+    assert found.speeds.push_s == pytest.approx(0.3) and trace.setup == RolloutSetup(N, engines, 0, in_order=True)
     assert (trace.trainer_gpus, trace.engine_gpus, trace.max_running) == (6, 2, 8)
 
 
 def test_a_simulation_of_a_trace_repeats_the_run(tmp_path):
     groups = lengths_of(5)
-    found = recorded(tmp_path, groups, Setup(N, 2, 0, in_order=True))
+    found = recorded(tmp_path, groups, RolloutSetup(N, 2, 0, in_order=True))
     trace = read_run(tmp_path)
     assert [trace.groups.of(t) for t in range(N * STEPS)] == [groups.of(t) for t in range(N * STEPS)]
     again = simulate(trace.groups, trace.fit().speeds, trace.setup, STEPS)
@@ -36,13 +36,14 @@ def test_a_simulation_of_a_trace_repeats_the_run(tmp_path):
 @given(st.integers(0, 10_000), st.floats(0, 0.02))
 def test_noise_in_the_seconds_is_the_error_of_the_fit(seed, noise):
     draw, groups = np.random.default_rng(seed), lengths_of(seed)
-    free = Speeds(SPEEDS.engine, 0.0, 0.0, 0.0)
-    seconds = simulate(groups, free, Setup(N, 2, 0, in_order=True), STEPS).step_s * (
+    free = RunSpeeds(SPEEDS.engine, 0.0, 0.0, 0.0)
+    seconds = simulate(groups, free, RolloutSetup(N, 2, 0, in_order=True), STEPS).step_s * (
         1 + noise * draw.standard_normal(STEPS)
     )
     parts = [slice(n * N, n * N + N) for n in range(STEPS)]
     steps = [
-        Step(groups.prompts[p], groups.responses[p], float(s), 0.0, 0.0) for p, s in zip(parts, seconds, strict=True)
+        RecordedStep(groups.prompts[p], groups.responses[p], float(s), 0.0, 0.0)
+        for p, s in zip(parts, seconds, strict=True)
     ]
     _, error = fit_engine(steps, 2, 8)
     assert error <= 3 * noise + 1e-6
@@ -64,7 +65,7 @@ def test_the_ledger_writes_what_a_trace_reads(tmp_path):
         rewards=np.zeros(6),
         spans=np.array([[n, 0, tokens] for n, tokens in enumerate(lengths)]),
     )
-    recorded(tmp_path, lengths_of(0), Setup(N, 1, 0))
+    recorded(tmp_path, lengths_of(0), RolloutSetup(N, 1, 0))
     (tmp_path / "ledger.jsonl").unlink()
     ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     ledger.record(1, rollouts, [2])
@@ -77,12 +78,12 @@ def test_the_ledger_writes_what_a_trace_reads(tmp_path):
 def test_what_is_no_record_is_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match="expected the folder of a run"):
         read_run(tmp_path)
-    recorded(tmp_path, lengths_of(0), Setup(N, 2, 0, in_order=True), steps=4)
+    recorded(tmp_path, lengths_of(0), RolloutSetup(N, 2, 0, in_order=True), steps=4)
     with pytest.raises(ValueError, match="3 steps after the first: expected 4 or more"):
         read_run(tmp_path).fit()
-    recorded(tmp_path, lengths_of(0), Setup(N, 2, 0), mode="async", max_staleness=3)
+    recorded(tmp_path, lengths_of(0), RolloutSetup(N, 2, 0), mode="async", max_staleness=3)
     trace = read_run(tmp_path)
-    assert trace.setup == Setup(N, 2, 3)
+    assert trace.setup == RolloutSetup(N, 2, 3)
     with pytest.raises(ValueError, match=r"rollout\.mode=sync"):
         trace.fit()
 

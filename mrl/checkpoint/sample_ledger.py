@@ -7,11 +7,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mrl.core.durable_files import StepLines
+from mrl.core.jsonl import JsonLinesFile
 from mrl.core.types import Rollouts
 
 
-class Ledger:
+class SampleLedger:
     """One line per step in run.dir/ledger.jsonl.
 
     `drawn`: rows of each source so far. `groups`: row and hash of each group's samples; `tickets`: its place in the order of
@@ -22,7 +22,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        self._lines = StepLines(path, last_step)
+        self._lines = JsonLinesFile(path, last_step)
 
     def record(
         self, step: int, rollouts: Rollouts, drawn: list[int], weights: Sequence[NDArray[np.float64]] = ()

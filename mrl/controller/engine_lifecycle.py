@@ -1,0 +1,291 @@
+"""EngineLifecycle: the driver's one record of the engines, and every operation that changes their state.
+
+The record says which engines run, which memory each has released, whether the trainers are connected to them, and which weight
+version they serve. The coordinator (in trainer rank 0) and the engine pool (in the rollout worker) only observe failures. They
+report them to the driver, and the lifecycle replaces the failed engines.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+
+from mrl.config.schema import WeightSyncConfig
+from mrl.controller.colocation import ENGINES, MemoryScheduler, MemoryState
+from mrl.core.metrics import Metrics
+from mrl.core.run_errors import StartError
+from mrl.core.types import SyncReport
+from mrl.tracking.console import Startup
+from mrl.weight_sync.engine_control import EngineControl, EngineError, MemoryTag
+from mrl.weight_sync.errors import WeightSyncError
+from mrl.workers.worker import TrainWorker
+
+logger = logging.getLogger(__name__)
+
+
+class EngineHost(Protocol):
+    """The process that owns the engines: the rollout worker, behind its handle."""
+
+    def wait_ready(self, timeout_s: float) -> Sequence[str]:
+        """Wait until every engine takes requests; returns their URLs."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the process answers."""
+        ...
+
+    def restart(self) -> None:
+        """Kill the process with its engines, and start another one, which starts new engines."""
+        ...
+
+    def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
+        """End these engines and start others in their place; returns the URLs of all engines."""
+        ...
+
+    def set_paused(self, paused: bool) -> None:
+        """Say whether the engines are paused on purpose. A paused engine that computes nothing has not failed."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which the engines are paused on purpose."""
+        ...
+
+
+class TrainerRanks(Protocol):
+    """The actor's trainer ranks."""
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of TrainWorker on every rank; returns the results by rank."""
+        ...
+
+
+@dataclass
+class EngineRecord:
+    """What the driver knows of one engine."""
+
+    released: set[MemoryTag] = field(default_factory=set)  # parts of its device memory that are released now
+    was_offloaded: bool = False  # since it started
+    weight_version: int | None = (
+        None  # that the last push brought; None: it has the weights that it loaded at its start
+    )
+
+
+@dataclass(kw_only=True)
+class EngineLifecycle:
+    """Starts, connects, offloads, loads and replaces the engines, and pushes weights to them.
+
+    Registers itself with the scheduler. After a successful push every engine serves the version that was pushed last.
+    """
+
+    host: EngineHost
+    actor: TrainerRanks
+    scheduler: MemoryScheduler
+    settings: WeightSyncConfig
+    startup: Startup
+    weights_dir: str  # of disk transport
+    start_timeout_s: float
+    marks_pushes_as_pauses: bool  # tell the host of every push, because requests run meanwhile (staleness > 0)
+    weight_version: int = field(default=-1, init=False)  # that every engine serves; -1: none was pushed
+    _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
+    _connected: bool = field(default=False, init=False)  # the trainers to all engines
+
+    def __post_init__(self) -> None:
+        self.scheduler.register_engines(self)
+
+    # Start, restart, replace and connect.
+
+    def wait_started(self) -> None:
+        """Wait until every engine takes requests, if they are not known to."""
+        if self.scheduler.state(ENGINES) is not MemoryState.NOT_STARTED:
+            return
+        self._engines = {url: EngineRecord() for url in self.host.wait_ready(self.start_timeout_s)}
+        self.scheduler.mark_started(ENGINES)
+        self.startup.ready(f"engines ready ({len(self._engines)})")
+
+    def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
+        """Restart the rollout worker if it does not answer, and wait for its engines. The trainers must connect again.
+
+        `trainers_alive`: whether they can be offloaded to make room for the new engines.
+        """
+        self._connected = False
+        if not self.host.alive():
+            self._restart(make_room=trainers_alive())
+        self.wait_started()
+
+    def trainers_restarted(self) -> None:
+        """Disconnect from the old trainers. Restart engines that new trainers could not connect to.
+
+        A connection starts with a proof that trainer and engine agree on the layout of the weights that both loaded. An engine
+        that was offloaded before its first push has lost the weights for this proof.
+        """
+        self._connected = False
+        if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
+            self._restart(make_room=False)
+
+    def _restart(self, make_room: bool) -> None:
+        self.scheduler.mark_ended(ENGINES)
+        if make_room:
+            self.scheduler.make_room(ENGINES)
+        self.host.restart()
+        self._engines = {}
+
+    def connect(self) -> None:
+        """Connect the trainers to all engines, unless they are connected; replaces engines that fail meanwhile.
+
+        Raises StartError after `weight_sync.max_attempts` attempts.
+        """
+        if self._connected:
+            return
+        failed: dict[str, str] = {}
+        for _ in range(self.settings.max_attempts):
+            if not (failed := self._connect(list(self._engines))):
+                self._connected = True
+                return
+            logger.warning("engines failed before the trainers connected to them, and are replaced: %s", failed)
+            self._replace(list(failed))
+        raise StartError(f"engines failed right after their start: {failed}")
+
+    def _connect(self, urls: Sequence[str]) -> dict[str, str]:
+        """Connect all trainer ranks to these engines; returns the engines that failed, URL -> reason."""
+        return self.actor.call(TrainWorker.connect_engines, list(urls), self.settings, self.weights_dir)[0]
+
+    def _replace(self, urls: Sequence[str]) -> list[str]:
+        """End these engines and start others; returns the URLs of all engines."""
+        for url in urls:
+            self._engines.pop(url, None)
+        known, current = self._engines, self.host.replace_engines(urls)
+        self._engines = {url: known.get(url, EngineRecord()) for url in current}
+        return list(current)
+
+    # Weights.
+
+    def push(self, version: int) -> Metrics:
+        """Push the actor's weights until every engine serves them as `version`; returns the metrics of the push.
+
+        Raises WeightSyncError after `weight_sync.max_attempts` attempts, and whatever a push raises.
+        """
+        metrics = self._push_until_served(version, {})
+        self.weight_version = version
+        return metrics
+
+    def resync(self) -> None:
+        """Push the current version again, to engines that were offloaded."""
+        self.restore({})
+
+    def restore(self, failed: Mapping[str, str]) -> None:
+        """Replace failed engines (URL -> reason), and push the current version. The actor must still hold its weights.
+
+        Raises as `push`.
+        """
+        assert self.weight_version >= 0, "engines get requests only after the first push"
+        self._push_until_served(self.weight_version, dict(failed))
+
+    def _push_until_served(self, version: int, failed: dict[str, str]) -> Metrics:
+        num_replaced, reason = 0, "the engines' checksums differ after a delta push"
+        for attempt in range(1, self.settings.max_attempts + 1):
+            if failed:
+                logger.warning("failed engines are replaced, and get version %d: %s", version, failed)
+                num_replaced, reason = num_replaced + len(failed), str(failed)
+                if failed := self._connect(self._replace(list(failed))):
+                    continue
+            reports = self._push_once(version)
+            failed = reports[0].failed
+            if not failed and not reports[0].again:
+                return _push_metrics(reports, version, num_replaced, attempt)
+        raise WeightSyncError(
+            f"version {version} did not reach every engine in {self.settings.max_attempts} attempts: {failed or reason}",
+            failed,
+        )
+
+    def _push_once(self, version: int) -> list[SyncReport]:
+        """Push from all trainer ranks; returns their reports, rank 0's first."""
+        paused = self.host.paused() if self.marks_pushes_as_pauses else nullcontext()
+        with paused, self.scheduler.during_push() as engines_were_offloaded:
+            reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
+        for url, engine in self._engines.items():
+            if url not in reports[0].failed:
+                engine.weight_version = version
+        return reports
+
+    # MemoryTag. The scheduler calls these.
+
+    def load(self) -> None:
+        """Load the engines with their weights before they sample; does nothing if they are loaded."""
+        self.scheduler.load(ENGINES)
+
+    def offload(self) -> int:
+        """Pause the engines, return their running requests to the queue, and release weights and KV cache.
+
+        Returns 0, because engines do not report what they keep. Raises EngineError.
+        """
+        self.host.set_paused(True)
+        self._control_all(_release)
+        return 0
+
+    def load_weights(self) -> None:
+        """Allocate the engines' memory for weights."""
+        self._control_all(lambda engine, record: _allocate(engine, record, "weights"))
+
+    def load_kv_cache(self) -> None:
+        """Allocate the engines' KV cache, and resume generation."""
+
+        def resume(engine: EngineControl, record: EngineRecord) -> None:
+            _allocate(engine, record, "kv_cache")
+            engine.resume()
+
+        self._control_all(resume)
+        self.host.set_paused(False)
+
+    def _control_all(self, act: Callable[[EngineControl, EngineRecord], None]) -> None:
+        """Call `act` for all engines at once. Raises the first EngineError after all engines have answered.
+
+        An engine that cannot be reached is skipped: it has no memory, and the next push finds and replaces it.
+        """
+
+        def control(url: str, record: EngineRecord) -> None:
+            timeout_s = self.settings.timeout_s
+            with EngineControl(url, timeout_s) as engine, suppress(httpx.TransportError):
+                try:
+                    act(engine, record)
+                except httpx.TimeoutException as error:
+                    raise EngineError(f"{url} did not answer within {timeout_s} s: {error!r}") from error
+
+        if not self._engines:
+            return
+        with ThreadPoolExecutor(len(self._engines), thread_name_prefix="engine_lifecycle") as pool:
+            for answer in [pool.submit(control, *engine) for engine in self._engines.items()]:
+                answer.result()
+
+
+def _release(engine: EngineControl, record: EngineRecord) -> None:
+    record.was_offloaded = True
+    engine.pause("retract")
+    tags: list[MemoryTag] = ["kv_cache", "weights"]
+    if tags := [tag for tag in tags if tag not in record.released]:
+        engine.release_memory(tags)
+        record.released.update(tags)
+
+
+def _allocate(engine: EngineControl, record: EngineRecord, tag: MemoryTag) -> None:
+    if tag in record.released:  # SGLang exits when memory is allocated twice
+        engine.resume_memory([tag])
+        record.released.discard(tag)
+
+
+def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:
+    """Metrics of one push, over all senders."""
+    sent, raw = sum(r.bytes for r in reports), sum(r.raw_bytes for r in reports)
+    return {
+        "weight_sync/version": float(version),
+        "spent/sync_engine_s": reports[0].engine_seconds,
+        "weight_sync/bytes": float(sent),
+        "weight_sync/compressed_fraction": sent / raw if raw else 1.0,
+        "weight_sync/senders": float(sum(r.bytes > 0 for r in reports)),
+        "weight_sync/buckets": float(sum(r.buckets for r in reports)),
+        "weight_sync/attempts": float(attempts),
+        "weight_sync/replaced_engines": float(num_replaced),
+    }

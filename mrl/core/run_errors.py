@@ -1,0 +1,117 @@
+"""Errors that end or interrupt a run, and PreemptionHandler, which turns SIGTERM and SIGUSR1 into one of them."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+REQUEUE = 75
+"""Exit status of a preempted run that has a checkpoint and wants to be started again: EX_TEMPFAIL of sysexits.h."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+DUPLICATE_S = 2.0  # the same signal within this time is a duplicate
+
+
+class ProcessesLostError(RuntimeError):
+    """Processes of the run died, hang or cannot be reached. New processes can continue from the last checkpoint."""
+
+    role = "rank"  # of the lost process: rank (trainer rank) or rollout (rollout worker)
+
+
+class StartupLostError(ProcessesLostError):
+    """Processes were lost before all of the run had started. Only a restart of the whole command helps."""
+
+
+class StartError(ValueError):
+    """The trainer ranks cannot build the model that the config describes, or the cluster has no room for the run."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """The gradient of a mini-batch is NaN or infinite; no weight has changed."""
+
+    def __init__(self, mini_batch: int, norm: float) -> None:
+        super().__init__(mini_batch, norm)
+        self.mini_batch, self.norm = mini_batch, norm
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before engines "
+            "see it."
+        )
+
+
+class PreemptedError(Exception):
+    """The run was asked by SIGTERM or SIGUSR1 to end now and to be started again later."""
+
+
+def _do_nothing() -> None:
+    pass
+
+
+_wait_check: list[Callable[[], None]] = [_do_nothing]
+
+
+def set_wait_check(check: Callable[[], None] | None) -> None:
+    """Set a function that the driver calls again and again while it waits; it raises to end the wait. None: no function."""
+    _wait_check[0] = check or _do_nothing
+
+
+def check_wait() -> None:
+    """Call the function of `set_wait_check`. Every loop that waits for processes of the run calls this a few times a second."""
+    _wait_check[0]()
+
+
+class PreemptionHandler:
+    """Remembers the first preemption signal, and abandons a running step that would take too long.
+
+    A second signal ends the process at once; its child processes notice that and end too. The same signal within DUPLICATE_S is
+    a duplicate: Slurm signals every process of a job step, and the supervisor of `mrl train` passes its own signals on.
+
+    PreemptedError is raised where the driver waits, if `may_abandon()` returns True. Before any process is started `may_abandon`
+    is None, and the signal handler raises at once. Later it must not raise: Ray swallows exceptions that are raised in its waits.
+    """
+
+    def __init__(self, may_abandon: Callable[[], bool] | None = None) -> None:
+        self.may_abandon = may_abandon
+        self.received: signal.Signals | None = None
+        self._received_at = 0.0
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __call__(self) -> bool:
+        """Return whether a signal has arrived."""
+        return self.received is not None
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._on_signal)
+        set_wait_check(self._check)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        set_wait_check(None)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)  # type: ignore[bad-argument-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received == number and time.monotonic() - self._received_at < DUPLICATE_S:
+            return
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
+        if self.may_abandon is None:
+            raise PreemptedError(self._reason())
+
+    def _check(self) -> None:
+        if self.received is not None and self.may_abandon is not None and self.may_abandon():
+            raise PreemptedError(self._reason())
+
+    def _reason(self) -> str:
+        assert self.received is not None, "only called after a signal"
+        logger.warning("asked to leave by %s", self.received.name)
+        return f"asked to leave by {self.received.name}"

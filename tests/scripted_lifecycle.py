@@ -1,0 +1,84 @@
+"""EngineLifecycle around functions of a test, in place of a rollout worker and trainer ranks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from mrl.config.schema import WeightSyncConfig
+from mrl.controller.colocation import ColocatedRoles, MemoryScheduler, OffloadableModel
+from mrl.controller.engine_lifecycle import EngineLifecycle
+
+Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded) -> reports
+
+
+class ScriptedHost:
+    """A rollout worker with engines at fixed URLs; `replace` gives the URLs after a replacement."""
+
+    def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        self.urls, self.replace_engines = urls, replace
+        self.pauses: list[bool] = []
+
+    def wait_ready(self, timeout_s: float) -> Sequence[str]:
+        return self.urls
+
+    def alive(self) -> bool:
+        return True
+
+    def restart(self) -> None:
+        raise AssertionError("no test restarts it")
+
+    def set_paused(self, paused: bool) -> None:
+        self.pauses.append(paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+
+class ScriptedRanks:
+    """Trainer ranks whose calls are functions."""
+
+    def __init__(self, **methods: Callable[..., list[Any]]) -> None:
+        self.methods = methods
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.methods[method.__name__](*args)
+
+
+def scripted_lifecycle(
+    push: Push,
+    connect: Callable[[Sequence[str]], Mapping[str, str]] = lambda urls: {},
+    replace: Callable[[Sequence[str]], Sequence[str]] = lambda urls: [],
+    urls: Sequence[str] = (),
+    models: Mapping[str, OffloadableModel] | None = None,
+    colocated: ColocatedRoles = frozenset(),
+    **settings: Any,
+) -> EngineLifecycle:
+    """A lifecycle whose engines at `urls` have started; `settings` of weight_sync."""
+    scheduler = MemoryScheduler(colocated)
+    for role, model in (models or {"actor": ScriptedModel()}).items():
+        scheduler.register_model(role, model)
+        scheduler.mark_started(role)
+    lifecycle = EngineLifecycle(
+        host=ScriptedHost(urls, replace),
+        actor=ScriptedRanks(push_weights=push, connect_engines=lambda urls, *_: [connect(urls)]),
+        scheduler=scheduler,
+        settings=WeightSyncConfig(**settings),
+        startup=SimpleNamespace(ready=lambda text: None),  # type: ignore[bad-argument-type]
+        weights_dir="unused",
+        start_timeout_s=1.0,
+        marks_pushes_as_pauses=False,
+    )
+    lifecycle.wait_started()
+    return lifecycle
+
+
+class ScriptedModel:
+    """A model whose memory stays where it is."""
+
+    def offload(self, keep_weights: bool = False) -> int:
+        return 0
+
+    def load_to_device(self) -> None:
+        pass
