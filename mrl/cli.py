@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "explain what a configuration would do, without starting anything",
     "doctor": "whether this machine, or a job's hosts, are fit for a run; what is wrong, and the command that mends it",
     "convert": "weights between Hugging Face folders and Megatron checkpoints, and whether that is exact",
+    "config": "describe the keys of the config: defaults, units, allowed values",
     "data": "make or convert input files",
 }
 

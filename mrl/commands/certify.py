@@ -6,21 +6,21 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mrl.algorithms.parts import make_objective
-from mrl.commands import hydra_app
+from mrl.algorithms.parts import build_objective
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import build
-from mrl.controller import plan_train as planning
-from mrl.workers.certificate import Difference
+from mrl.controller import plan_tools as planning
+from mrl.workers.trace_comparison import ParityDifference
 
 
 def job(config: Config) -> None:
     """One certificate: a table for people, certificate.json for programs, status 1 where a number is out of tolerance."""
     try:
-        loss = None if config.certify.critic else make_objective(config)
-        plan = planning.plan_certificate(config)
+        loss = None if config.certify.critic else build_objective(config)
+        plan = planning.plan_parity(config)
     except ValueError as error:
-        hydra_app.refuse(error)
+        hydra_entry.exit_with_error(error)
     differences = build.certify(plan, loss)
     path = Path(config.run.dir) / "certificate.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
@@ -36,12 +36,12 @@ def job(config: Config) -> None:
     sys.stdout.write(f"equal: {len(differences)} numbers and tensors agree with one process\nall numbers: {path}\n")
 
 
-def show(differences: list[Difference], title: str) -> None:
+def show(differences: list[ParityDifference], title: str) -> None:
     """Print the worst difference of each kind of number; layers and experts are one kind."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 
-    kinds: dict[str, list[Difference]] = {}
+    kinds: dict[str, list[ParityDifference]] = {}
     for difference in differences:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", difference.name), []).append(difference)
     table = Table("what", "tensors", "largest absolute", "largest relative", "", title=f"{title} / one process")
@@ -54,7 +54,7 @@ def show(differences: list[Difference], title: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl certify`."""
-    return hydra_app.run(argv, job)
+    return hydra_entry.run(argv, job)
 
 
 if __name__ == "__main__":

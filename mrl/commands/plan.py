@@ -1,147 +1,264 @@
-"""`mrl plan KIND`: what a configuration would do, explained without starting anything."""
+"""`mrl plan KIND`: explains what a configuration would do. Starts no process and needs no GPU."""
 
+import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from mrl.commands import hydra_app, plan_memory, plan_rollout, plan_search
+from mrl.commands import plan_rollout, plan_search
+from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller import plan_tools as planning
-from mrl.placement import device_map_picture
-from mrl.placement.device_map import Layout, imagined
+from mrl.controller.memory_check import MemoryEstimator
+from mrl.controller.plan_tools import plan_placement, plan_sync
+from mrl.placement.device_map import DeviceMap, planned_device_map
+from mrl.placement.device_map_picture import draw_device_map, render_device_map, summarize
 from mrl.placement.resource_pools import slots_per_node
-from mrl.weight_sync.transfer_plan import TransferCost, LinkSpeeds, RankTraffic, estimate_transfer_cost
+from mrl.planner.memory_advice import MemoryAdvice, advise
+from mrl.planner.run_memory import GIB, GpuPhase, RunMemory
+from mrl.weight_sync.transfer_plan import LinkSpeeds, RankTraffic, TransferCost, estimate_transfer_cost
 
 USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
        mrl plan search ...    (mrl plan search --help)
 
-Explains a configuration as `mrl train` would run it. Starts nothing, needs no GPU. The same keys as `mrl train`, and those of
-the section `plan`. Of the model's folder it needs config.json; sync and placement also the headers of its files.
+Explains a configuration as `mrl train` would run it. Starts no process and needs no GPU. Takes the keys of `mrl train` and those
+of the section `plan`. Reads config.json from the model's folder; sync and placement also read the headers of its weight files.
 
-Without a kind: the rules of the layout, memory, what a push brings, and on which GPUs everything is. Ends with status 1 where
-it does not fit.
+Without a kind it checks the rules of the layout, then prints the placement and the memory. Exits with status 1 if the run does
+not fit in memory.
   mrl plan model.path=Qwen3-30B-A3B cluster=h100 parallel.tp=4 parallel.ep=8 parallel.etp=1 parallel.world_size=16
 
-memory: bytes of each GPU in each phase, the KV cache, machines and disk; where they do not fit, what would (docs/plan.md)
+memory: memory of each GPU in each phase, KV cache, host memory and disk; changes that make the run fit (docs/how_to/out_of_memory.md)
   mrl plan memory model.path=Qwen3-8B cluster=h100 parallel.tp=4 parallel.dp=2 rollout.num_engines=8 placement=colocated
   mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.nodes=2 --json
 
-  cluster=a100|h100|h200|b200                 what a GPU and a node have; cluster.hardware.* for others
-  plan.reserve_gb                             GiB of a GPU that each process keeps besides
-  plan.prompt_tokens                          a typical prompt; default: data.max_prompt_tokens, or as long as a response
-  plan.expert_imbalance                       tokens that the busiest rank's experts get, over the mean
+  cluster=a100|h100|h200|b200                 hardware of a GPU and a node; cluster.hardware.* for others
+  plan.reserve_gb                             GiB of a GPU that each process needs for CUDA, NCCL and fragmentation
+  plan.prompt_tokens                          a typical prompt; default: data.max_prompt_tokens, or the response length
+  plan.expert_imbalance                       tokens that reach the busiest rank's experts, over the mean
 
-placement: which process is on which GPU, who shares it by turns, and which GPUs idle meanwhile (docs/placement.md)
+placement: which process runs on which GPU, which roles share it, and which GPUs are idle meanwhile (docs/concepts/placement.md)
   mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
   mrl plan placement model.path=Qwen3-0.6B parallel.dp=8 rollout.num_engines=8 placement=colocated plan.picture=gpus.png
 
   cluster.gpus_per_node                       8 unless set
-  plan.picture                                also draw into this PNG
+  plan.picture                                also draw the placement into this PNG file
 
-sync: bytes, messages and predicted seconds of every rank when weights go to the engines, and the bytes that arrive over the
-least possible (what the engines hold)
+sync: bytes, messages and predicted seconds of every rank during a weight sync, and received bytes over the bytes that the
+engines hold
   mrl plan sync model.path=Qwen3-0.6B parallel.tp=2 parallel.dp=4 rollout.num_engines=4 rollout.engine_tp=2
-  mrl plan sync experiment=quickstart plan.send_gb_per_s=45 plan.receive_gb_per_s=45
+  mrl plan sync experiment=quickstart plan.weight_sync_gb_per_s=45
 
-  plan.send_gb_per_s, plan.receive_gb_per_s   bandwidth of one rank, GB/s
-  plan.message_us                             cost of a message besides its bytes, microseconds
+  plan.weight_sync_gb_per_s                   bandwidth of one rank, GB/s
+  plan.message_us                             fixed cost of a message, microseconds
 """
 
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-
-
-def sync(config: Config) -> None:
-    """Print who sends how much to whom."""
-    with hydra_app.as_user_error():
-        base, found = planning.plan_sync(config)
-    shared = config.weight_sync.transport in ("shared_memory", "cuda_ipc")
-    settings = config.plan
-    speeds = LinkSpeeds(settings.send_gb_per_s, settings.receive_gb_per_s, settings.message_us)
-    show(estimate_transfer_cost(found, base.dims.world_size, speeds, shared), f"{base.model_path} over {base.dims}", shared)
-
-
-def _imagined(config: Config, weights: bool = True) -> Layout:
-    pools = planning.plan_placement(config, weights)
-    return imagined(pools, slots_per_node(config.cluster, pools))
+COLUMNS = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "saved",
+    "working": "work",
+    "kv cache": "kv",
+    "engine's weights": "engine",
+    "buckets": "buckets",
+    "context": "other",
+}
+"""Part of a GPU's memory -> heading of its column."""
+BAR_WIDTH = 10  # characters
 
 
-def placement(config: Config) -> None:
-    """Print, and perhaps draw, which process is on which GPU."""
-    with hydra_app.as_user_error():
-        layout = _imagined(config)
-    _console().print(device_map_picture.rendered(layout))
+def _console(width: int = 100) -> Console:
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
+def _device_map(config: Config, weights: bool = True) -> DeviceMap:
+    pools = plan_placement(config, weights)
+    return planned_device_map(pools, slots_per_node(config.cluster, pools))
+
+
+def explain_everything(config: Config, as_json: bool = False) -> None:
+    """Print the placement and the memory of a run. Exits with status 1 if it does not fit in memory."""
+    if not as_json:
+        with hydra_entry.exit_on_user_error():
+            devices = _device_map(config, weights=False)
+        _console().print(render_device_map(devices))
+    explain_memory(config, as_json)
+
+
+def explain_placement(config: Config, as_json: bool = False) -> None:
+    """Print which process runs on which GPU; draw it if plan.picture is set."""
+    with hydra_entry.exit_on_user_error():
+        devices = _device_map(config)
+    _console().print(render_device_map(devices))
     if config.plan.picture:
         path = Path(config.plan.picture)
-        device_map_picture.draw(path, layout, title=f"{config.run.name}: {device_map_picture.summary(layout)}")
+        draw_device_map(path, devices, title=f"{config.run.name}: {summarize(devices)}")
         sys.stdout.write(f"drawn in {path}\n")
 
 
-def everything(config: Config, as_json: bool = False) -> None:
-    """Print the layout and placement, then the memory; ends with status 1 where it does not fit."""
-    if not as_json:
-        with hydra_app.as_user_error():
-            layout = _imagined(config, weights=False)
-        _console().print(device_map_picture.rendered(layout))
-    plan_memory.memory(config, as_json)
+def explain_sync(config: Config, as_json: bool = False) -> None:
+    """Print how many bytes each trainer rank sends, and each engine rank receives, in a weight sync."""
+    with hydra_entry.exit_on_user_error():
+        model, transfer_plan = plan_sync(config)
+    shared = config.weight_sync.transport in ("shared_memory", "cuda_ipc")
+    gb_per_s = config.plan.weight_sync_gb_per_s
+    speeds = LinkSpeeds(gb_per_s, gb_per_s, config.plan.message_us)
+    cost = estimate_transfer_cost(transfer_plan, model.dims.world_size, speeds, shared)
+    show_transfer_cost(cost, f"{model.model_path} over {model.dims}", shared)
 
 
-KINDS: dict[str, Callable[[Config], None]] = {"memory": plan_memory.memory, "placement": placement, "sync": sync}
-
-
-def show(found: TransferCost, title: str, shared: bool) -> None:
-    """A table of ranks and a line of totals."""
-    console = _console()
+def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
+    """Print a table of ranks and a line of totals. `shared`: engines on the machine read what is written once."""
     table = Table("rank", title=title, title_justify="left")
     for column in ("bytes", "messages", "seconds"):
         table.add_column(column, justify="right")
-    for part in (found.senders, found.receivers):
-        for traffic in [*part, _slowest(part)]:
+    for side in (cost.senders, cost.receivers):
+        for traffic in [*side, _slowest(side)]:
             table.add_row(traffic.rank, f"{traffic.bytes:,}", f"{traffic.messages:,}", f"{traffic.seconds:.4f}")
         table.add_section()
+    console = _console()
     console.print(table)
     way = "written once, read by every engine on the machine" if shared else "sent to each engine rank"
     console.print(
-        f"{found.sent_bytes:,} bytes arrive, {way}; the engines hold {found.least_bytes:,}: ratio {found.ratio:.4f}\n"
-        f"predicted {found.seconds:.4f} s; the busiest sender has {found.imbalance:.3f} of the mean"
+        f"{cost.sent_bytes:,} bytes arrive, {way}; the engines hold {cost.min_bytes:,}: ratio {cost.ratio:.4f}\n"
+        f"predicted {cost.seconds:.4f} s; the busiest sender has {cost.imbalance:.3f} of the mean"
     )
 
 
-def _slowest(part: list[RankTraffic]) -> RankTraffic:
-    """The line below a side's ranks."""
-    slowest = max(part, key=lambda traffic: traffic.seconds if traffic.seconds < inf else 0)
+def _slowest(side: list[RankTraffic]) -> RankTraffic:
+    """Return the summary line of the senders or the receivers."""
+    slowest = max(side, key=lambda traffic: traffic.seconds if traffic.seconds < inf else 0)
     return RankTraffic(f"  slowest: {slowest.rank}", slowest.bytes, slowest.messages, slowest.seconds)
+
+
+def explain_memory(config: Config, as_json: bool = False) -> None:
+    """Print the memory of a run. If it does not fit, print changes with which it would, and exit with status 1."""
+    with hydra_entry.exit_on_user_error():
+        estimator = MemoryEstimator.of(config)
+        memory = estimator.estimate(config)
+        changes = [] if memory.fits else advise(config, estimator.estimate)
+    if as_json:
+        alternatives = [dict(overrides=change.overrides, **change.memory.as_json()) for change in changes]
+        sys.stdout.write(json.dumps(memory.as_json() | dict(alternatives=alternatives), indent=1) + "\n")
+    else:
+        console = _console(150)
+        show_memory(memory, estimator, console)
+        show_verdict(memory, changes, console)
+    if not memory.fits:
+        raise SystemExit(1)
+
+
+def show_memory(memory: RunMemory, estimator: MemoryEstimator, console: Console) -> None:
+    """Print the models, a table of GPU memory by phase, and lines for KV cache, experts, host memory and disk."""
+    hardware = estimator.config.cluster.hardware
+    for role, model in estimator.models.items():
+        billions = estimator.shapes[role].num_parameters / 1e9
+        console.print(f"{role}: {model.model_path}, {billions:.2f} billion parameters, over {model.dims}")
+    gpus = f"{memory.gpus} GPUs on {memory.nodes} node{'s' * (memory.nodes > 1)}"
+    unknown = f"{gpus}; unknown hardware, set cluster=h100 (or a100, h200, b200)"
+    console.print(f"{gpus} of {hardware.name}" if hardware.name else unknown)
+    console.print(_phase_table(memory))
+    if memory.engine:
+        responses = memory.engine.tokens // max(1, memory.sequence)
+        console.print(
+            f"engines: {memory.engine.token:,} bytes of KV cache for each token; room for {memory.engine.tokens:,} tokens, "
+            f"{responses:,} responses of {memory.sequence:,} tokens with their prompts"
+        )
+    if memory.worst_experts:
+        console.print(
+            f"experts: the busiest rank is counted with {estimator.config.plan.expert_imbalance:g} times the mean tokens; with "
+            f"all tokens on one rank, that rank would need {memory.worst_experts / GIB:.1f} GiB more"
+        )
+    parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(memory.host).items() if value)
+    limit = f" of {memory.host_limit / GIB:.0f}" if memory.host_limit else ""
+    console.print(f"host memory of a node: {memory.host.total / GIB:.1f}{limit} GiB ({parts})")
+    console.print(f"disk: {memory.disk / GIB:.1f} GiB of checkpoints at most")
+
+
+def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Console) -> None:
+    """Print whether the run fits; if not, its problems and the changes with which it would."""
+    if memory.fits:
+        known = any(phase.limit for phase in memory.phases)
+        unknown = "GPU memory is unknown; set cluster=h100, or cluster.hardware.gpu_memory_gb."
+        console.print("It fits." if known else unknown)
+        return
+    console.print("[bold]It does not fit:[/bold]")
+    for problem in memory.problems:
+        console.print(f"  {problem}")
+    if not changes:
+        console.print("No change of layout, recomputation, tokens or engines makes it fit; use more or larger GPUs.")
+        return
+    console.print("It would fit with:")
+    for change in changes:
+        peak = max(phase.total for phase in change.memory.phases) / GIB
+        console.print(f"  {' '.join(change.overrides)}   -> {peak:.1f} GiB at most, on {change.memory.gpus} GPUs")
+
+
+def _phase_table(memory: RunMemory) -> Table:
+    columns = {part: name for part, name in COLUMNS.items() if any(part in phase.parts for phase in memory.phases)}
+    several_stages = len({phase.where for phase in memory.phases}) > 1
+    table = Table(title="GiB of one GPU, that of the rank that needs most", title_justify="left")
+    for name in ("pool", "role", "phase", *(["rank"] if several_stages else [])):
+        table.add_column(name, no_wrap=True)
+    for name in (*columns.values(), "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of the GPU", no_wrap=True)
+    for phase in memory.phases:
+        cells = [phase.pool, phase.role, phase.phase, *([phase.where] if several_stages else [])]
+        cells += [_gib(phase.parts.get(part)) for part in columns]
+        table.add_row(*cells, _gib(phase.total), _bar(phase), style=None if phase.fits else "bold red")
+    return table
+
+
+def _gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / GIB:.1f}"
+
+
+def _bar(phase: GpuPhase) -> str:
+    if not phase.limit:
+        return ""
+    share = phase.total / phase.limit
+    full = min(BAR_WIDTH, round(share * BAR_WIDTH))
+    return f"{'█' * full}{'·' * (BAR_WIDTH - full)} {share:.0%}"
+
+
+KINDS: dict[str, Callable[[Config, bool], None]] = {
+    "": explain_everything,
+    "memory": explain_memory,
+    "placement": explain_placement,
+    "sync": explain_sync,
+}
+KINDS_WITH_JSON = ("", "memory")
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
-        return plan_rollout.main(argv[1:])  # keys of its own: it asks for no config
+        return plan_rollout.main(argv[1:])  # it has keys of its own and reads no config
     if argv and argv[0] == "search":
         return plan_search.main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    bare = bool(argv) and ("=" in argv[0] or argv[0] == "--json")
-    kind, overrides = ("", argv) if bare else (argv[0] if argv else None, argv[1:])
-    if as_json := "--json" in overrides:
-        if kind not in ("", "memory"):
-            sys.stderr.write(f"mrl plan {kind}: --json is of `mrl plan` and `mrl plan memory`\n")
-            return 2
-        overrides = [word for word in overrides if word != "--json"]
-    jobs = KINDS | {"": partial(everything, as_json=as_json), "memory": partial(plan_memory.memory, as_json=as_json)}
-    if kind in jobs:
-        return hydra_app.run([*overrides, *hydra_app.NO_OUTPUT], jobs[kind], USAGE)
-    expected = " or ".join((*KINDS, "rollout", "search"))
-    sys.stderr.write(f"mrl plan: unknown kind {argv[0]!r}; expected {expected}\n" if argv else USAGE)
-    return 2
+    if not argv:
+        sys.stderr.write(USAGE)
+        return 2
+    kind, words = ("", argv) if "=" in argv[0] or argv[0] == "--json" else (argv[0], argv[1:])
+    if kind not in KINDS:
+        expected = " or ".join((*filter(None, KINDS), "rollout", "search"))
+        sys.stderr.write(f"mrl plan: unknown kind {kind!r}; expected {expected}\n")
+        return 2
+    as_json = "--json" in words
+    if as_json and kind not in KINDS_WITH_JSON:
+        sys.stderr.write(f"mrl plan {kind}: --json is supported by `mrl plan` and `mrl plan memory` only\n")
+        return 2
+    overrides = [word for word in words if word != "--json"]
+    return hydra_entry.run([*overrides, *hydra_entry.NO_OUTPUT], lambda config: KINDS[kind](config, as_json), USAGE)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`mrl plan rollout`: what steps would take with other staleness, other shares of the GPUs, or over-sampling."""
+"""`mrl plan rollout`: predicts steps with other staleness, other divisions of the GPUs, or over-sampling, by simulation."""
 
 import difflib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -9,35 +10,42 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 from mrl.planner.engine_queue import EngineSpeeds
-from mrl.planner.rollout_simulator import Gpus, Groups, Row, Setup, Speeds, draw, what_if
-from mrl.planner.run_trace import Fit, Trace, read_lengths, read_run
+from mrl.planner.rollout_simulator import (
+    GpuCounts,
+    GroupLengths,
+    RolloutSetup,
+    RunSpeeds,
+    Scenario,
+    compare_scenarios,
+)
+from mrl.planner.run_trace import RunTrace, SpeedFit, read_lengths, read_run
 
 USAGE = """usage: mrl plan rollout run_dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
-Simulates a run with other staleness, other shares of its GPUs, and over-sampling (docs/asynchrony.md). Lengths of responses and
-speeds are those that a synchronous run left in its folder; lengths may also be lines of a file, a list of tokens for each
-group, or log-normal, and every speed may be given.
+Simulates a run with other staleness, other divisions of its GPUs, and over-sampling (docs/concepts/asynchrony.md). Response lengths and
+speeds come from the record of a synchronous run in its run directory. Lengths may also come from a file (each line a list of
+tokens, one list per group) or from a log-normal distribution, and every speed may be given.
 
   mrl plan rollout run_dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
 
-  steps                                       simulated for each row; 60
-  picture                                     also draw into this PNG
+  steps                                       number of simulated steps of each scenario; default: 60
+  picture                                     also draw the result into this PNG file
   prompts_per_step, responses_per_prompt, num_engines, engine_gpus, trainer_gpus, max_running (requests of one engine)
-  staleness, over_sampling, colocated         the shape that the first row has
-  median, sigma, longest, prompt_tokens       log-normal lengths, tokens
-  step_ms, request_ms, prefill_ms             of a decoding step; of it, for each running request; of a prompt token
-  train_s, train_token_us                     of a step's training; of it, for each token of prompts and responses
-  push_s                                      of bringing weights to the engines
+  staleness, over_sampling, colocated         setup of the first scenario
+  median, sigma, longest, prompt_tokens       log-normal response lengths and the prompt length, tokens
+  step_ms, request_ms, prefill_ms             decoding step: fixed part, and part per running request; prefill of a token
+  train_s, train_token_us                     training of a step: fixed part, and part per token of prompts and responses
+  push_s                                      weight push to the engines
 """
 
 
 @dataclass(frozen=True)
-class Keys:
-    """What can be given; None: as the run in `run_dir` has it, else the default in DEFAULTS."""
+class RolloutPlanKeys:
+    """Arguments of the command. None: the value of the run in `run_dir`, else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -51,7 +59,7 @@ class Keys:
     max_running: int | None = None
     staleness: int | None = None
     over_sampling: float | None = None
-    colocated: bool | None = None  # engines and trainers by turns
+    colocated: bool | None = None  # engines and trainers time-share GPUs
     median: float | None = None
     sigma: float = 1.0
     longest: int = 8192
@@ -64,139 +72,162 @@ class Keys:
     push_s: float | None = None
 
     @classmethod
-    def of(cls, argv: list[str]) -> "Keys":
-        """From KEY=VALUE words. Raises ValueError."""
-        known, found = {field.name: str(field.type) for field in fields(cls)}, {}
+    def of(cls, argv: list[str]) -> "RolloutPlanKeys":
+        """Parse KEY=VALUE arguments. Raises ValueError."""
+        known, values = {field.name: str(field.type) for field in fields(cls)}, {}
         for word in argv:
             key, equals, value = word.partition("=")
             if not equals or key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                matches = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {matches[0]}?" if matches else ""
                 raise ValueError(f"{word!r}: expected KEY=VALUE with one of {', '.join(known)}{hint}")
-            found[key] = _value(key, value, known[key])
-        return cls(**found)
+            values[key] = _parse_value(key, value, known[key])
+        return cls(**values)
 
 
-def _value(key: str, text: str, kind: str) -> str | int | float | bool:
-    if "bool" in kind:
+def _parse_value(key: str, text: str, type_name: str) -> str | int | float | bool:
+    if "bool" in type_name:
         if text not in ("true", "false"):
             raise ValueError(f"{key}={text}: expected true or false.")
         return text == "true"
-    if "str" in kind:
+    if "str" in type_name:
         return text
     try:
-        value = int(text) if "int" in kind else float(text)
+        value = int(text) if "int" in type_name else float(text)
     except ValueError:
-        raise ValueError(f"{key}={text}: expected a {'whole ' if 'int' in kind else ''}number.") from None
-    smallest = 0 if "float" in kind or key in ("staleness", "prompt_tokens") else 1
-    if not value >= smallest:
-        raise ValueError(f"{key}={text}: expected {smallest} or more.")
+        raise ValueError(f"{key}={text}: expected {'an integer' if 'int' in type_name else 'a number'}.") from None
+    least = 0 if "float" in type_name or key in ("staleness", "prompt_tokens") else 1
+    if not value >= least:
+        raise ValueError(f"{key}={text}: expected {least} or more.")
     return value
 
 
-DEFAULT_SETUP = Setup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
-DEFAULT_SPEEDS = Speeds(EngineSpeeds(0.015, 0.0001, 0.00003, 256), train_s=1.0, train_token_s=2e-5, push_s=2.0)
+DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
+DEFAULT_SPEEDS = RunSpeeds(EngineSpeeds(0.015, 0.0001, 0.00003, 256), train_s=1.0, train_token_s=2e-5, push_s=2.0)
 LOG_NORMAL_GROUPS = 2048
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is simulated."""
+class SimulationInput:
+    """What the simulator takes."""
 
-    groups: Groups
-    speeds: Speeds
-    setup: Setup
-    gpus: Gpus
-    fit: Fit | None  # None: speeds were given
+    groups: GroupLengths
+    speeds: RunSpeeds
+    setup: RolloutSetup
+    gpus: GpuCounts
+    fit: SpeedFit | None  # None: the speeds were given
 
 
-def case_of(keys: Keys) -> Case:
-    """From a run's folder, or from what was given. Raises ValueError."""
+def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:
+    """Combine the record of a run, if there is one, with the given values. Raises ValueError."""
     if (keys.run_dir, keys.lengths, keys.median).count(None) != 2:
         raise ValueError(
-            "expected one of run_dir=FOLDER, lengths=FILE.jsonl and median=TOKENS: whose lengths are simulated."
+            "expected one of run_dir=FOLDER, lengths=FILE.jsonl and median=TOKENS, for the response lengths."
         )
     trace = read_run(Path(keys.run_dir)) if keys.run_dir else None
-    measured = None if trace is None or _all_given(keys) else trace.fit()
-    speeds = _speeds(keys, measured.speeds if measured else _without_fit(trace))
+    engine_speeds_given = None not in (keys.step_ms, keys.request_ms, keys.prefill_ms)
+    fit = None if trace is None or engine_speeds_given else trace.fit()
+    speeds = _speeds(keys, fit.speeds if fit else _default_speeds(trace))
     setup = _setup(keys, trace.setup if trace else DEFAULT_SETUP)
-    gpus = Gpus(
+    gpus = GpuCounts(
         keys.engine_gpus or (trace.engine_gpus if trace else 1),
         keys.trainer_gpus or (trace.trainer_gpus if trace else 4),
     )
     if trace and keys.trainer_gpus:
         setup = replace(setup, train_scale=trace.trainer_gpus / keys.trainer_gpus)
-    return Case(trace.groups if trace else _groups(keys), speeds, setup, gpus, measured)
+    return SimulationInput(trace.groups if trace else _groups(keys), speeds, setup, gpus, fit)
 
 
-def _all_given(keys: Keys) -> bool:
-    return None not in (keys.step_ms, keys.request_ms, keys.prefill_ms)
-
-
-def _without_fit(trace: Trace | None) -> Speeds:
+def _default_speeds(trace: RunTrace | None) -> RunSpeeds:
     if trace is None:
         return DEFAULT_SPEEDS
     return replace(DEFAULT_SPEEDS, engine=replace(DEFAULT_SPEEDS.engine, max_running=trace.max_running))
 
 
-def _groups(keys: Keys) -> Groups:
+def _groups(keys: RolloutPlanKeys) -> GroupLengths:
     if keys.lengths:
         return read_lengths(Path(keys.lengths), keys.prompt_tokens)
-    assert keys.median is not None, "case_of() looks first"
+    assert keys.median is not None, "simulation_input() checks this"
     shape = (LOG_NORMAL_GROUPS, keys.responses_per_prompt or 8)
-    drawn = np.random.default_rng(0).lognormal(np.log(max(keys.median, 1.0)), keys.sigma, shape)
-    return Groups(drawn.clip(1, keys.longest).astype(np.int64), np.full(len(drawn), keys.prompt_tokens))
+    lengths = np.random.default_rng(0).lognormal(np.log(max(keys.median, 1.0)), keys.sigma, shape)
+    prompts = np.full(len(lengths), keys.prompt_tokens)
+    return GroupLengths(lengths.clip(1, keys.longest).astype(np.int64), prompts)
 
 
-def _speeds(keys: Keys, base: Speeds) -> Speeds:
-    given = dict(step_s=keys.step_ms, request_s=keys.request_ms, prefill_s=keys.prefill_ms)
-    changes = {name: value / 1e3 for name, value in given.items() if value is not None}
+def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
+    milliseconds = dict(step_s=keys.step_ms, request_s=keys.request_ms, prefill_s=keys.prefill_ms)
+    changes = {name: value / 1e3 for name, value in milliseconds.items() if value is not None}
     engine = replace(base.engine, **changes, max_running=keys.max_running or base.engine.max_running)
     token_s = None if keys.train_token_us is None else keys.train_token_us / 1e6
-    known = dict(train_s=keys.train_s, train_token_s=token_s, push_s=keys.push_s)
-    return replace(base, engine=engine, **{name: value for name, value in known.items() if value is not None})
+    seconds = dict(train_s=keys.train_s, train_token_s=token_s, push_s=keys.push_s)
+    return replace(base, engine=engine, **{name: value for name, value in seconds.items() if value is not None})
 
 
-def _setup(keys: Keys, base: Setup) -> Setup:
-    size = keys.prompts_per_step or base.prompts_per_step
+def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
+    prompts = keys.prompts_per_step or base.prompts_per_step
     staleness = base.staleness if keys.staleness is None else keys.staleness
-    extra = base.extra if keys.over_sampling is None else round(keys.over_sampling * size)
+    extra = base.extra if keys.over_sampling is None else round(keys.over_sampling * prompts)
     ordered = base.in_order if keys.staleness is None else staleness < 2
-    by_turns = base.colocated if keys.colocated is None else keys.colocated
+    colocated = base.colocated if keys.colocated is None else keys.colocated
     engines = keys.num_engines or base.num_engines
-    return Setup(size, engines, staleness, ordered and not extra, extra, colocated=by_turns)
+    return RolloutSetup(prompts, engines, staleness, ordered and not extra, extra, colocated=colocated)
 
 
-def show(case: Case, rows: list[Row]) -> None:
-    """Where the speeds are from, and a line per shape."""
+def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
+    """Print the speeds and a table with one line per scenario."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    engine, speeds = case.speeds.engine, case.speeds
+    engine, speeds = simulated.speeds.engine, simulated.speeds
     console.print(
         f"engine: {engine.step_s * 1e3:.4g} ms a decoding step + {engine.request_s * 1e3:.4g} ms a running request "
         f"({engine.max_running} at most), {engine.prefill_s * 1e3:.4g} ms a prefilled token\n"
         f"training: {speeds.train_s:.4g} s + {speeds.train_token_s * 1e6:.4g} us a token; push {speeds.push_s:.4g} s"
     )
-    if case.fit:
-        console.print(f"fitted; errors {case.fit.engine_error:.1%} (engines), {case.fit.train_error:.1%} (training)")
-    table = Table(
-        "", title=f"{len(rows[0].found.step_s)} steps each, the first {rows[0].skip} left out", title_justify="left"
-    )
+    if fit := simulated.fit:
+        console.print(f"fitted; errors {fit.engine_error:.1%} (engines), {fit.train_error:.1%} (training)")
+    first = scenarios[0]
+    title = f"{len(first.prediction.step_s)} steps each; means without the first {first.skip}"
+    table = Table("", title=title, title_justify="left")
     for column in ("s/step", "tokens/s", "over first", "of best", "idle", "oldest", "length ratio", "dropped"):
         table.add_column(column, justify="right")
-    for row in rows:
-        found, speedup = row.found, row.tokens_per_s / rows[0].tokens_per_s
+    for scenario in scenarios:
+        prediction = scenario.prediction
         table.add_row(
-            row.name,
-            f"{row.seconds:.4g}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{speedup:.2f}",
-            f"{row.of_best:.0%}",
-            f"{found.engine_idle_fraction:.0%}",
-            f"{max(found.ages)}",
-            f"{found.selection_ratio:.3f}",
-            f"{found.dropped}",
+            scenario.name,
+            f"{scenario.seconds:.4g}",
+            f"{scenario.tokens_per_s:,.0f}",
+            f"{scenario.tokens_per_s / first.tokens_per_s:.2f}",
+            f"{scenario.share_of_best:.0%}",
+            f"{prediction.engine_idle_fraction:.0%}",
+            f"{max(prediction.ages)}",
+            f"{prediction.selection_ratio:.3f}",
+            f"{prediction.dropped}",
         )
     console.print(table)
+
+
+def draw_scenarios(path: Path, scenarios: Sequence[Scenario], *, title: str) -> None:
+    """Draw the seconds of a step in each scenario, and their lower bound, into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.32 * len(scenarios)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    positions = range(len(scenarios))
+    colors = ["#E45756" if not position else "#4C78A8" for position in positions]
+    axes.barh(positions, [scenario.seconds for scenario in scenarios], color=colors, label="predicted")
+    best = [scenario.prediction.best_possible_s for scenario in scenarios]
+    axes.plot(best, positions, "|", color="black", markersize=12, markeredgewidth=2, label="best possible")
+    axes.set_yticks(positions, [scenario.name for scenario in scenarios])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds of a step")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(alpha=0.25, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    unfinished = path.with_suffix(".part.png")
+    figure.savefig(unfinished)
+    unfinished.replace(path)
 
 
 def main(argv: list[str]) -> int:
@@ -204,13 +235,14 @@ def main(argv: list[str]) -> int:
     if not argv or any(word in ("-h", "--help") for word in argv):
         (sys.stdout if argv else sys.stderr).write(USAGE)
         return 0 if argv else 2
-    with hydra_app.as_user_error():
-        keys = Keys.of(argv)
-        case = case_of(keys)
-    rows = what_if(case.groups, case.speeds, case.setup, case.gpus, keys.steps)
-    show(case, rows)
+    with hydra_entry.exit_on_user_error():
+        keys = RolloutPlanKeys.of(argv)
+        simulated = simulation_input(keys)
+    scenarios = compare_scenarios(simulated.groups, simulated.speeds, simulated.setup, simulated.gpus, keys.steps)
+    show(simulated, scenarios)
     if keys.picture:
-        draw(Path(keys.picture), rows, title=f"{case.setup.prompts_per_step} groups a step: what if")
+        title = f"{simulated.setup.prompts_per_step} groups a step: predicted scenarios"
+        draw_scenarios(Path(keys.picture), scenarios, title=title)
         sys.stdout.write(f"drawn in {keys.picture}\n")
     return 0
 

@@ -16,8 +16,7 @@ from mrl.config.validate import from_hydra
 from mrl.controller import build
 from mrl.controller import plan_tools as planning
 from mrl.core.run_errors import ProcessesLostError, StartError
-from mrl.diagnostics.replay import Found, Verdict
-from mrl.diagnostics.replay_picture import draw
+from mrl.diagnostics.replay import Found, Verdict, draw
 from mrl.diagnostics.step_dump import Capsule, Weights
 from parallel.dims import ParallelDims
 

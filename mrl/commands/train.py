@@ -2,17 +2,17 @@
 
 import sys
 
-from mrl.commands import supervised
+from mrl.launch import supervisor
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of `mrl train`: nothing is imported here that takes time."""
+    """Supervise the training process; imports nothing that takes time."""
     if "-m" in argv or "--multirun" in argv:
-        from mrl.commands import sweep
+        from mrl.commands import sweep  # imports Hydra
 
         return sweep.main(argv)
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]
-    return supervised.supervise("mrl.commands.training", argv)
+    return supervisor.supervise("mrl.commands.train_process", argv)
 
 
 if __name__ == "__main__":

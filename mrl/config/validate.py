@@ -1,266 +1,238 @@
-"""A composed config against the schema of mrl/config/schema.py: unknown keys, wrong types, single values that cannot be."""
+"""Checks of a composed config that OmegaConf cannot make: bounds, rules between keys, hints for unknown keys."""
 
 import difflib
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, read_write
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from mrl.config.schema import ClusterConfig, Config, EvaluateConfig, GenerateConfig, RolloutConfig
+from mrl.config.schema import ClusterConfig, Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_literals
 
+PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
+"""Free-form sections that may hold the keys of ParallelConfig only."""
+MOVED = {
+    "algorithm.lr": "optim.lr",
+    "algorithm.lr_schedule": "optim.lr_schedule",
+    "algorithm.lr_decay_steps": "optim.lr_decay_steps",
+    "algorithm.lr_min": "optim.lr_min",
+    "algorithm.betas": "optim.betas",
+    "algorithm.eps": "optim.eps",
+    "algorithm.weight_decay": "optim.weight_decay",
+    "algorithm.clip_grad": "optim.clip_grad",
+    "algorithm.warmup_steps": "optim.warmup_steps",
+    "rollout.order": "rollout.group_order",
+    "rollout.over_sampling": "rollout.over_sample_rate",
+    "rollout.start_timeout_s": "cluster.start_timeout_s",
+    "checkpoint.timeout_s": "trainer.timeout_s",
+    "generate.max_response_tokens": "rollout.max_response_tokens",
+    "weight_sync.tries": "weight_sync.max_attempts",
+    "capsule.steps": "step_dump.steps",
+    "capsule.spike": "step_dump.spike_factor",
+    "capsule.window": "step_dump.spike_window",
+    "capsule.keep": "step_dump.max_spikes",
+    "faults.max_restarts": "fault_tolerance.max_restarts",
+    "faults.engine_stall_s": "fault_tolerance.engine_stall_timeout_s",
+    "faults.engine_tries": "fault_tolerance.max_response_attempts",
+    "faults.grace_s": "fault_tolerance.preemption_grace_s",
+    "plan.send_gb_per_s": "plan.weight_sync_gb_per_s",
+    "plan.receive_gb_per_s": "plan.weight_sync_gb_per_s",
+    "plan.matmul_efficiency": "plan.efficiency.matmul",
+    "plan.attention_efficiency": "plan.efficiency.attention",
+    "plan.expert_efficiency": "plan.efficiency.experts",
+    "plan.bandwidth_efficiency": "plan.efficiency.bandwidth",
+    "sweep.params": "hydra.sweeper.params",
+    "sweep.at_once": "hydra.launcher.n_jobs",
+    "sweep.trials": "hydra.sweeper.n_trials",
+    "sweep.maximize": "sweep.direction",
+    "cluster.partition": "cluster.slurm.partition",
+    "cluster.time": "cluster.slurm.time",
+    **{f"{section}.{name}": f"{section}.optim.{name}" for section in ("critic", "sft")
+       for name in ("lr", "betas", "eps", "weight_decay", "clip_grad")},
+    "sft.warmup_steps": "sft.optim.warmup_steps",
+}  # fmt: skip
+"""Former name of a key -> its name; only for the hint that follows an unknown key."""
 
-def known_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Dotted names of every key, sections included."""
-    keys: list[str] = []
-    for f in fields(schema):
-        keys.append(prefix + f.name)
-        inner = _section(f.type)
+
+def section_type(annotation: Any) -> type | None:
+    """The dataclass of a section's annotation; None for a key."""
+    return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
+def leaf_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """(dotted key, dataclass field) of every key, without sections."""
+    for field in fields(schema):
+        inner = section_type(field.type)
         if inner:
-            keys += known_keys(inner, f"{prefix}{f.name}.")
-    return keys
+            yield from leaf_fields(inner, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", field
 
 
-def _section(kind: Any) -> type | None:
-    options = getattr(kind, "__args__", (kind,))  # Optional[X] is a typing object at the edge of ours
-    return next((o for o in options if isinstance(o, type) and is_dataclass(o)), None)
+def known_keys() -> list[str]:
+    """Dotted names of all sections and keys."""
+    keys = [key for key, _ in leaf_fields()]
+    sections = {key.rpartition(".")[0] for key in keys} | {key.partition(".")[0] for key in keys}
+    return [*keys, *sorted(sections - {""} - set(keys))]
 
 
 def is_known(key: str) -> bool:
-    """Whether `key` names a section, a key, or something inside a free-form node (plug-ins, sglang, megatron)."""
-    keys = set(known_keys())
-    sections = {k.rpartition(".")[0] for k in keys}
+    """Return whether `key` is a section, a key, or something inside a free-form key (plug-in arguments, sglang, megatron)."""
+    if key in known_keys():
+        return True
+    for layout in PARTIAL_LAYOUTS:
+        if key.startswith(f"{layout}."):
+            return key.removeprefix(f"{layout}.") in ParallelConfig.__dataclass_fields__
+    free = {name for name, field in leaf_fields() if _is_free_form(field)}
     parts = key.split(".")
-    parents = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return key in keys or any(p in keys and p not in sections for p in parents)
+    return any(".".join(parts[:n]) in free for n in range(1, len(parts)))
+
+
+def _is_free_form(field: Field) -> bool:
+    return "dict" in str(field.type).lower()
 
 
 def unknown_key_message(key: str) -> str:
-    """What to tell a user who set `key`, which nothing reads."""
-    near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+    """The error message for a key that does not exist, with the nearest key that does."""
+    candidates = known_keys()
+    for layout in PARTIAL_LAYOUTS:
+        if key.startswith(f"{layout}."):
+            candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
+    near = [MOVED[key]] if key in MOVED else difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown key {key!r}{hint} (`mrl train --cfg job` lists every key)"
+    return f"unknown key {key!r}{hint} (`mrl config` lists every key)"
+
+
+def structured_schema() -> DictConfig:
+    """The schema as a typed OmegaConf node with all defaults, without the read-only flags of frozen dataclasses."""
+
+    def clear_readonly(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, None)
+        for name in node:
+            child = node._get_node(name)
+            if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
+                clear_readonly(child)
+
+    schema = OmegaConf.structured(Config)
+    clear_readonly(schema)
+    return schema
 
 
 def from_hydra(composed: DictConfig) -> Config:
-    """Check a composed config against the schema; raises ValueError that names the key and what was expected."""
+    """Convert a composed config to the schema's dataclasses.
+
+    Raises:
+        WrittenSecretError: a secret is written as plain text.
+        ValueError: a value does not fit; the message names the key and what is expected.
+    """
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict), f"config is a {type(written)}"
     refuse_literals(written)
-    plain = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(plain, dict), f"config is a {type(plain)}"
-    for key in _leaves(plain):
-        if not is_known(key):
-            raise ValueError(unknown_key_message(key))
     try:
-        with _writable(OmegaConf.structured(Config)) as schema:
-            config = OmegaConf.to_object(OmegaConf.merge(schema, composed))
+        config = OmegaConf.to_object(OmegaConf.merge(structured_schema(), composed))
     except OmegaConfBaseException as error:
-        if error.full_key and "missing mandatory value" in str(error).lower():
-            raise ValueError(f"{error.full_key} must be set: {error.full_key}=VALUE") from None
-        raise ValueError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from None
+        raise ValueError(type_error_message(error)) from None
     assert isinstance(config, Config), f"config is a {type(config)}"
     check(config)
     return config
 
 
-@contextmanager
-def _writable(schema: DictConfig) -> Iterator[DictConfig]:
-    """`schema` with the read-only flags gone that OmegaConf takes over from frozen dataclasses."""
-    with ExitStack() as stack:
-        nodes = [schema]
-        while nodes:
-            node = nodes.pop()
-            stack.enter_context(read_write(node))
-            nodes += [child for name in node if isinstance(child := node._get_node(name), DictConfig)]
-        yield schema
-
-
-def _leaves(node: dict, prefix: str = "") -> list[str]:
-    found = []
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        nested = isinstance(value, dict) and value and key in {k.rpartition(".")[0] for k in known_keys()}
-        found += _leaves(value, key + ".") if nested else [key]
-    return found
-
-
-_POSITIVE = [
-    "rollout.prompts_per_step",
-    "rollout.responses_per_prompt",
-    "rollout.max_response_tokens",
-    "rollout.num_engines",
-    "rollout.engine_tp",
-    "rollout.temperature",
-    "rollout.start_timeout_s",
-    "rollout.request_timeout_s",
-    "scoring.sample_timeout_s",
-    "scoring.timeout_s",
-    "scoring.memory_gb",
-    "sft.steps",
-    "sft.batch_size",
-    "sft.lr",
-    "trainer.stop_window",
-    "trainer.max_tokens_per_micro_batch",
-    "trainer.logprob_chunk",
-    "algorithm.mini_batches",
-    "algorithm.epochs",
-    "rollout.max_sampling_rounds",
-    "critic.lr",
-    "trainer.timeout_s",
-    "generate.samples",
-    "generate.top_p",
-    "generate.prompts_per_file",
-    "generate.requests_in_flight",
-    "certify.prompts",
-    "certify.responses_per_prompt",
-    "certify.prompt_tokens",
-    "certify.response_tokens",
-    "certify.lr",
-    "weight_sync.bucket_bytes",
-    "weight_sync.timeout_s",
-    "weight_sync.tries",
-    "checkpoint.keep_last",
-    "checkpoint.timeout_s",
-    "faults.engine_stall_s",
-    "faults.engine_tries",
-    "capsule.window",
-    "plan.send_gb_per_s",
-    "plan.receive_gb_per_s",
-    "plan.expert_imbalance",
-    "plan.top",
-    "plan.matmul_efficiency",
-    "plan.attention_efficiency",
-    "plan.expert_efficiency",
-    "plan.bandwidth_efficiency",
-    "plan.pcie_gb_per_s",
-    "cluster.start_timeout_s",
-]
-_NOT_NEGATIVE = [
-    "run.seed",
-    "generate.temperature",
-    "trainer.max_steps",
-    "trainer.eval_every",
-    "algorithm.clip_grad",
-    "algorithm.warmup_steps",
-    "algorithm.lr_decay_steps",
-    "algorithm.lr_min",
-    "critic.clip_grad",
-    "critic.value_clip",
-    "critic.warmup_steps",
-    "sft.warmup_steps",
-    "checkpoint.every",
-    "checkpoint.keep_best",
-    "checkpoint.export_every",
-    "faults.max_restarts",
-    "plan.response_sigma",
-    "plan.latency_us",
-    "faults.grace_s",
-    "capsule.spike",
-    "capsule.keep",
-    "cluster.gpus_per_node",
-    "plan.reserve_gb",
-]
-
-_ONE_OF = {
-    "algorithm.old_logprobs": ("recompute", "rollout"),
-    "rollout.mode": ("sync", "one_step_off", "async"),
-    "rollout.order": (None, "drawn", "finished"),
-    "data.bad_rows": ("error", "skip"),
-    "data.overlong": ("error", "skip"),
-    "weight_sync.transport": ("auto", "shared_memory", "cuda_ipc", "process_group", "disk"),
-    "weight_sync.pause_mode": ("retract", "abort", "in_place"),
-}
+def type_error_message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's error as one line that names the key and what is expected."""
+    key, text = error.full_key or "config", str(error).splitlines()[0]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key_message(key)
+    if "missing mandatory value" in text.lower():
+        return f"{key} must be set: {key}=VALUE"
+    if choices := re.fullmatch(r"Invalid value '(.*)', expected one of \[(.*)\]", text):
+        value, expected = choices[1], choices[2].split(", ")
+        near = difflib.get_close_matches(value, expected, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        return f"{key}={value!r}: expected {' or '.join(filter(None, [', '.join(expected[:-1]), expected[-1]]))}{hint}"
+    return f"{key}: {text}"
 
 
 def check(config: Config) -> None:
-    """Rules on single values; raises ValueError naming the key, its value and what fits."""
-    for key in (*_POSITIVE, *_NOT_NEGATIVE):
-        section, _, name = key.partition(".")
-        value = vars(vars(config)[section])[name]
-        if value < 0 or (value == 0 and key in _POSITIVE):
-            raise ValueError(f"{key}={value}: must be {'greater than 0' if key in _POSITIVE else '0 or more'}.")
-    if config.scoring.workers is not None and config.scoring.workers < 1:
-        raise ValueError(f"scoring.workers={config.scoring.workers}: must be 1 or more, or null for one each core.")
-    if config.trainer.eval_rows is not None and config.trainer.eval_rows < 1:
-        raise ValueError(f"trainer.eval_rows={config.trainer.eval_rows}: must be 1 or more, or null for all rows.")
-    for name in ("mini_batches", "epochs"):
-        if (count := vars(config.critic)[name]) is not None and count < 1:
-            raise ValueError(f"critic.{name}={count}: must be 1 or more, or null for the actor's.")
-    for key, fits in _ONE_OF.items():
-        section, _, name = key.partition(".")
-        if (value := vars(vars(config)[section])[name]) not in fits:
-            fits = tuple(filter(None, fits))
-            near = difflib.get_close_matches(str(value), fits, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise ValueError(f"{key}={value!r}: expected {', '.join(fits[:-1])} or {fits[-1]}{hint}")
-    _check_asynchrony(config.rollout)
-    _check_sampling(config.generate)
-    _check_evaluation(config.evaluate)
-    _check_cluster(config.cluster)
-    if config.model.dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"model.dtype={config.model.dtype!r}: expected bfloat16 or float32.")
+    """Raise ValueError for a value outside its bounds, or for keys that contradict each other."""
+    _check_bounds(config)
+    _check_generate(config.generate)
+    check_cluster(config.cluster)
+    for key, layout in (("critic.parallel", config.critic.parallel), ("teacher.parallel", config.teacher.parallel)):
+        _check_partial_layout(key, layout)
+    if unknown := config.plan.efficiency.keys() - type(config.plan)().efficiency.keys():
+        raise ValueError(unknown_key_message(f"plan.efficiency.{min(unknown)}"))
 
 
-def _check_asynchrony(rollout: RolloutConfig) -> None:
-    if rollout.max_staleness is not None and (rollout.mode != "async" or rollout.max_staleness < 0):
-        raise ValueError(
-            f"rollout.max_staleness={rollout.max_staleness} with rollout.mode={rollout.mode}: expected 0 or more, with "
-            "rollout.mode=async; sync has 0 and one_step_off 1."
-        )
-    if rollout.over_sampling < 0 or (rollout.over_sampling and rollout.order == "drawn"):
-        raise ValueError(
-            f"rollout.over_sampling={rollout.over_sampling} with rollout.order={rollout.order}: expected 0 or more, and 0 with "
-            "rollout.order=drawn, which waits for every group."
-        )
+def _check_bounds(section: Any, prefix: str = "") -> None:
+    """Compare every number with the bounds in its field's metadata: above, below, least, most."""
+    for field in fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if section_type(field.type):
+            _check_bounds(value, f"{key}.")
+            continue
+        for number in _numbers(value):
+            bounds = field.metadata
+            inside = (
+                number > bounds.get("above", -float("inf"))
+                and number < bounds.get("below", float("inf"))
+                and bounds.get("least", number) <= number <= bounds.get("most", number)
+            )
+            if not inside:
+                raise ValueError(f"{key}={value}: must be {bounds_text(field)}{_or_null(field)}.")
 
 
-def _check_sampling(generate: GenerateConfig) -> None:
-    for name in ("max_response_tokens", "rows"):
-        if (value := vars(generate)[name]) is not None and value < 1:
-            raise ValueError(f"generate.{name}={value}: must be 1 or more, or null.")
-    if generate.top_p > 1 or generate.top_k == 0 or generate.top_k < -1:
-        raise ValueError(
-            f"generate.top_p={generate.top_p}, generate.top_k={generate.top_k}: expected a probability of at most 1, and a "
-            "number of tokens or -1."
-        )
+def _numbers(value: Any) -> list[float]:
+    values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+
+
+def bounds_text(field: Field) -> str:
+    """The bounds of a key in words; empty without any."""
+    words = {"above": "greater than {:g}", "least": "{:g} or more", "below": "less than {:g}", "most": "at most {:g}"}
+    return " and ".join(text.format(field.metadata[name]) for name, text in words.items() if name in field.metadata)
+
+
+def _or_null(field: Field) -> str:
+    return ", or null" if field.default is None else ""
+
+
+def _check_generate(generate: GenerateConfig) -> None:
+    if generate.top_k == 0:
+        raise ValueError("generate.top_k=0: expected a number of tokens, or -1 for all.")
     if generate.temperature == 0 and generate.samples > 1:
         raise ValueError(
-            f"generate.samples={generate.samples} with generate.temperature=0: all would be the same response; set one of "
-            "them to 1."
+            f"generate.samples={generate.samples} with generate.temperature=0: greedy decoding gives the same response each "
+            "time; set one of them to 1."
         )
 
 
-def _check_evaluation(evaluate: EvaluateConfig) -> None:
-    if any(k < 1 for k in evaluate.k):
-        raise ValueError(f"evaluate.k={list(evaluate.k)}: expected numbers of responses, 1 or more.")
-    if not 0 < evaluate.confidence < 1:
-        raise ValueError(f"evaluate.confidence={evaluate.confidence}: expected a probability such as 0.95.")
+_JOB_KEYS = ("slurm", "components", "dry_run")
 
 
-_OF_A_JOB = ("partition", "time", "slurm", "components", "dry_run")
-
-
-def _check_cluster(cluster: ClusterConfig) -> None:
-    if cluster.scheduler not in (None, "slurm"):
-        raise ValueError(
-            f"cluster.scheduler={cluster.scheduler!r}: expected slurm, or null for a run that starts here."
-        )
+def check_cluster(cluster: ClusterConfig) -> None:
     default = ClusterConfig()
-    for name in _OF_A_JOB if cluster.scheduler is None else ():
+    for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
-            raise ValueError(f"cluster.{name}={value}: is for a job, and this run starts here; add cluster=slurm.")
-    if cluster.nodes is not None and cluster.nodes < 1:
-        raise ValueError(f"cluster.nodes={cluster.nodes}: must be 1 or more, or null for as many as the run needs.")
-    if cluster.time is not None and not _TIME.fullmatch(cluster.time):
+            raise ValueError(f"cluster.{name}={value}: applies to a job, and this run starts here; add cluster=slurm.")
+    time = cluster.slurm.get("time")
+    if time is not None and not (isinstance(time, str) and _SLURM_TIME.fullmatch(time)):
         raise ValueError(
-            f"cluster.time={cluster.time!r}: expected hours:minutes:seconds, days-hours or days-hours:minutes:seconds, as in "
-            "4:00:00 or 2-12 (in a yaml file in quotes, which else makes a number of it), or UNLIMITED."
+            f"cluster.slurm.time={time!r}: expected hours:minutes:seconds, days-hours or days-hours:minutes:seconds, such as "
+            "4:00:00 or 2-12 (quoted in a yaml file, which otherwise reads it as a number), or UNLIMITED."
         )
 
 
-_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)
+_SLURM_TIME = re.compile(r"\d+:\d\d:\d\d|\d+-\d+(:\d\d(:\d\d)?)?|UNLIMITED", re.IGNORECASE)
+
+
+def _check_partial_layout(key: str, layout: Node) -> None:
+    try:
+        checked = OmegaConf.merge(OmegaConf.structured(ParallelConfig()), layout)
+        _check_bounds(OmegaConf.to_object(checked), f"{key}.")
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise ValueError(unknown_key_message(f"{key}.{error.key}")) from None
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{key}.{error.full_key}: {str(error).splitlines()[0]}") from None

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config import hydra_entry
 from mrl.config.schema import ClusterConfig, Config
-from mrl.config.validate import _check_cluster as check_cluster
+from mrl.config.validate import check_cluster
 from mrl.launch import slurm_job
-from mrl.placement.ray_cluster import missing
+from mrl.placement.ray_cluster import missing_nodes
 from mrl.placement.resource_pools import gpus_of_nodes
 
 SIZE = dict(scheduler="slurm", nodes=2, gpus_per_node=4)
@@ -30,7 +31,7 @@ def test_options_are_those_of_the_config_as_sbatch_has_them():
     own = dict(
         account="lab", open_mode="append", exclusive=True, requeue=False, mail_type=None, nice=0, comment='a "b"'
     )
-    options = directives(job(partition="gpu", time="2-12", slurm=own).script)
+    options = directives(job(slurm=own | dict(partition="gpu", time="2-12")).script)
     assert sorted(options) == sorted(
         [
             "--job-name=mrl-mine",
@@ -91,7 +92,7 @@ def test_the_job_calls_the_command_with_the_very_arguments(tmp_path, monkeypatch
     monkeypatch.setattr(slurm_job, "CHECKOUT", tmp_path)
     monkeypatch.setenv("MRL_MOUNTS", "/data,/my scratch")
     monkeypatch.delenv("MRL_CONTAINER", raising=False)
-    script = slurm_job.write(job(tmp_path / "run", ODD))
+    script = slurm_job.write_script(job(tmp_path / "run", ODD))
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MRL_")}
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=plain, check=True, timeout=60)
     arguments, env = json.loads(done.stdout)
@@ -116,12 +117,12 @@ def test_a_folder_of_any_name_is_written_so_that_it_is_read(tmp_path):
     (run_dir,) = [line for line in made.arguments if line.startswith("run.dir=")]
     assert run_dir == f'run.dir="{tmp_path}/50% lr=1"'
     assert made.components[0]["output"] == f"{tmp_path}/50%% lr=1/logs/slurm_%j.log"
-    assert f"{tmp_path}/50% lr=1/logs/slurm_7.log" in slurm_job.told(made, "7")
+    assert f"{tmp_path}/50% lr=1/logs/slurm_7.log" in slurm_job.submission_message(made, "7")
 
 
 def test_what_was_heeded_at_submission_is_not_in_the_job():
-    overrides = ["run.dir=old", "++resume='never'", "cluster.dry_run=true", "algorithm.lr=1", "resume=other/run"]
-    assert job(overrides=overrides).arguments == ("algorithm.lr=1", "resume=other/run", "run.dir=/runs/mine")
+    overrides = ["run.dir=old", "++resume='never'", "cluster.dry_run=true", "optim.lr=1", "resume=other/run"]
+    assert job(overrides=overrides).arguments == ("optim.lr=1", "resume=other/run", "run.dir=/runs/mine")
 
 
 @pytest.mark.parametrize(
@@ -141,18 +142,18 @@ def test_options_that_cannot_be_are_refused(keys, message):
 
 @pytest.mark.parametrize("time", ["0:30:00", "24:00:00", "2-12", "2-12:30", "1-00:00:00", "UNLIMITED", None])
 def test_time_limits(time):
-    check_cluster(ClusterConfig(**SIZE, time=time))
+    check_cluster(ClusterConfig(**SIZE, slurm=dict(time=time)))
 
 
 @pytest.mark.parametrize("time", ["14400", "4:00", "4h", "1 day"])
 def test_a_time_limit_that_could_mean_something_else_is_refused(time):
     """YAML reads 4:00:00 as 14400, which Slurm takes for minutes; and 4:00 for four minutes."""
     with pytest.raises(ValueError, match="expected hours:minutes:seconds"):
-        check_cluster(ClusterConfig(**SIZE, time=time))
+        check_cluster(ClusterConfig(**SIZE, slurm=dict(time=time)))
 
 
 @pytest.mark.parametrize(
-    "keys", [dict(time="1:00:00"), dict(partition="gpu"), dict(slurm=dict(qos="x")), dict(dry_run=True)]
+    "keys", [dict(slurm=dict(time="1:00:00")), dict(slurm=dict(qos="x")), dict(components=[{}]), dict(dry_run=True)]
 )
 def test_keys_of_a_job_without_a_job_are_refused(keys):
     check_cluster(Config().cluster)
@@ -161,8 +162,8 @@ def test_keys_of_a_job_without_a_job_are_refused(keys):
 
 
 def test_another_scheduler_is_refused():
-    with pytest.raises(ValueError, match="expected slurm, or null"):
-        check_cluster(ClusterConfig(scheduler="pbs"))
+    with pytest.raises(ValueError, match=r"cluster.scheduler='pbs': expected slurm"):
+        hydra_entry.compose_config(["cluster.scheduler=pbs"])
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_a_job_is_submitted_with_the_environment_of_the_command(sbatch, tmp_path
     assert (tmp_path / "script").read_text().strip() == str(tmp_path / "run/job.sbatch")
     assert (tmp_path / "run/job.sbatch").read_text() == found.script and (tmp_path / "run/logs").is_dir()
     assert "SET_BY_A_LIBRARY" not in (tmp_path / "env").read_text()
-    told = slurm_job.told(found, "77")
+    told = slurm_job.submission_message(found, "77")
     assert f"tail -F {tmp_path / 'run/logs/slurm_77.log'}" in told and "scancel 77" in told
 
 
@@ -204,5 +205,5 @@ def test_without_sbatch_the_message_says_where_to_call_it(tmp_path, monkeypatch)
 
 def test_nodes_that_have_not_joined_are_named():
     seen = iter([set(), {"n1"}, {"n1", "n3", "other"}])
-    assert missing(["n1", "n3"], lambda: next(seen), timeout_s=60) == []
-    assert missing(["n1", "n2", "n3"], lambda: {"n1"}, timeout_s=0) == ["n2", "n3"]
+    assert missing_nodes(["n1", "n3"], lambda: next(seen), timeout_s=60) == []
+    assert missing_nodes(["n1", "n2", "n3"], lambda: {"n1"}, timeout_s=0) == ["n2", "n3"]

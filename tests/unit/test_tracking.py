@@ -12,8 +12,11 @@ import pytest
 from rich.console import Console
 
 from mrl.core import metrics
-from mrl.tracking.tracker import ConsoleSink, CurveSink, JsonlSink, Tracker, WandbSink, wandb_mode
-from mrl.tracking.tracker import tracker as tracking
+from mrl.tracking import wandb_sink
+from mrl.tracking.console import ConsoleSink
+from mrl.tracking.curve import CurveSink
+from mrl.tracking.tracker import JsonlSink, Tracker
+from mrl.tracking.wandb_sink import WandbSink, wandb_mode
 
 
 class Memory:
@@ -142,7 +145,7 @@ def test_a_resumed_curve_has_what_was_drawn_before(tmp_path):
     metrics_file.write_text('{"step": 1, "reward/mean": 0.25, "loss/policy": null}\n{"step": 2, "reward/mean": 0.5}\n')
     eval_file.write_text('{"step": 0, "eval/accuracy_sampled": 0.125}\n')
     curve = CurveSink(tmp_path / "curve.png")
-    curve.read([metrics_file, eval_file])
+    curve.read_logs([metrics_file, eval_file])
     curve.log(3, {"reward/mean": 0.75})
     assert curve._snapshot() == ({1: 0.25, 2: 0.5, 3: 0.75}, {"eval/accuracy_sampled": {0: 0.125}})
     curve.rewind(1, evaluated=True)
@@ -193,7 +196,7 @@ def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_
 
 UNREACHABLE = """
 import logging, pathlib, sys, threading, time
-from mrl.tracking.tracker import WandbSink
+from mrl.tracking.wandb_sink import WandbSink
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
 start, logged, in_time = WandbSink._start, threading.Event(), []
 def after_the_steps(sink):
@@ -218,14 +221,14 @@ def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_en
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "WARNING:mrl.tracking.tracker:wandb" in done.stdout
+    assert "WARNING:mrl.tracking.wandb_sink:wandb" in done.stdout
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """Counts the times wandb's helper process would have been ended, and ends none."""
     calls: list[None] = []
-    monkeypatch.setattr(tracking, "_end_wandb_service", lambda: calls.append(None))
+    monkeypatch.setattr(wandb_sink, "_kill_wandb_service", lambda: calls.append(None))
     return calls
 
 
@@ -308,7 +311,8 @@ def test_a_run_that_ends_before_its_first_step_draws_nothing(tmp_path):
 
 
 def test_importing_the_tracker_loads_neither_wandb_nor_matplotlib_nor_rich():
-    code = "import sys, mrl.tracking.tracker; print(*{'wandb', 'matplotlib', 'rich', 'torch'} & set(sys.modules))"
+    modules = ", ".join(f"mrl.tracking.{name}" for name in ("tracker", "console", "curve", "wandb_sink"))
+    code = f"import sys, {modules}; print(*{{'wandb', 'matplotlib', 'rich', 'torch'}} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.strip() == ""

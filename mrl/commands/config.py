@@ -1,0 +1,187 @@
+"""`mrl config`: describes the keys of the config; `--markdown` prints docs/reference/config.md."""
+
+import difflib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import EnumType
+from typing import Any, get_args
+
+import yaml
+
+from mrl.config.hydra_entry import CONF
+from mrl.config.schema import Config
+from mrl.config.validate import MOVED, bounds_text, section_type
+
+USAGE = """usage: mrl config [SEARCH ...] [--markdown]
+
+Describes each key of the config: default, unit, allowed values, description, and the groups in conf/ that set it.
+
+  mrl config                all keys
+  mrl config optim          keys whose name or description contains the word; several words: all of them
+  mrl config --markdown     the page docs/reference/config.md
+"""
+
+PAGE_START = """# Config keys
+
+This page is generated: `mrl config --markdown > docs/reference/config.md`. `mrl config SEARCH` finds keys on the command line.
+
+Any key can be set on the command line (`optim.lr=3e-4`) or in a file of a group (`experiment=NAME`). An unknown key is an
+error that names the nearest one. Plug-ins take the name of a class or function by `_target_`, and its arguments.
+"""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """Description of one key."""
+
+    name: str
+    type: str
+    default: str
+    unit: str
+    allowed: str
+    description: str
+    groups: tuple[str, ...]  # groups in conf/ with a file that sets it
+
+    def matches(self, words: list[str]) -> bool:
+        """Return whether each word is in the name or the description."""
+        text = f"{self.name} {self.description}".lower()
+        return all(word.lower() in text for word in words)
+
+
+def describe_keys() -> list[KeyEntry]:
+    """The entries of all keys, in the order of the schema."""
+    groups = _groups_by_key()
+    return list(_describe_section(Config, Config, "", groups))
+
+
+def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str, set[str]]) -> Iterator[KeyEntry]:
+    instance = default() if isinstance(default, type) else default
+    for field in fields(schema):
+        name, value = f"{prefix}{field.name}", getattr(instance, field.name)
+        if section := section_type(field.type):
+            yield from _describe_section(section, value, f"{name}.", groups)
+            continue
+        assert field.metadata.get("description"), f"{name} has no description in the schema"
+        within = {group for key, found in groups.items() if key == name or key.startswith(f"{name}.") for group in found}
+        yield KeyEntry(
+            name,
+            _type_text(field.type),
+            _default_text(value),
+            field.metadata["unit"],
+            _allowed_text(field),
+            field.metadata["description"],
+            tuple(sorted(within)),
+        )
+
+
+def _groups_by_key() -> dict[str, set[str]]:
+    """Dotted key -> groups in conf/ with a file that sets it."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, text = path.parent.name, path.read_text()
+        prefix = "" if "@package _global_" in text else f"{group}."
+        for key in _leaf_keys(yaml.safe_load(text) or {}, prefix):
+            found.setdefault(key, set()).add(group)
+    return found
+
+
+def _leaf_keys(node: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaf_keys(value, f"{prefix}{name}.")
+        elif name != "defaults":
+            yield f"{prefix}{name}"
+
+
+def _type_text(annotation: Any) -> str:
+    options = [option for option in get_args(annotation) if option is not type(None)]
+    if annotation is dict or "dict" in str(annotation).lower():
+        return "mapping" if "list" not in str(annotation).lower() else "list of mappings"
+    if "list" in str(annotation) or "tuple" in str(annotation):
+        return f"list of {_type_text(options[0])}"
+    single = options[0] if options else annotation
+    return "choice" if isinstance(single, EnumType) else {"str": "text"}.get(single.__name__, single.__name__)
+
+
+def _default_text(value: Any) -> str:
+    if value == "???":
+        return "required"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _allowed_text(field: Any) -> str:
+    for option in (field.type, *get_args(field.type)):
+        if isinstance(option, EnumType):
+            return ", ".join(option)
+    return bounds_text(field)
+
+
+def print_entries(entries: list[KeyEntry]) -> None:
+    """Print entries for a person: name and default, then the description."""
+    for entry in entries:
+        unit = f" {entry.unit}" if entry.unit else ""
+        allowed = f"; {entry.allowed}" if entry.allowed else ""
+        groups = f"; set by the groups {', '.join(entry.groups)}" if entry.groups else ""
+        sys.stdout.write(f"{entry.name}={entry.default}{unit}\n")
+        sys.stdout.write(f"    {entry.description}\n    {entry.type}{allowed}{groups}\n")
+
+
+def markdown_page() -> str:
+    """The text of docs/reference/config.md."""
+    entries, lines = describe_keys(), [PAGE_START]
+    lines += ["| group | options |", "|---|---|"]
+    for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
+        options = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
+        lines.append(f"| `{folder.name}` | {options} |")
+    for field in fields(Config):
+        own = [entry for entry in entries if entry.name == field.name or entry.name.startswith(f"{field.name}.")]
+        section = section_type(field.type)
+        about = field.metadata.get("description") or (section.__doc__ if section else "")
+        lines += ["", f"## {field.name}", "", _sentence(about), "", *_markdown_table(own)]
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(text: str | None) -> str:
+    first = (text or "").strip().split("\n\n")[0]
+    return f"{first[:1].upper()}{first[1:].rstrip('.')}."
+
+
+def _markdown_table(entries: list[KeyEntry]) -> list[str]:
+    rows = ["| key | default | unit | allowed | description | set by groups |", "|---|---|---|---|---|---|"]
+    for entry in entries:
+        cells = (f"`{entry.name}`", f"`{entry.default}`", entry.unit, entry.allowed or entry.type, entry.description)
+        texts = [cell.replace("|", "\\|") for cell in (*cells, ", ".join(entry.groups))]
+        rows.append(f"| {' | '.join(texts)} |")
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `mrl config`; the exit status is 1 if no key matches."""
+    if any(word in ("-h", "--help") for word in argv):
+        sys.stdout.write(USAGE)
+        return 0
+    if argv == ["--markdown"]:
+        sys.stdout.write(markdown_page())
+        return 0
+    if flags := [word for word in argv if word.startswith("-")]:
+        sys.stderr.write(f"mrl config: unknown option {flags[0]}; mrl config --help\n")
+        return 2
+    entries = [entry for entry in describe_keys() if entry.matches(argv)]
+    if not entries:
+        names = [entry.name for entry in describe_keys()]
+        near = [MOVED[argv[0]]] if argv[0] in MOVED else difflib.get_close_matches(argv[0], names, n=3)
+        sys.stderr.write(f"mrl config: no key matches{'; similar: ' + ', '.join(near) if near else ''}\n")
+        return 1
+    print_entries(entries)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

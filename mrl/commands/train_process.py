@@ -1,0 +1,77 @@
+"""The process that `mrl train` supervises: it trains, or submits the run as a Slurm job."""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from mrl.config import hydra_entry
+from mrl.config.schema import Config
+from mrl.controller import build
+from mrl.controller.memory_check import plan_fitting_run
+from mrl.controller.trainer import TrainingResult
+from mrl.core.run_errors import REQUEUE, PreemptedError, PreemptionHandler, StartupLostError
+from mrl.launch import slurm_job, supervisor
+from mrl.placement.resource_pools import with_node_count
+from mrl.sweep.points import metric_value
+
+
+def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
+    """Train one run to its end, or submit it as a job; returns the metric of sweeps.
+
+    The run continues if its directory has a checkpoint. A preempted run saves one and exits with status REQUEUE.
+    `overrides` are those of the command line, for the job.
+    """
+    if config.cluster.scheduler and not config.cluster.address:
+        return _submit(config, overrides)
+    supervisor.tell_supervisor(f"run.dir={config.run.dir}")
+    try:
+        with PreemptionHandler() as preemption:
+            with hydra_entry.exit_on_user_error():
+                plan = plan_fitting_run(config)
+            with build.trainer(plan, preemption) as trainer:
+                result = trainer.fit()
+    except PreemptedError as reason:
+        sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} continues the run\n")
+        raise SystemExit(REQUEUE) from None
+    except StartupLostError as error:
+        supervisor.request_restart()
+        sys.stderr.write(f"mrl: {error}\n")
+        raise SystemExit(1) from error
+    sys.stdout.write(summary(result, config.run.dir, config.trainer.stop_reward))
+    return metric_value(Path(config.run.dir), config.sweep.metric)
+
+
+def _submit(config: Config, overrides: Sequence[str]) -> None:
+    """Check all that can be checked without GPUs, then submit the job; a dry run prints its script instead."""
+    with hydra_entry.exit_on_user_error():
+        cluster = with_node_count(config.cluster, plan_fitting_run(config).pools)
+        job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides)
+        text = job.script if config.cluster.dry_run else slurm_job.submission_message(job, slurm_job.submit(job))
+    sys.stdout.write(text)
+
+
+def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
+    """The result of a run for the terminal."""
+    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
+    if goal is not None and not result.reward >= goal:
+        lines.append(f"the goal trainer.stop_reward={goal} was not reached")
+    for name, before in result.before.items():
+        what = name.removeprefix("eval/").replace("_", " ")
+        lines.append(f"held-out {what}: {before:.3f} before, {result.after[name]:.3f} after")
+    return "\n".join([*lines, f"run directory: {run_dir}", ""])
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the process."""
+    supervisor.register_child()
+    if not (hydra_entry.names_model(argv) or any(word.startswith("-") for word in argv)):
+        sys.stdout.write("no experiment= or model.path= is given: training experiment=quickstart\n")
+    with hydra_entry.exit_on_user_error():
+        arguments = hydra_entry.user_arguments(argv)
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    return hydra_entry.run(arguments, partial(train, overrides=overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""Supervisor of a command: runs it in a child process, and restarts it when the child is killed or crashes.
+
+The process that the user started only waits, so it imports nothing heavy. It forwards signals to the child. A child whose
+Python interpreter exits in an orderly way, with success or with an error, writes "ended" to a pipe; without that word the
+child was killed, crashed, or was ended by Ray because its raylet died, whatever its exit status is.
+"""
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from mrl.core.run_errors import REQUEUE
+
+PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # environment variable of the child: file descriptor of the pipe's write end
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+BACKOFF_S = 1.0  # before the first restart; doubles with each restart
+MAX_RESTARTS = 5
+STABLE_S = 3600.0  # a child that ran for this long resets the count of restarts
+
+_pipe: int | None = None  # in the child: write end of the pipe
+
+
+def register_child() -> None:
+    """In the child, before anything else: report an orderly exit to the supervisor."""
+    if PIPE_VARIABLE in os.environ:
+        global _pipe
+        _pipe = int(os.environ.pop(PIPE_VARIABLE))
+        os.set_inheritable(_pipe, False)
+        atexit.register(tell_supervisor, "ended")
+
+
+def tell_supervisor(word: str) -> None:
+    """In the child: send "ended", or an argument that a restart must have, such as the run directory."""
+    if _pipe is not None:
+        os.write(_pipe, f"{word}\n".encode())
+
+
+def request_restart() -> None:
+    """In the child: have the supervisor restart it, although it exits in an orderly way."""
+    global _pipe
+    _pipe = None
+
+
+def supervise(module: str, argv: Sequence[str]) -> int:
+    """Run `python -m module argv` until it exits in an orderly way, with at most MAX_RESTARTS restarts.
+
+    Returns the exit status of the last child.
+    """
+    watcher = _ChildWatcher()
+    for number in FORWARDED_SIGNALS:
+        signal.signal(number, watcher.forward_signal)
+    arguments, restarts = list(argv), 0
+    while True:
+        status, words, seconds = watcher.run(module, arguments)
+        if "ended" in words or watcher.signals:
+            return watcher.exit_status(status)
+        arguments += [word for word in words if word not in arguments]
+        restarts = 1 if seconds > STABLE_S else restarts + 1
+        sys.stderr.write(f"mrl: the command vanished (status {status}); ")
+        sys.stderr.write(
+            f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
+        )
+        if restarts > MAX_RESTARTS or watcher.pause(BACKOFF_S * 2 ** (restarts - 1)):
+            return watcher.exit_status(status)
+
+
+class _ChildWatcher:
+    """Runs one child at a time and records the signals that arrive."""
+
+    def __init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self.signals: list[int] = []
+
+    def forward_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        if self.child is not None:
+            self.child.send_signal(number)
+
+    def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
+        """Run one child; returns its status, the words it sent, and its seconds.
+
+        A signal that arrived before the child started is sent to it at once.
+        """
+        start = time.monotonic()
+        self.child, read_end = _start_child(module, argv)
+        for number in self.signals[:1]:
+            self.child.send_signal(number)
+        status = self.child.wait()
+        with os.fdopen(read_end, "rb") as pipe:
+            return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for `seconds`; returns early, with True, if a signal arrives."""
+        self.child, end = None, time.monotonic() + seconds
+        while not self.signals and time.monotonic() < end:
+            time.sleep(0.05)
+        return bool(self.signals)
+
+    def exit_status(self, status: int) -> int:
+        """The child's status as a shell reports it.
+
+        It is REQUEUE if the child was preempted before it could handle the signal.
+        """
+        preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
+        if preempted and (self.child is None or -status in preempted):
+            return REQUEUE
+        return status if status >= 0 else 128 - status
+
+
+_prctl = ctypes.CDLL(None).prctl  # loaded before any fork
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a forked child, before exec: get SIGTERM when the parent dies, and restore the default handling of SIGINT."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it, and children inherit that
+
+
+def _start_child(module: str, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
+    read_end, write_end = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, *argv],
+        env=os.environ | {PIPE_VARIABLE: str(write_end)},
+        pass_fds=[write_end],
+        preexec_fn=end_with_parent,
+        process_group=0,  # Ctrl-C in a terminal reaches the supervisor only, which forwards it once
+    )
+    os.close(write_end)
+    return child, read_end

@@ -1,0 +1,352 @@
+"""Hydra launcher for sweeps of `mrl train`: points as processes on this machine, or as tasks of a Slurm job array.
+
+All points are checked before any of them starts. A point that failed or is missing runs when the same command line is given
+again with the same run.dir; a point that is done does not run again.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.live import Live
+from rich.progress import track
+
+from mrl.config import hydra_entry
+from mrl.config.hydra_entry import is_override_to, override_key
+from mrl.config.schema import Config
+from mrl.controller.memory_check import plan_fitting_run
+from mrl.core.preemption import REQUEUE
+from mrl.launch import slurm_job
+from mrl.launch.supervisor import end_with_parent
+from mrl.placement.resource_pools import with_node_count
+from mrl.sweep.points import (
+    SWEEP_FILE,
+    Point,
+    PointResult,
+    PointState,
+    Sweep,
+    differences,
+    load_sweep,
+    params_to_lines,
+    render_table,
+    split_overrides,
+    write_status,
+)
+
+JOBS_FILE = "jobs.json"  # in the sweep's folder: ids of the job arrays submitted for it
+MISSED_POLLS = 3  # polls without the task before a point without status has failed: shared folders show files late
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+Show = Callable[[Sequence[PointResult]], None]
+
+
+class PointFailedError(RuntimeError):
+    """A point of the sweep failed; the table of the sweep says why."""
+
+
+class PointLauncher(Launcher):
+    """Launcher `mrl` of Hydra (conf/hydra/launcher/mrl.yaml)."""
+
+    __module__ = "hydra_plugins.mrl"  # Hydra accepts launchers of this namespace only
+
+    def __init__(self, n_jobs: int = 1) -> None:
+        """`n_jobs`: points that run at one time."""
+        if n_jobs < 1:
+            raise ValueError(f"hydra.launcher.n_jobs={n_jobs}: must be 1 or more.")
+        self.n_jobs = n_jobs
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Hydra's hook: `config` is composed without the swept keys."""
+        self.folder = Path(config.hydra.sweep.dir).resolve()
+        params = config.hydra.sweeper.get("params") or {}
+        _, swept = split_overrides([*params_to_lines(params), *config.hydra.overrides.task])
+        self.swept_keys = {override_key(override.input_line or "") for override in swept}
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run the points that are not done, and return the metric of each. Raises ValueError if a point cannot run."""
+        fixed, points = self._split_jobs(job_overrides)
+        indices = range(initial_job_idx, initial_job_idx + len(points))
+        sweep, nodes = check_sweep(self.folder, fixed, points, initial_job_idx)
+        sweep.write()
+        config = hydra_entry.compose_config([*fixed, *points[0]])
+        runner = self._runner(sweep, replace(config, cluster=replace(config.cluster, nodes=nodes)), indices)
+        show_while_running(runner)
+        if runner.signals and not all(result.state.ended for result in runner.results()):
+            sys.stdout.write(f"{runner.interruption_message()}\n")
+            raise SystemExit(REQUEUE)
+        return [_job_return(result) for result in runner.results()]
+
+    def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[Point, tuple[Point, ...]]:
+        """Split the overrides of all jobs into those that they share and those of each point.
+
+        `run.dir` is the sweep's own. `resume=never` was checked before the sweep began, and points may continue.
+        """
+        jobs = [
+            [line for line in hydra_entry.check_overrides(job) if not is_override_to(line, "resume", "never")]
+            for job in job_overrides
+        ]
+        fixed = tuple(line for line in jobs[0] if override_key(line) not in {*self.swept_keys, "run.dir"})
+        return fixed, tuple(tuple(line for line in job if override_key(line) in self.swept_keys) for job in jobs)
+
+    def _runner(self, sweep: Sweep, config: Config, indices: range) -> "Runner":
+        if not config.cluster.scheduler:
+            return LocalRunner(sweep, indices, self.n_jobs, start_point)
+
+        def submit(tasks: Sequence[int]) -> str:
+            job = slurm_job.make_array(config.cluster, config.run.name, sweep.folder, tasks, self.n_jobs)
+            return slurm_job.submit(job)
+
+        return SlurmRunner(sweep, indices, submit, slurm_job.queued_tasks)
+
+
+def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
+    """Check points that get the indices from `first` on; returns the sweep with them, and the nodes of the largest point.
+
+    Raises ValueError with the mistakes of all points, or if `folder` holds another sweep.
+    """
+    mistakes, nodes = [], [1]
+    for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
+        try:
+            nodes.append(check_point(folder, [*fixed, *point]))
+        except ValueError as error:
+            mistakes.append(f"  {' '.join(point)}: {error}")
+    if mistakes:
+        raise ValueError(
+            "\n".join([f"{len(mistakes)} of {len(points)} points cannot run; none was started", *mistakes])
+        )
+    config = hydra_entry.compose_config([*fixed, *points[0]])
+    return extend_sweep(folder, config, fixed, points, first), max(nodes)
+
+
+def check_point(folder: Path, overrides: Sequence[str]) -> int:
+    """Check one point as `mrl train` would; returns the nodes of its job. Raises ValueError."""
+    config = hydra_entry.compose_config(overrides)
+    plan = plan_fitting_run(replace(config, run=replace(config.run, dir=str(folder / "check"))))
+    return with_node_count(config.cluster, plan.pools).nodes or 1
+
+
+def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
+    """The sweep in `folder` with `points` from index `first` on; raises ValueError if the folder holds another sweep."""
+    stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
+    earlier = stored.points[:first] if stored else ()
+    maximize = config.sweep.direction == "maximize"
+    wanted = Sweep(
+        folder, f"{config.run.name}-{folder.name}", config.sweep.metric, maximize, fixed, (*earlier, *points)
+    )
+    if stored is None:
+        return wanted
+    if different := differences(stored, wanted):
+        raise ValueError(f"run.dir={folder}: holds another sweep ({'; '.join(different)}); name another folder.")
+    return max(wanted, stored, key=lambda sweep: len(sweep.points))
+
+
+def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
+    """Start the process of a point, in its own process group: Ctrl-C in a terminal is forwarded to it once."""
+    line = [sys.executable, "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
+
+
+def _job_return(result: PointResult) -> JobReturn:
+    """The result of a point as Hydra's sweepers take it."""
+    returned = JobReturn(overrides=result.point, working_dir=str(result.folder))
+    failed = result.state == PointState.failed
+    returned.status = JobStatus.FAILED if failed else JobStatus.COMPLETED
+    returned.return_value = (
+        PointFailedError(f"point {result.index} failed, {result.reason}") if failed else result.value
+    )
+    return returned
+
+
+class Runner(ABC):
+    """Runs the points of a launch that are not done, until all have ended or a signal arrives."""
+
+    poll_s: float  # between two polls
+
+    def __init__(self, sweep: Sweep, indices: Sequence[int]) -> None:
+        self.sweep, self.indices = sweep, indices
+        self.signals: list[int] = []  # received
+
+    def run(self, show: Show) -> None:
+        """Run the points; `show` is called with the state of all points of the sweep after each poll."""
+        former = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
+        try:
+            self.begin()
+            while self.continues():
+                time.sleep(self.poll_s)
+                self.poll()
+                show(self.sweep.results())
+        finally:
+            self.close()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def results(self) -> list[PointResult]:
+        """The state of the points of this launch."""
+        return [self.sweep.result(index) for index in self.indices]
+
+    @abstractmethod
+    def interruption_message(self) -> str:
+        """What happens to unfinished points after a signal, for the terminal."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Prepare or submit the points."""
+
+    @abstractmethod
+    def continues(self) -> bool:
+        """Start points where there is room; returns whether any point is still expected to end."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Record the points that have ended."""
+
+    @abstractmethod
+    def forward_signal(self, number: int) -> None:
+        """Forward a signal to the points."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End processes that must not outlive this one."""
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        self.forward_signal(number)
+
+
+class LocalRunner(Runner):
+    """Runs `n_jobs` points at one time on this machine. The processes receive its signals, and do not outlive it."""
+
+    poll_s = 0.5
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        indices: Sequence[int],
+        n_jobs: int,
+        start: Callable[[Sweep, int], subprocess.Popen[bytes]],
+    ) -> None:
+        """`start(sweep, index)` starts the process of a point."""
+        super().__init__(sweep, indices)
+        self.n_jobs, self.start = n_jobs, start
+        self._queue: list[int] = []
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def begin(self) -> None:
+        self._queue = [result.index for result in self.results() if result.state != PointState.done]
+
+    def continues(self) -> bool:
+        while len(self._running) < self.n_jobs and not self.signals and self._queue:
+            index = self._queue.pop(0)
+            self._running[index] = self.start(self.sweep, index)
+        return bool(self._running)
+
+    def poll(self) -> None:
+        for index in [index for index, process in self._running.items() if process.poll() is not None]:
+            status = self._running.pop(index).returncode
+            if status != REQUEUE and not self.sweep.result(index).state.ended:  # killed before it wrote its status
+                write_status(self.sweep.point_folder(index), status if status >= 0 else 128 - status, 0.0)
+
+    def forward_signal(self, number: int) -> None:
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def interruption_message(self) -> str:
+        return "the points saved checkpoints: the same command continues them"
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+
+
+class SlurmRunner(Runner):
+    """Submits the points as a job array, except those that an earlier array of the sweep still has.
+
+    The jobs outlive this process. The state of a point is read from its folder, because Slurm does not know why a task ended.
+    """
+
+    poll_s = 5.0
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        indices: Sequence[int],
+        submit: Callable[[Sequence[int]], str],
+        queued_tasks: Callable[[str], set[int] | None],
+    ) -> None:
+        """`submit(indices)` submits an array and returns its id; `queued_tasks(id)`: its waiting and running tasks, or None."""
+        super().__init__(sweep, indices)
+        self.submit, self.queued_tasks = submit, queued_tasks
+        self._jobs: list[str] = []
+        self._missed_polls: dict[int, int] = {}  # consecutive polls without the point's task
+
+    def interruption_message(self) -> str:
+        jobs = " ".join(self._jobs)
+        return f"the jobs go on: mrl train -m --table {self.sweep.folder} shows their state; scancel {jobs} ends them"
+
+    def begin(self) -> None:
+        path = self.sweep.folder / JOBS_FILE
+        self._jobs = json.loads(path.read_text()) if path.exists() else []
+        queued = self._queued()
+        if queued is None:
+            raise ValueError(f"squeue does not answer; whether jobs {self._jobs} of this sweep still run is unknown.")
+        wanted = [one.index for one in self.results() if one.state != PointState.done and one.index not in queued]
+        for index in wanted:
+            self.sweep.clear_status(index)
+        if wanted:
+            self._jobs.append(self.submit(wanted))
+            path.write_text(json.dumps(self._jobs))
+
+    def continues(self) -> bool:
+        return not self.signals and not all(result.state.ended for result in self.results())
+
+    def poll(self) -> None:
+        queued = self._queued()
+        if queued is None:
+            return
+        for result in self.results():
+            missed = not result.state.ended and result.index not in queued
+            self._missed_polls[result.index] = self._missed_polls.get(result.index, 0) + 1 if missed else 0
+            if self._missed_polls[result.index] == MISSED_POLLS:
+                result.folder.mkdir(exist_ok=True)
+                logs = f"{result.folder}/logs and {self.sweep.folder}/logs"
+                with (result.folder / "terminal.log").open("a") as log:
+                    log.write(f"mrl: its job ended without an exit status; see {logs}\n")
+                write_status(result.folder, 1, 0.0)
+
+    def forward_signal(self, number: int) -> None:
+        """The jobs go on."""
+
+    def close(self) -> None:
+        """The jobs outlive this process."""
+
+    def _queued(self) -> set[int] | None:
+        tasks = [self.queued_tasks(job) for job in self._jobs]
+        return None if None in tasks else {index for queued in tasks for index in queued or ()}
+
+
+def show_while_running(runner: Runner) -> None:
+    """Run the points: a live table on a terminal, elsewhere a line whenever a point changes its state."""
+    console, shown = Console(highlight=False), set()
+    with Live(console=console, refresh_per_second=2, transient=True) as live:
+
+        def show(results: Sequence[PointResult]) -> None:
+            if console.is_terminal:
+                live.update(render_table(runner.sweep, results))
+                return
+            for result in results:
+                if (result.index, result.state) not in shown:
+                    shown.add((result.index, result.state))
+                    console.print(f"point {result.index} ({' '.join(result.point)}): {result.state}", soft_wrap=True)
+
+        runner.run(show)

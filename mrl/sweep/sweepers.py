@@ -1,0 +1,149 @@
+"""Hydra sweepers of `mrl train -m`: all combinations of the values, or values that Optuna chooses."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig
+
+from mrl.sweep.launcher import PointLauncher, check_point
+from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_lines, split_overrides
+
+MAX_REJECTED = 20  # consecutive proposals that cannot run before the sweep ends
+
+
+def register_plugins() -> None:
+    """Register launcher and sweepers; conf/hydra selects them by name."""
+    for plugin in (PointLauncher, GridSweeper, OptunaSweeper):
+        Plugins.instance().register(plugin)
+
+
+class GridSweeper(Sweeper):
+    """Sweeper `grid` of Hydra (conf/hydra/sweeper/grid.yaml): launches all combinations at once."""
+
+    __module__ = "hydra_plugins.mrl"  # Hydra accepts sweepers of this namespace only
+
+    def __init__(self, params: DictConfig | None = None) -> None:
+        """`params`: key -> values, as on the command line, which takes precedence."""
+        self.params = params or {}
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Hydra's hook: `config` is composed without the swept keys."""
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep of these overrides. A point that fails does not end it."""
+        fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
+        self.launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
+
+
+class OptunaSweeper(GridSweeper):
+    """Sweeper `optuna` of Hydra (conf/hydra/sweeper/optuna.yaml): chooses values from the metrics of earlier points."""
+
+    __module__ = "hydra_plugins.mrl"
+
+    def __init__(self, n_trials: int, n_jobs: int, params: DictConfig | None = None) -> None:
+        """`n_trials`: number of points. `n_jobs`: points that are chosen, and run, at one time."""
+        super().__init__(params)
+        self.n_trials, self.n_jobs = n_trials, n_jobs
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep of these overrides; points of an interrupted sweep in the folder come first."""
+        fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
+        folder = Path(self.config.hydra.sweep.dir).resolve()
+        maximize = self.config.sweep.direction.name == "maximize"
+
+        def check(point: Point) -> None:
+            check_point(folder, [*(line for line in fixed if not line.startswith("run.dir=")), *point])
+
+        proposer = PointProposer(swept, folder, maximize, self.config.run.seed, check)
+        stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()
+        self._launch(proposer, fixed, stored, 0)
+        count = len(stored)
+        while count < self.n_trials:
+            batch = [proposer.propose(count + n) for n in range(min(self.n_jobs, self.n_trials - count))]
+            self._launch(proposer, fixed, batch, count)
+            count += len(batch)
+
+    def _launch(self, proposer: "PointProposer", fixed: Point, points: Sequence[Point], first: int) -> None:
+        if not points:
+            return
+        returned = self.launcher.launch([[*fixed, *point] for point in points], initial_job_idx=first)
+        for index, result in enumerate(returned, first):
+            proposer.report(index, result.return_value if result.status == JobStatus.COMPLETED else None)
+
+
+class PointProposer:
+    """Optuna study (tree-structured Parzen estimator) in the sweep's folder, so that a continued sweep remembers it."""
+
+    def __init__(
+        self,
+        swept: Sequence[Override],
+        folder: Path,
+        maximize: bool,
+        seed: int,
+        check: Callable[[Point], object],
+    ) -> None:
+        """`check` raises ValueError for a point that cannot run. Raises ValueError if Optuna is not installed."""
+        try:
+            import optuna
+        except ImportError:
+            raise ValueError(
+                "hydra/sweeper=optuna needs Optuna: pip install 'mrl[optuna]', or pip install optuna."
+            ) from None
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.swept, self.check = swept, check
+        self._study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
+            study_name="sweep",
+            direction="maximize" if maximize else "minimize",
+            sampler=optuna.samplers.TPESampler(seed=seed),
+            load_if_exists=True,
+        )
+        self._failed = optuna.trial.TrialState.PRUNED  # ranks below all points with a value; Optuna ignores FAIL
+
+    def propose(self, index: int) -> Point:
+        """Propose the point with this index; raises ValueError after MAX_REJECTED proposals that cannot run."""
+        refusal = None
+        for _ in range(MAX_REJECTED):
+            trial = self._study.ask()
+            point = tuple(_suggest(override, trial) for override in self.swept)
+            try:
+                self.check(point)
+            except ValueError as error:
+                self._study.tell(trial, state=self._failed)
+                refusal = error
+                continue
+            trial.set_user_attr("point", index)
+            return point
+        raise ValueError(f"{MAX_REJECTED} proposals in a row cannot run; the last one: {refusal}")
+
+    def report(self, index: int, value: float | None) -> None:
+        """Report the metric of a point, None if it failed; only the first report of a point counts."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.user_attrs.get("point") == index and not trial.state.is_finished():
+                self._study.tell(trial.number, value, state=self._failed if value is None else None)
+
+
+def _suggest(override: Override, trial: Any) -> str:
+    """`key=value` with a value that Optuna suggests."""
+    assert override.input_line is not None, "the override was parsed from a line"
+    key, sweep = override.input_line.split("=")[0], override.value()
+    if isinstance(sweep, IntervalSweep):
+        start, end = float(sweep.start or 0), float(sweep.end or 0)
+        return f"{key}={trial.suggest_float(key, start, end, log='log' in sweep.tags)!r}"
+    if isinstance(sweep, RangeSweep) and all(isinstance(part, int) for part in (sweep.start, sweep.stop, sweep.step)):
+        values = range(int(sweep.start or 0), int(sweep.stop or 0), int(sweep.step))
+        return f"{key}={trial.suggest_int(key, values[0], values[-1], step=values.step)}"
+    return f"{key}={trial.suggest_categorical(key, list(override.sweep_string_iterator()))}"

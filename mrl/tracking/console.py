@@ -1,0 +1,143 @@
+"""Terminal output of a run: startup messages, and progress while it trains."""
+
+import logging
+import sys
+import time
+from typing import Any
+
+from mrl.core import metrics as declared
+from mrl.tracking.tracker import Metrics
+
+logger = logging.getLogger(__name__)
+
+HEADLINE = (
+    "reward/mean",
+    "loss/sft",
+    "eval/accuracy_sampled",
+    "eval/accuracy_greedy",
+    "rollout/response_length_mean_tokens",
+    "mismatch/logprob_abs_max",
+)
+"""Metrics in the progress display, in this order."""
+
+
+class ConsoleSink:
+    """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
+
+    Held-out accuracy is printed whenever it is measured, and compared with its first value at the end.
+    """
+
+    def __init__(self, total: int, *, title: str = "", every_s: float = 10.0, console: Any = None) -> None:
+        from rich.console import Console  # slow, and most processes that import this module print nothing
+
+        self.total, self.title, self.every_s = total, title, every_s
+        self.console = console or Console(file=sys.stdout)
+        self._evaluations: list[Metrics] = []
+        self._latest: dict[str, float] = {}
+        self._printed_s = float("-inf")
+        self._display = _LiveDisplay(self.console, total, title) if self.console.is_terminal else None
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._latest |= metrics
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluation:
+            self._evaluations.append(evaluation)
+            self._print_line(f"step {step:>4}  held-out {_format_metrics(evaluation)}")
+        if self._display:
+            self._display.update(step, self._latest)
+        elif len(evaluation) < len(metrics) and (self._is_due() or step == self.total):
+            self._print_line(
+                f"step {step:>4}/{self.total}  {_format_headline(metrics)}  {_format_phases(metrics)}".rstrip()
+            )
+
+    def rewind(self, last_step: int, evaluated: bool) -> None:
+        """Do nothing: the terminal shows repeated steps again."""
+
+    def close(self) -> None:
+        if self._display:
+            self._display.stop()
+        if len(self._evaluations) > 1:
+            before, after = self._evaluations[0], self._evaluations[-1]
+            changes = [
+                f"{declared.label(name)} {before[name]:.3f} -> {after[name]:.3f} ({after[name] - before[name]:+.3f})"
+                for name in before
+                if name in after
+            ]
+            self._print_line("held-out accuracy, before -> after: " + ", ".join(changes))
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._printed_s < self.every_s:
+            return False
+        self._printed_s = now
+        return True
+
+    def _print_line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Startup:
+    """Prints and logs the parts of a run that are ready before its first step, with the seconds since its start."""
+
+    def __init__(self, console: Any = None) -> None:
+        from rich.console import Console  # slow, and most processes that import this module print nothing
+
+        self.console = console or Console(file=sys.stdout)
+        self._start = time.monotonic()
+
+    def ready(self, what: str) -> None:
+        """Report that `what` is ready."""
+        text = f"{what} after {time.monotonic() - self._start:.1f} s"
+        logger.info(text)
+        self.console.print(text, markup=False, highlight=False)
+
+
+class _LiveDisplay:
+    """Live display of ConsoleSink: a progress bar above two lines of metrics."""
+
+    def __init__(self, console: Any, total: int, title: str) -> None:
+        from rich import progress
+        from rich.live import Live
+
+        self.progress = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("[dim]left"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self.task = self.progress.add_task(title, total=total)
+        self.live = Live(self.progress, console=console, refresh_per_second=2)
+        self.live.start()
+
+    def update(self, step: int, latest: Metrics) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        self.progress.update(self.task, completed=step)
+        lines = [Text(_format_headline(latest), style="bold green"), Text(_format_phases(latest), style="cyan")]
+        self.live.update(Group(self.progress, *lines))
+
+    def stop(self) -> None:
+        self.live.stop()
+
+
+def _format_metrics(metrics: Metrics) -> str:
+    return "  ".join(f"{declared.label(name)} {declared.find(name).text(value)}" for name, value in metrics.items())
+
+
+def _format_headline(metrics: Metrics) -> str:
+    return _format_metrics({name: metrics[name] for name in HEADLINE if name in metrics})
+
+
+def _format_phases(metrics: Metrics) -> str:
+    """`1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`; phases that round to 0.00 s are omitted."""
+    if "time/step_s" not in metrics:
+        return ""
+    seconds = {name: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}
+    shares = ", ".join(f"{declared.label(name)} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    rate = f", {metrics['throughput/tokens_per_s']:,.0f} tokens/s" if "throughput/tokens_per_s" in metrics else ""
+    return f"{metrics['time/step_s']:.2f} s a step{rate}" + (f" ({shares})" if shares else "")
