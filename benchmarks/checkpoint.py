@@ -169,12 +169,12 @@ def main() -> None:
     given = parser.parse_args()
     one_process.start()
     from mrl.algorithms.losses import PPOClip
-    from mrl.workers.actor import Actor
+    from mrl.workers.actor import MegatronActor
 
     sizes = Sizes(given.hidden, 4, 8192, groups=1, responses=2, prompt=(8, 16), response=(16, 32))
     block, batch = one_process.make_batch(sizes)
-    actor = Actor(one_process.spec_of(one_process.write_model(sizes)))
-    share = one_process.planned(batch, sizes.max_tokens, share_prompts=True).shares[0]
+    actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
+    share = one_process.planned(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=given.folder) as folder:
         found = measure(actor, lambda: actor.update(block, [share], PPOClip(), [1e-9]), Path(folder), given.repeats)
     show(*found, Console(width=130))

@@ -5,7 +5,7 @@
     groups of zero advantage  left out, as `algorithm.skip_zero_advantage` does, beside training all of them
     shared prompts            a prompt of 16 responses computed once (`Packing.share_prompts`), beside 16 times
 
-Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `Actor.update` (rows to packs,
+Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `MegatronActor.update` (rows to packs,
 forward, backward, optimizer step), interleaved in one process. Gradients are compared tensor by tensor: the largest
 difference of two elements over the tensor's largest element.
 """
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.core.types import TokenBlock, TrainBatch
-from mrl.workers.shares import StepPlan
+from mrl.workers.dp_partition import StepPartition
 
 LR = 1e-9
 TOLERANCE = 2e-5  # of gradients, as in the parity tests
@@ -37,8 +37,8 @@ class Case:
 
     name: str
     block: TokenBlock
-    saving: StepPlan
-    everything: StepPlan
+    saving: StepPartition
+    everything: StepPartition
 
 
 def zero_advantage(sizes: Sizes, fraction: float) -> Case:
@@ -57,7 +57,7 @@ def shared_prompts(sizes: Sizes, name: str) -> Case:
     return Case(f"prompt:response {name}, 16 responses", block, *_plans(batch, batch, (True, False)))
 
 
-def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPlan]:
+def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPartition]:
     for batch, share_prompts in zip((saving, everything), share, strict=True):
         yield one_process.planned(batch, MAX_TOKENS, share_prompts)
 
@@ -66,15 +66,15 @@ def measure(actor, case: Case, repeats: int) -> list[str]:
     """The case's row of the table; raises AssertionError where the gradients differ."""
     from mrl.algorithms.losses import PPOClip
 
-    found = [gradients_of(actor, case.block, plan.shares[0], PPOClip()) for plan in (case.everything, case.saving)]
+    found = [gradients_of(actor, case.block, plan.rank_batches[0], PPOClip()) for plan in (case.everything, case.saving)]
     difference = largest_difference(*found)
     assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
 
-    def update(plan: StepPlan) -> Callable:
-        return lambda: actor.update(case.block, [plan.shares[0]], PPOClip(), [LR])
+    def update(plan: StepPartition) -> Callable:
+        return lambda: actor.update(case.block, [plan.rank_batches[0]], PPOClip(), [LR])
 
     seconds = interleaved({"everything": update(case.everything), "saving": update(case.saving)}, repeats)
-    tokens = np.array([plan.numbers["batch/computed_tokens"] for plan in (case.everything, case.saving)])
+    tokens = np.array([plan.metrics["batch/computed_tokens"] for plan in (case.everything, case.saving)])
     return [
         case.name,
         f"{tokens[0]:.0f} -> {tokens[1]:.0f}",
@@ -93,10 +93,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     one_process.start()
-    from mrl.workers.actor import Actor  # Megatron, after start()
+    from mrl.workers.actor import MegatronActor  # Megatron, after start()
 
     sizes = Sizes(args.hidden, args.layers, args.vocab, groups=0, responses=0, prompt=(0, 0), response=(0, 0))
-    actor = Actor(one_process.spec_of(one_process.write_model(sizes)))
+    actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
     table = Table(
         "batch", "tokens", "ratio", "CPU-s", "ratio", "gradients", title="computed with the saving, of without"
     )

@@ -49,7 +49,7 @@ from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
-from mrl.data.columns import Example
+from mrl.data.columns import PromptExample
 from mrl.data.prompts import PromptDataset, SourceShare
 from mrl.planner.engine_queue import EngineSpeeds
 from mrl.rewards.reward_types import Response
@@ -143,25 +143,25 @@ class SimulatedRanks:
         """What this rank says."""
         return getattr(self, method)(rank, *args, **how)
 
-    def compute(
-        self, rank: int, block: TokenBlock, shares: Sequence[RankBatch], what: str, temperature: float
+    def compute_logprobs(
+        self, rank: int, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
-        """Zeros, from the rank that speaks for its replica."""
+        """Return zeros on one rank of each replica."""
         at = self.dims.coords(rank)
         if at.tp or at.cp or at.pp < self.dims.pp - 1:
             return None
-        rows = np.concatenate([np.empty(0, np.int64), *shares[at.dp].micro_batches])
+        rows = np.concatenate([np.empty(0, np.int64), *rank_batches[at.dp].micro_batches])
         return ray.put(ColumnPart(rows, np.zeros(block.sampled_lengths[rows].sum(), np.float32)))
 
     def update(
-        self, rank: int, block: TokenBlock, shares: Sequence[Sequence[RankBatch]], **how: Any
+        self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
     ) -> list[UpdateReport]:
         """As many numbers as an actor reports."""
         sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
         maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
-        return [UpdateReport(sums if last else {}, maxima) for _ in shares[at.dp]]
+        return [UpdateReport(sums if last else {}, maxima) for _ in rank_batches[at.dp]]
 
     def push_weights(self, rank: int, version: int, engines_were_offloaded: bool) -> SyncReport:
         """The first rank tells the engines the version."""
@@ -202,7 +202,7 @@ class SimulatedGroup(WorkerGroup):
         self.actor = actor
         super().__init__(dims, run_dir, 3600.0, list)
 
-    def processes(self) -> list[Any]:
+    def create_workers(self) -> list[Any]:
         return [Rank(self.actor, rank) for rank in range(self.dims.world_size)]
 
 
@@ -218,7 +218,7 @@ def random_prompts(rows: int) -> Prompts:
     rng = np.random.default_rng(0)
     cu_seqlens = np.cumsum([0, *rng.integers(32, 96, rows)])
     tokens = rng.integers(1000, 50000, cu_seqlens[-1]).astype(np.int32)
-    examples = [Example([], "", "", {})] * rows
+    examples = [PromptExample([], "", "", {})] * rows
     return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (SourceShare("", rows),), RowReport(rows, rows), "")
 
 
@@ -344,15 +344,15 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         worker = RolloutWorkerHandle(spec, dict(num_cpus=0), 3600.0)
         stack.callback(worker.close)
         worker.wait_ready(300.0)
-        longest = LONGEST * size.tokens
-        updates = UpdateRunner(OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", longest)
+        max_response_tokens = LONGEST * size.tokens
+        updates = UpdateRunner(OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", max_response_tokens)
         actor = ActorTrainer(group, objective, updates, 1.0, skip_zero_advantage=True)
         ledger = SampleLedger(Path(run_dir) / "ledger.jsonl", 0)
         stack.callback(ledger.close)
         yield Trainer(
             prompts=prompts.stream(size.prompts, 0, True),
             rollout=RolloutManager(worker, FixedEngines()),
-            scorers={"old_logprobs": actor.logprobs},
+            scorers={"old_logprobs": actor.compute_logprobs},
             actor=actor,
             critic=None,
             kl=KLControl({}),

@@ -117,8 +117,8 @@ def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, 
     from mrl.workers.actor import policy_loss
 
     head = partial(actor.head, temperature=1.0)
-    actor.accumulate(actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, whole=True)
-    return {name: gradient.numpy().copy() for name, gradient in actor.gradients()}
+    actor.accumulate_gradients(actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, all_reduce=True)
+    return {name: gradient.numpy().copy() for name, gradient in actor.export_gradients()}
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:

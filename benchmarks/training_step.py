@@ -162,7 +162,7 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
         "ours, whole rows": one_process.planned(batch, sizes.max_tokens, share_prompts=False),
         "ours": one_process.planned(batch, sizes.max_tokens, share_prompts=True),
     }
-    shares = {name: plan.shares[0] for name, plan in plans.items()}
+    shares = {name: plan.rank_batches[0] for name, plan in plans.items()}
 
     def update(share: RankBatch, loss):
         return actor.update(block, [share], loss, [LR])[0]
@@ -174,7 +174,7 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
     if profile:
         for name in ("bare", "ours, whole rows"):
             profile_of(name, ways[name])
-    tokens = {name: plan.numbers["batch/computed_tokens"] for name, plan in plans.items()}
+    tokens = {name: plan.metrics["batch/computed_tokens"] for name, plan in plans.items()}
     counts = {name: len(share.micro_batches) for name, share in shares.items()}
     Console().print(f"micro-batches {counts}, response tokens {batch.response_lengths.sum()}")
     return interleaved(ways, repeats), dict.fromkeys(bares, tokens["ours, whole rows"]) | tokens

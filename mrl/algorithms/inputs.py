@@ -67,7 +67,7 @@ class AdvantageColumns:
     columns: Mapping[str, Column]  # [R] advantages; returns if a critic learns; the loss's extra columns
     without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is 0
     rejected: NDArray[np.bool_]  # [B] excluded from the loss and from its denominators
-    numbers: Mapping[str, float]  # metrics by name
+    metrics: Mapping[str, float]
 
 
 def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInputs) -> NDArray[np.floating]:

@@ -117,11 +117,11 @@ class LiveSync:
         begun = time.perf_counter()
         stats = self.sender.send_all(push, self._weights.reader(), full=base is None)
         sent = time.perf_counter()
-        failed, again = self._ranks.on_rank_0(
+        failed, must_repeat = self._ranks.on_rank_0(
             lambda: self._finish_push(push, version, is_delta=base is not None, resume=not engines_offloaded)
         )
         done = time.perf_counter()
-        self._version, self._verified_push = version, None if failed or again else push
+        self._version, self._verified_push = version, None if failed or must_repeat else push
         return SyncReport(
             bytes=stats.sent_bytes,
             raw_bytes=stats.raw_bytes,
@@ -130,7 +130,7 @@ class LiveSync:
             seconds=done - start,
             engine_seconds=begun - start + stats.waited_s + done - sent,
             failed=failed,
-            again=again,
+            must_repeat=must_repeat,
         )
 
     def _begin_push(self, version: int, base: str | None) -> str:

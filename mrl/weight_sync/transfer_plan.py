@@ -148,7 +148,7 @@ def trainer_shards(
         stage, group = stage_of(row.megatron), None
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
-        for name, boxes in row.cut(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
+        for name, boxes in row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
             numbers = range(len(boxes)) if len(boxes) > 1 else [-1]
             shards[name] = [
                 TrainerShard(box, ranks_of[stage, group, number])

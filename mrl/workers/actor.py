@@ -26,7 +26,12 @@ class MegatronActor(MegatronModel):
         super().__init__(spec, head="vocabulary")
 
     def update(
-        self, block: TokenBlock, batches: Sequence[RankBatch], loss: Loss, lrs: Sequence[float], temperature: float = 1.0
+        self,
+        block: TokenBlock,
+        batches: Sequence[RankBatch],
+        loss: Loss,
+        lrs: Sequence[float],
+        temperature: float = 1.0,
     ) -> list[UpdateReport]:
         """Run one optimizer step per mini-batch on this replica's rows; gradients are summed over replicas.
 

@@ -1,4 +1,4 @@
-"""Partition of a batch into mini-batches, and of each over data-parallel replicas and micro-batches. Arithmetic on lengths only."""
+"""Partition of a batch into mini-batches, and of these over data-parallel replicas and micro-batches; needs only lengths."""
 
 from dataclasses import dataclass, field, replace
 
@@ -82,9 +82,7 @@ def partition_step(
     return StepPartition(batches, _metrics(batch, units, replicas))
 
 
-def step_weights(
-    batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None
-) -> NDArray[np.float64]:
+def step_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None) -> NDArray[np.float64]:
     """Return [B] the weight of one token of each row in the loss of an optimizer step; 0 for rows that are not trained."""
     weights = _counted_weights(batch, aggregation, max_response_tokens)
     weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0

@@ -147,9 +147,7 @@ class WorkerGroup:
 
         The batches are put into the object store once: they share columns [B], so together they are little larger than one.
         """
-        return self._call_ranks(
-            method, self.workers, self.timeout_s, block, ray.put(list(rank_batches)), **options
-        )
+        return self._call_ranks(method, self.workers, self.timeout_s, block, ray.put(list(rank_batches)), **options)
 
     # Training.
 
@@ -184,8 +182,8 @@ class WorkerGroup:
     ) -> list[UpdateReport]:
         """Run one optimizer step per mini-batch, each partitioned over replicas and micro-batches.
 
-        All `steps` are rows of the same block, with the same columns. `max_response_tokens`: see `partition_step`. `options`: loss
-        and temperature.
+        All `steps` are rows of the same block, with the same columns. `max_response_tokens`: see `partition_step`. `options`:
+        loss and temperature.
         """
         partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
@@ -234,7 +232,10 @@ class WorkerGroup:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, except that of the weights if `keep_weights`; return the most bytes that a rank still occupies."""
+        """Release device memory, except that of the weights if `keep_weights`.
+
+        Returns the largest number of bytes that a rank still occupies.
+        """
         return max(self.call(TrainWorker.offload, keep_weights))
 
     def load_to_device(self) -> None:

@@ -19,7 +19,7 @@ from models.conversion.hf_writer import write_export
 from models.conversion.weight_bridge import Bridge
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.model_builder import Head, build_model
+from models.model_builder import HeadKind, build_model
 from mrl.config.schema import WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
@@ -64,7 +64,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 class MegatronModel:
     """Base of actor and critic. torch.distributed and parallel.groups are initialised before one is built."""
 
-    def __init__(self, spec: ModelSpec, head: Head) -> None:
+    def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
         self.hf = HFConfig.load(spec.model_path, spec.family)
         self.vocab_size = family_of(self.hf).read(self.hf).vocab_size

@@ -129,7 +129,7 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
     """Return [L, layers, topk] the experts of this rank's tokens.
 
-    Tokens that the engine did not compute, and padding, do not influence the result. They are distributed evenly over the experts.
+    Tokens that the engine did not compute, and padding, do not influence the result; they are spread evenly over the experts.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
     experts = part.routed_experts[packed_tokens][source].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The driver's side of actor and critic: which rows are trained, at which learning rate, and what is reported of it."""
+"""The driver's side of actor, critic and teacher: which rows are computed, at which learning rate, and which metrics result."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,137 +13,141 @@ from mrl.algorithms.losses import ValueLoss
 from mrl.algorithms.objective import Objective
 from mrl.core.metrics import Metrics
 from mrl.core.types import AdvantageResult, Handle, Rollouts, TrainBatch, UpdateReport
-from mrl.workers.dp_partition import Packing, split, step_weights
+from mrl.workers.dp_partition import Packing, split_mini_batches, step_weights
 from mrl.workers.group import WorkerGroup
 from parallel.trainer_config import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """The optimizer steps on one rollout, as the driver orders them."""
+    """The optimizer steps on one rollout that the driver asks of a worker group."""
 
-    steps: list[TrainBatch]  # mini-batch after mini-batch
+    steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]
     aggregation: str
-    longest: int
-    how: Mapping[str, Any]  # loss and temperature
+    max_response_tokens: int
+    options: Mapping[str, Any]  # loss and temperature
 
 
-class Recorder(Protocol):
-    """Watches updates, and keeps some of them whole."""
+class UpdateObserver(Protocol):
+    """Sees every update, and may dump its step."""
 
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
-        """The context of one update; its reports are added to the list in it."""
+        """Return the context in which one update runs; the update appends its reports to the list."""
         ...
 
 
 @dataclass(frozen=True)
 class UpdateRunner:
-    """How a rollout becomes optimizer steps."""
+    """Turns a rollout into optimizer steps."""
 
     optimizer: OptimConfig
     packing: Packing
     aggregation: str
-    longest: int  # tokens that a response may have
-    mini_batches: int = 1  # optimizer steps on each pass over a rollout
-    epochs: int = 1  # passes over it
-    recorder: Recorder | None = None
+    max_response_tokens: int
+    mini_batches: int = 1  # optimizer steps in each epoch
+    epochs: int = 1  # passes over a rollout
+    observer: UpdateObserver | None = None
 
-    def run(self, group: WorkerGroup, batch: TrainBatch, step: int, **how: object) -> tuple[list[UpdateReport], float]:
-        """Train on the batch; (a report per optimizer step, the last learning rate)."""
-        steps = split(batch, self.mini_batches) * self.epochs
+    def split(self, batch: TrainBatch) -> list[TrainBatch]:
+        """Return the mini-batch of each optimizer step."""
+        return split_mini_batches(batch, self.mini_batches) * self.epochs
+
+    def run(
+        self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
+    ) -> tuple[list[UpdateReport], float]:
+        """Train on the batch; return a report per optimizer step, and the last learning rate."""
+        steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + number) for number in range(len(steps))]
-        average = dict(aggregation=self.aggregation, longest=self.longest)
-        update = UpdateRequest(steps=steps, lrs=lrs, aggregation=self.aggregation, longest=self.longest, how=how)
-        with self.recorder.watch(group, update, step) if self.recorder else nullcontext([]) as reports:
-            reports += group.update(steps, self.packing, **average, lrs=lrs, **how)
+        normalisation = dict(aggregation=self.aggregation, max_response_tokens=self.max_response_tokens)
+        update = UpdateRequest(steps=steps, lrs=lrs, **normalisation, options=options)
+        with self.observer.watch(group, update, step) if self.observer else nullcontext([]) as reports:
+            reports += group.update(steps, self.packing, **normalisation, lrs=lrs, **options)
         return reports, lrs[-1]
 
 
 @dataclass(frozen=True)
 class ActorTrainer:
-    """A WorkerGroup that holds an actor, trained with one objective."""
+    """Trains the actor of a worker group with one objective."""
 
     group: WorkerGroup
     objective: Objective
     updates: UpdateRunner
     temperature: float  # of sampling
-    skip_zero_advantage: bool
+    skip_zero_advantage: bool  # do not compute rows that cannot change the gradient
 
-    def logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Log-probabilities [R] under the current weights."""
-        return self._compute("logprobs", rollouts)
+    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
+        """Compute log-probabilities [R] under the current weights."""
+        return self.group.compute_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
-    def reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Log-probabilities [R] under the weights that reinforcement started from."""
-        return self._compute("reference_logprobs", rollouts)
+    def compute_reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
+        """Compute log-probabilities [R] under the weights that RL started from."""
+        return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
-    def _compute(self, what: str, rollouts: Rollouts) -> list[Handle]:
-        return self.group.compute(what, batch_of(rollouts), self.updates.packing, temperature=self.temperature)
-
-    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Optimizer steps on the whole batch; rows that cannot change the gradient are left out."""
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
+        """Run the optimizer steps of the whole batch, without rows that cannot change the gradient."""
         objective = self.objective.with_kl_coef(kl_coef)
-        batch = batch_of(rollouts, estimates, self._trained(estimates))
+        batch = train_batch(rollouts, advantages, self._trained(advantages))
         reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
-        skippable = float(estimates.without_advantage.mean())
-        return {**_of_actor(reports), "batch/zero_advantage_fraction": skippable, "optim/lr": lr}
+        zero_fraction = float(advantages.without_advantage.mean())
+        return {**_actor_metrics(reports), "batch/zero_advantage_fraction": zero_fraction, "optim/lr": lr}
 
-    def token_weights(self, rollouts: Rollouts, estimates: AdvantageResult) -> list[NDArray[np.float64]]:
-        """For each optimizer step of `update`: [B] what one token of a response counts for in the loss; 0 if it is left out."""
-        batch = batch_of(rollouts, estimates, self._trained(estimates))
-        return [
-            step_weights(step, self.updates.aggregation, self.updates.longest)
-            for step in split(batch, self.updates.mini_batches) * self.updates.epochs
-        ]
+    def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> list[NDArray[np.float64]]:
+        """Return for each optimizer step of `update`: [B] the weight of one token in the loss; 0 for rows that are left out."""
+        batch = train_batch(rollouts, advantages, self._trained(advantages))
+        updates = self.updates
+        return [step_weights(step, updates.aggregation, updates.max_response_tokens) for step in updates.split(batch)]
 
-    def _trained(self, estimates: AdvantageResult) -> NDArray[np.bool_]:
-        """[B] which rows are computed at all."""
-        trained = ~estimates.rejected
+    def _trained(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
+        """Return [B] which rows are computed."""
+        trained = ~advantages.rejected
         if self.skip_zero_advantage and self.objective.zero_without_advantage:
-            trained &= ~estimates.without_advantage
-        if not trained.any():  # one row always, so that the mismatch is measured
-            trained[np.argmax(~estimates.rejected)] = True
+            trained &= ~advantages.without_advantage
+        if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
+            trained[np.argmax(~advantages.rejected)] = True
         return trained
 
 
 @dataclass(frozen=True)
 class CriticTrainer:
-    """A WorkerGroup that holds a critic, which learns to predict returns."""
+    """Trains the critic of a worker group to predict returns."""
 
     group: WorkerGroup
     loss: ValueLoss
     updates: UpdateRunner
 
-    def values(self, rollouts: Rollouts) -> list[Handle]:
-        """Values [R] before each sampled token."""
-        return self.group.compute("values", batch_of(rollouts), self.updates.packing)
+    def compute_values(self, rollouts: Rollouts) -> list[Handle]:
+        """Compute values [R] before each sampled token."""
+        return self.group.compute_values(train_batch(rollouts), self.updates.packing)
 
-    def update(self, rollouts: Rollouts, estimates: AdvantageResult, step: int) -> Metrics:
-        """Optimizer steps towards the returns of all rows that are not rejected."""
-        reports, lr = self.updates.run(self.group, batch_of(rollouts, estimates), step, loss=self.loss)
-        return _of_critic(reports) | {"critic/lr": lr}
+    def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
+        """Run optimizer steps towards the returns of all rows that are not rejected."""
+        reports, lr = self.updates.run(self.group, train_batch(rollouts, advantages), step, loss=self.loss)
+        return _critic_metrics(reports) | {"critic/lr": lr}
 
 
 @dataclass(frozen=True)
 class TeacherScorer:
-    """A WorkerGroup that holds a model whose log-probabilities are learnt from."""
+    """Computes the log-probabilities of a teacher model in a worker group; the teacher is not trained."""
 
     group: WorkerGroup
     packing: Packing
     temperature: float
 
-    def logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Log-probabilities [R] of the sampled tokens under the teacher."""
-        return self.group.compute("logprobs", batch_of(rollouts), self.packing, temperature=self.temperature)
+    def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
+        """Compute log-probabilities [R] of the sampled tokens under the teacher."""
+        return self.group.compute_logprobs(train_batch(rollouts), self.packing, self.temperature)
 
 
-def batch_of(
-    rollouts: Rollouts, estimates: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
+def train_batch(
+    rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """All rows; or those of `trained` [B], with the denominators of all that `estimates` do not reject."""
-    counted = np.ones(len(rollouts.groups), bool) if estimates is None else ~estimates.rejected
+    """Select the rows to train: those of `trained` [B], or all that are not rejected.
+
+    The loss is normalised over all rows that `advantages` does not reject, trained or not.
+    """
+    counted = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
     return TrainBatch(
         rollouts.block,
         rollouts.prompt_lengths,
@@ -152,61 +156,64 @@ def batch_of(
         rollouts.groups,
         np.flatnonzero(counted if trained is None else trained),
         np.flatnonzero(counted),
-        None if estimates is None else estimates.columns,
+        None if advantages is None else advantages.columns,
     )
 
 
-def _of_actor(reports: list[UpdateReport]) -> Metrics:
-    """Numbers of all optimizer steps of a rollout: counts and seconds add up, the rest is averaged or the largest.
+ACTOR_SUMS = ("loss", "gap", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
+"""Sums that every actor update reports; the other sums come from the loss."""
+ACTOR_MAXIMA = ("gap", "seconds", "batch/computed_tokens")
+"""Maxima that get a metric of their own; the others are averaged over the optimizer steps."""
 
-    A mini-batch all of whose rows were left out reports no tokens.
+
+def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
+    """Combine the reports of all optimizer steps of a rollout: counts and seconds are summed, the rest averaged or maximised.
+
+    A mini-batch whose rows are all left out reports no tokens.
     """
-    tokens, gap, entropy = (_popped(reports, name) for name in ("tokens", "gap", "entropy"))
-    distance = corrections.mismatch_metrics({name: _popped(reports, name) for name in corrections.MISMATCH_SUMS})
-    seconds, computed = (sum(r.maxima.pop(name) for r in reports) for name in ("seconds", "batch/computed_tokens"))
-    largest_gap = max(r.maxima.pop("gap", float("-inf")) for r in reports)
-    losses = [r.sums.pop("loss", 0.0) for r in reports]
+    tokens, gap, entropy = (_total(reports, name) for name in ("tokens", "gap", "entropy"))
+    seconds, computed = (sum(r.maxima[name] for r in reports) for name in ("seconds", "batch/computed_tokens"))
     return {
-        "loss/policy": float(np.mean(losses)),
+        "loss/policy": float(np.mean([r.sums.get("loss", 0.0) for r in reports])),
         "policy/entropy_mean": entropy / tokens,
         "mismatch/logprob_abs_mean": gap / tokens,
-        "mismatch/logprob_abs_max": largest_gap,
-        **distance,
+        "mismatch/logprob_abs_max": max(r.maxima.get("gap", float("-inf")) for r in reports),
+        **corrections.mismatch_metrics({name: _total(reports, name) for name in corrections.MISMATCH_SUMS}),
         "batch/trained_tokens": tokens,
         "batch/computed_tokens": computed,
         "batch/optimizer_steps": float(len(reports)),
         "spent/megatron_s": seconds,
-        **_averages(reports),
+        **_step_averages(reports),
     }
 
 
-def _of_critic(reports: list[UpdateReport]) -> Metrics:
-    """Numbers of all optimizer steps of a rollout; the explained variance is 1 - Var[return - value] / Var[return]."""
+def _step_averages(reports: list[UpdateReport]) -> Metrics:
+    """Average the remaining statistics over the optimizer steps; sums of the loss are first divided by the tokens' weight."""
+    of_steps: list[Metrics] = []
+    for report in reports:
+        weight = report.sums.get("weight", 0.0)
+        sums = {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
+        of_steps.append(sums | {name: value for name, value in report.maxima.items() if name not in ACTOR_MAXIMA})
+    names = dict.fromkeys(name for metrics in of_steps for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in of_steps if name in metrics])) for name in names}
+
+
+def _critic_metrics(reports: list[UpdateReport]) -> Metrics:
+    """Combine the reports of all optimizer steps; the explained variance is 1 - Var[return - value] / Var[return]."""
     names = ("tokens", "values", "returns", "errors", "returns_squared", "errors_squared")
-    totals = {name: sum(r.sums.get(name, 0.0) for r in reports) for name in names}
+    totals = {name: _total(reports, name) for name in names}
     tokens = max(totals["tokens"], 1.0)
     mean = {name: total / tokens for name, total in totals.items()}
-    spread = mean["returns_squared"] - mean["returns"] ** 2
-    left = mean["errors_squared"] - mean["errors"] ** 2
+    variance = mean["returns_squared"] - mean["returns"] ** 2
+    residual_variance = mean["errors_squared"] - mean["errors"] ** 2
     return {
         "critic/loss": float(np.mean([r.sums.get("loss", 0.0) for r in reports])),
         "critic/value_mean": mean["values"],
-        "critic/explained_variance": 1 - left / spread if spread > 1e-12 else float("nan"),
+        "critic/explained_variance": 1 - residual_variance / variance if variance > 1e-12 else float("nan"),
         "critic/grad_norm": float(np.mean([r.maxima["critic/grad_norm"] for r in reports])),
         "spent/critic_s": sum(r.maxima["seconds"] for r in reports),
     }
 
 
-def _popped(reports: list[UpdateReport], name: str) -> float:
-    return sum(report.sums.pop(name, 0.0) for report in reports)
-
-
-def _averages(reports: list[UpdateReport]) -> Metrics:
-    """What losses report, over the weight of the tokens it was reported of; and the rest; each averaged over the steps."""
-    weights = [report.sums.pop("weight", 0.0) for report in reports]
-    rest = [
-        {name: total / weight for name, total in report.sums.items() if weight} | report.maxima
-        for report, weight in zip(reports, weights, strict=True)
-    ]
-    names = dict.fromkeys(name for numbers in rest for name in numbers)
-    return {name: float(np.mean([numbers[name] for numbers in rest if name in numbers])) for name in names}
+def _total(reports: list[UpdateReport], name: str) -> float:
+    return sum(report.sums.get(name, 0.0) for report in reports)

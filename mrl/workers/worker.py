@@ -44,7 +44,7 @@ def requires_on_device[W: _HasModel, **P, R](
             current = self.model.offloader.level
             if current < level:
                 raise RuntimeError(
-                    f"{method.__name__}() needs the model {level.name.lower()} on its device, but it is "
+                    f"{method.__name__}() needs the model {level.name.lower()}, but it is "
                     f"{current.name.lower()}; call load_to_device() first."
                 )
             return method(self, *args, **kwargs)
@@ -110,9 +110,7 @@ class TrainWorker:
         self._collectives.watch()
         self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
 
-    def load_supervised_dataset(
-        self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate
-    ) -> dict[str, Any]:
+    def load_supervised_dataset(self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate) -> dict[str, Any]:
         """Tokenise a supervised data set into the object store; return its handle and [rows] lengths."""
         from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
 

@@ -82,7 +82,7 @@ def refused(rank: int, model, checkpoint, folder, dims: ParallelDims) -> dict[st
 def saved(rank: int, path, folder, dims: ParallelDims, reference: bool = False) -> None:
     actor = make_actor(path, dims)
     if reference:
-        actor.keep_reference()
+        actor.copy_weights_to_reference()
         actor.save_reference(folder)
     else:
         actor.save(folder)
@@ -130,7 +130,7 @@ def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDi
 
     actor = make_actor(path, dims)
     if before:
-        actor.keep_reference()
+        actor.copy_weights_to_reference()
         train(actor, dims, rank, 1)
         current = weights_of(actor)
         actor.save_reference(folder)
@@ -138,7 +138,7 @@ def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDi
         current = weights_of(actor)
         actor.load_reference(folder)
     assert weights_of(actor) == current
-    with actor.reference():
+    with actor.reference_weights():
         return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.participates_in_export else {}
 
 

@@ -17,7 +17,7 @@ from mrl.config.validate import from_hydra
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
-from mrl.workers.trace_comparison import StepTrace, compare
+from mrl.workers.trace_comparison import StepTrace, compare_traces
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -59,10 +59,10 @@ def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
     """[R] in one process."""
     from mrl.workers.actor import MegatronActor
-    from mrl.workers.columns import compute
 
-    (share,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").shares
-    part = compute(MegatronActor(spec_of(path, ONE)), "logprobs", block, share)
+    (share,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").rank_batches
+    actor = MegatronActor(spec_of(path, ONE))
+    part = actor.column_part(actor.compute_logprobs(block, share), share)
     assert part is not None
     return part.values
 
@@ -70,15 +70,15 @@ def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
 def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing: Packing) -> dict[str, StepTrace]:
     """Each step on a fresh model."""
     from mrl.workers.actor import MegatronActor
-    from mrl.workers.parity_trace import trace
+    from mrl.workers.parity_trace import trace_step
 
     found = {}
     for name, (block, groups, objective, aggregation) in steps.items():
         actor = MegatronActor(spec_of(path, dims, packing.share_prompts))
-        share = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).shares[
+        share = partition_step(TrainBatch.of(block, groups), dims, packing, aggregation, 20).rank_batches[
             dims.coords(rank).dp
         ]
-        found[name] = trace(actor, block, share, objective, 1e-4, 1.0)
+        found[name] = trace_step(actor, block, share, objective, 1e-4, 1.0)
     return found
 
 
@@ -103,7 +103,7 @@ def test_every_objective_is_the_same_under(run_ranks, steps, dims):
     folder, made, alone = steps
     ranks = run_ranks(dims, traces, folder, dims, made, Packing(60), timeout_s=240)
     for name, reference in alone.items():
-        found = compare(reference, StepTrace.joined([rank[name] for rank in ranks]))
+        found = compare_traces(reference, StepTrace.merge([rank[name] for rank in ranks]))
         assert not [line for line in found if not line.within], name
 
 

@@ -28,7 +28,7 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
 
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
-    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").shares[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, dtype, OptimConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
@@ -45,7 +45,7 @@ def traced(run_ranks, tmp_path_factory):
             paths[kind] = tmp_path_factory.mktemp(kind)
             make(kind, paths[kind])
         if key not in known:
-            known[key] = StepTrace.joined(run_ranks(dims, partial(layers, **options), paths[kind], dims))
+            known[key] = StepTrace.merge(run_ranks(dims, partial(layers, **options), paths[kind], dims))
         return known[key]
 
     return run
@@ -123,10 +123,10 @@ def test_a_nan_is_found_at_its_token(traced):
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     """(mini-batch that failed, whether every weight of this rank is as it was before that)."""
     from mrl.workers.actor import MegatronActor
-    from mrl.workers.capsule import NonFiniteGradientError
+    from mrl.core.run_errors import NonFiniteGradientError
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank; all must stop
@@ -148,7 +148,7 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
     from mrl.workers.actor import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").shares[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[dims.coords(rank).dp]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)

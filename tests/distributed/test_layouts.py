@@ -9,7 +9,7 @@ from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble
-from mrl.workers.dp_partition import Packing, partition_step, split
+from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -25,7 +25,7 @@ def ragged_block(vocab_size: int, num_rows: int = 13) -> TokenBlock:
 
 
 def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) -> RankBatch:
-    return partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").shares[
+    return partition_step(TrainBatch.of(block, None), dims, Packing(max_tokens), "sequence_mean").rank_batches[
         dims.coords(rank).dp
     ]
 
@@ -136,20 +136,23 @@ def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tmp_path, kind, d
 
 def two_mini_batches(rank: int, path, dims: ParallelDims):
     """(old log-probabilities by row, gaps reported, weights) of two optimizer steps on one rollout, the second off policy."""
-    from mrl.workers.columns import compute
 
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
     everything = partition_step(TrainBatch.of(block, groups), dims, Packing(60), "token_mean")
-    part = compute(actor, "logprobs", block, everything.shares[dims.coords(rank).dp])
+    own = everything.rank_batches[dims.coords(rank).dp]
+    part = actor.column_part(actor.compute_logprobs(block, own), own)
     parts: list = [None] * dims.world_size
     torch.distributed.all_gather_object(parts, part)
     old = assemble([part for part in parts if part], block.sampled_lengths)
     block = replace(block, rollout_logprobs=old + 0.25).with_columns(
         old_logprobs=old, advantages=5 * block.columns["advantages"]
     )
-    plans = [partition_step(part, dims, Packing(60), "token_mean") for part in split(TrainBatch.of(block, groups), 2)]
-    shares = [plan.shares[dims.coords(rank).dp] for plan in plans]
+    plans = [
+        partition_step(part, dims, Packing(60), "token_mean")
+        for part in split_mini_batches(TrainBatch.of(block, groups), 2)
+    ]
+    shares = [plan.rank_batches[dims.coords(rank).dp] for plan in plans]
     reports = actor.update(block, shares, PPOClip(0.01, 0.01), [3e-3, 1e-3])
     gaps = [report.maxima["gap"] for report in reports if "gap" in report.maxima]
     return (
@@ -187,7 +190,7 @@ def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float
     """Fraction of tokens that are clipped in a second step on the same rows."""
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
-    (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").shares
+    (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").rank_batches
     if given:
         block = block.with_columns(old_logprobs=torch.cat(actor.compute_logprobs(block, share)).numpy())
     return actor.update(block, [share, share], PPOClip(0.01, 0.01), [3e-3, 1e-3])[1].sums["loss/clip_fraction"]

@@ -85,20 +85,20 @@ def train_between_sleeps(rank: int, path, dims: ParallelDims, dtype: str):
     for _ in range(STEPS):
         sleep_and_wake(actor)  # the first time before there is any optimizer state
         losses = train(actor, dims, rank)
-        assert actor.sleep(keep_weights=True) > 0
+        assert actor.offload(keep_weights=True) > 0
         found.append((losses, logprobs(actor, dims, rank)))
-        actor.wake()
+        actor.load_to_device()
     return found, everything(actor)
 
 
 def sleep_and_wake(actor) -> None:
     before, where = everything(actor), places([*weights(actor), *state(actor)])
     sizes = nbytes(gradients(actor))
-    assert actor.sleep(keep_weights=False) == 0 == actor.sleep(keep_weights=False)
+    assert actor.offload(keep_weights=False) == 0 == actor.offload(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor), *gradients(actor)]))
     assert actor.offloader.level is OffloadLevel.FULLY_OFFLOADED
-    actor.wake()
-    actor.wake()
+    actor.load_to_device()
+    actor.load_to_device()
     assert actor.offloader.level is OffloadLevel.FULLY_LOADED
     assert everything(actor) == before and places([*weights(actor), *state(actor)]) == where
     assert nbytes(gradients(actor)) == sizes and min(sizes, default=1) > 0
@@ -120,8 +120,8 @@ def levels(rank: int, path, dims: ParallelDims, dtype: str):
     train(actor, dims, rank)
     before, held = everything(actor), sum(set_of_bytes(weights(actor)))
     moves = {
-        OffloadLevel.FULLY_OFFLOADED: lambda: actor.sleep(keep_weights=False),
-        OffloadLevel.WEIGHTS_LOADED: lambda: actor.sleep(keep_weights=True),
+        OffloadLevel.FULLY_OFFLOADED: lambda: actor.offload(keep_weights=False),
+        OffloadLevel.WEIGHTS_LOADED: lambda: actor.offload(keep_weights=True),
         OffloadLevel.FULLY_LOADED: actor.wake,
     }
     for first in moves:
@@ -136,7 +136,7 @@ def levels(rank: int, path, dims: ParallelDims, dtype: str):
             )
             if second is not OffloadLevel.FULLY_LOADED:
                 assert left == (held if second is OffloadLevel.WEIGHTS_LOADED else 0)
-    actor.wake()
+    actor.load_to_device()
     assert everything(actor) == before
 
 
@@ -160,18 +160,18 @@ def host_memory(rank: int, path, dims: ParallelDims):
     train(actor, dims, rank)
     parts, blocks = (actor.offloader._weights, actor.offloader._state), []
     for _ in range(3):
-        actor.sleep(keep_weights=True)  # the optimizer goes first, and comes back last
-        actor.sleep(keep_weights=False)
-        actor.sleep(keep_weights=True)
-        actor.sleep(keep_weights=False)
+        actor.offload(keep_weights=True)  # the optimizer goes first, and comes back last
+        actor.offload(keep_weights=False)
+        actor.offload(keep_weights=True)
+        actor.offload(keep_weights=False)
         blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
-        actor.wake()
+        actor.load_to_device()
     actor.reset_optimizer(OptimConfig(lr=LR))  # other storages, of the same size
     train(actor, dims, rank)
     before = everything(actor)
-    actor.sleep(keep_weights=False)
+    actor.offload(keep_weights=False)
     blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
-    actor.wake()
+    actor.load_to_device()
     assert everything(actor) == before
     return blocks
 
@@ -202,11 +202,11 @@ def failing_moves(rank: int, path):
 
     offload.host_memory = refuse
     with pytest.raises(MemoryError):
-        actor.sleep(keep_weights=False)
+        actor.offload(keep_weights=False)
     offload.host_memory = real
-    actor.wake()
+    actor.load_to_device()
     assert everything(actor) == before
-    actor.sleep(keep_weights=False)
+    actor.offload(keep_weights=False)
     pieces, calls = offload._pieces, [0]
 
     def refuse_some(storage, spans):
@@ -217,12 +217,12 @@ def failing_moves(rank: int, path):
 
     offload._pieces = refuse_some
     with pytest.raises(MemoryError):
-        actor.wake()
+        actor.load_to_device()
     assert actor.offloader.level is not OffloadLevel.FULLY_LOADED
     offload._pieces = pieces
-    actor.sleep(keep_weights=False)
+    actor.offload(keep_weights=False)
     assert not any(nbytes([*weights(actor), *state(actor)]))
-    actor.wake()
+    actor.load_to_device()
     assert everything(actor) == before
 
 
@@ -238,9 +238,9 @@ def test_a_move_that_fails_can_be_repeated_or_taken_back(run_ranks, tmp_path, mo
 def frozen(rank: int, path, dims: ParallelDims):
     model = make_actor(path, dims, "bfloat16", trained=False)
     before = logprobs(model, dims, rank)
-    assert model.sleep(keep_weights=True) > 0 and logprobs(model, dims, rank) == before
-    assert model.sleep(keep_weights=False) == 0
-    model.wake()
+    assert model.offload(keep_weights=True) > 0 and logprobs(model, dims, rank) == before
+    assert model.offload(keep_weights=False) == 0
+    model.load_to_device()
     assert logprobs(model, dims, rank) == before
 
 
@@ -251,14 +251,14 @@ def test_a_model_that_is_not_trained_sleeps_too(run_ranks, tmp_path):
 
 def reference(rank: int, path, dims: ParallelDims):
     actor = make_actor(path, dims, "bfloat16")
-    actor.keep_reference()
+    actor.copy_weights_to_reference()
     block = ragged_block(40)
     share = share_of(block, dims, 40, rank)
     before = [raw(column) for column in actor.compute_reference_logprobs(block, share)]
     for _ in range(2):
         train(actor, dims, rank)
-        actor.sleep(keep_weights=False)
-        actor.wake()
+        actor.offload(keep_weights=False)
+        actor.load_to_device()
     assert [raw(column) for column in actor.compute_reference_logprobs(block, share)] == before
     return before != logprobs(actor, dims, rank)
 
@@ -279,16 +279,16 @@ def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
     before = everything(actor)
     hold_writers(gate)
     actor.begin_save(folder, asynchronous=True)
-    assert actor.sleep(keep_weights=False) == 0
+    assert actor.offload(keep_weights=False) == 0
     torch.distributed.barrier()
     gate.touch()
     actor.finish_save(60)
-    actor.wake()
+    actor.load_to_device()
     train(actor, dims, rank)
     assert actor.load(folder)
     assert everything(actor) == before
     actor.export_hf(folder.with_name("hf"), {})
-    assert actor.sleep(keep_weights=False) == 0  # whoever reads weights leaves them as they were
+    assert actor.offload(keep_weights=False) == 0  # whoever reads weights leaves them as they were
 
 
 @pytest.mark.extended
@@ -298,31 +298,40 @@ def test_a_checkpoint_on_its_way_does_not_keep_memory_nor_lose_any(run_ranks, tm
     run_ranks(dims, save_then_sleep, tmp_path / "model", tmp_path / "checkpoint", dims)
 
 
+METHODS_OF_LEVEL = {
+    OffloadLevel.FULLY_LOADED: "reset_optimizer update trace_step trace_layers load_step_dump save load begin_save",
+    OffloadLevel.WEIGHTS_LOADED: "copy_weights_to_reference compute_logprobs compute_reference_logprobs compute_values "
+    "forward_outputs dump_step push_weights export_hf save_reference load_reference",
+}
+
+
 def refusals(rank: int, path) -> dict[OffloadLevel, list[tuple[str, str]]]:
-    """(method, what it says) of each call that needs what is not on the device, by what is."""
-    from mrl.workers.awake import NEEDS
-    from mrl.workers.worker import TrainWorker
+    """(method, error message) of every method that needs more of the model than is on the device, by level."""
+    from mrl.workers.worker import TrainWorker, required_level
 
     worker = object.__new__(TrainWorker)  # as after setup(), without Ray
     worker.model = make_actor(path, ParallelDims(), "float32")
-    said: dict[OffloadLevel, list[tuple[str, str]]] = {}
+    methods = {name: required_level(method) for name, method in vars(TrainWorker).items() if callable(method)}
+    messages: dict[OffloadLevel, list[tuple[str, str]]] = {}
     for level in (OffloadLevel.FULLY_OFFLOADED, OffloadLevel.WEIGHTS_LOADED):
-        worker.sleep(keep_weights=level is OffloadLevel.WEIGHTS_LOADED)
-        for name in [name for name, needed in NEEDS.items() if needed > level]:
+        worker.offload(keep_weights=level is OffloadLevel.WEIGHTS_LOADED)
+        for name in [name for name, required in methods.items() if required > level]:
             with pytest.raises(RuntimeError) as caught:
                 getattr(worker, name)()
-            said.setdefault(level, []).append((name, str(caught.value)))
-    worker.wake()
-    with pytest.raises(TypeError):  # awake, it is the method itself that misses its arguments
+            messages.setdefault(level, []).append((name, str(caught.value)))
+    worker.load_to_device()
+    with pytest.raises(TypeError):  # the loaded model's method itself refuses missing arguments
         worker.update()
-    return said
+    return messages
 
 
-def test_a_sleeping_model_refuses_what_it_cannot_do(run_ranks, tiny_qwen3):
-    from mrl.workers.awake import NEEDS
-
-    (said,) = run_ranks(ParallelDims(), refusals, tiny_qwen3())
-    assert len(said[OffloadLevel.FULLY_OFFLOADED]) == len(NEEDS) > len(said[OffloadLevel.WEIGHTS_LOADED]) > 0
-    for level, lines in said.items():
+def test_an_offloaded_model_refuses_methods_that_need_it_on_the_device(run_ranks, tiny_qwen3):
+    (messages,) = run_ranks(ParallelDims(), refusals, tiny_qwen3())
+    full, weights = (
+        set(METHODS_OF_LEVEL[level].split()) for level in (OffloadLevel.FULLY_LOADED, OffloadLevel.WEIGHTS_LOADED)
+    )
+    assert {name for name, _ in messages[OffloadLevel.WEIGHTS_LOADED]} == full
+    assert {name for name, _ in messages[OffloadLevel.FULLY_OFFLOADED]} == full | weights
+    for level, lines in messages.items():
         for name, line in lines:
-            assert line.startswith(f"{name}() needs ") and f"where {level.name.lower()} is" in line
+            assert line.startswith(f"{name}() needs the model ") and f"it is {level.name.lower()}" in line

@@ -25,7 +25,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
     from dataclasses import replace
 
     from mrl.workers.actor import MegatronActor
-    from mrl.workers.parity_trace import trace
+    from mrl.workers.parity_trace import trace_step
 
     found = []
     for order, max_tokens in cases:
@@ -35,7 +35,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         batch = TrainBatch.of(block, groups)
         step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
         actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
-        step_seen = trace(actor, block, step.shares[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
+        step_seen = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
             {int(order[row]): column for row, column in columns.items()}
             for columns in (step_seen.outputs, step_seen.after)
@@ -54,7 +54,7 @@ def expected(run_ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp):
-    from mrl.workers.trace_comparison import StepTrace, compare
+    from mrl.workers.trace_comparison import StepTrace, compare_traces
 
     path, reference = expected
     drawn: list[Case] = []
@@ -68,7 +68,7 @@ def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp
     draw()
     by_rank = run_ranks(ParallelDims(dp=dp), traces, path, ParallelDims(dp=dp), drawn[-2:])
     for case, of_ranks in zip(drawn[-2:], zip(*by_rank, strict=True), strict=True):
-        found = StepTrace.joined(of_ranks)
+        found = StepTrace.merge(of_ranks)
         assert len(found.outputs) == COUNT and len(found.gradients) == len(reference.gradients) > 0
-        wrong = [d for d in compare(reference, found) if not d.within]
+        wrong = [d for d in compare_traces(reference, found) if not d.within]
         assert not wrong, (case, wrong[:5])

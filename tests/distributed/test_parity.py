@@ -47,7 +47,7 @@ CRITIC = layouts("tp2", "tp2 sp0", "pp2", "cp2", "dp2", "tp2 pp2", "tp2 pp2 cp2"
 def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     from mrl.workers.actor import MegatronActor
     from mrl.workers.critic import MegatronCritic
-    from mrl.workers.parity_trace import trace as trace_step
+    from mrl.workers.parity_trace import trace_step
 
     block, groups = groups_of_responses()
     if options.get("routed"):
@@ -55,7 +55,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
     batch = TrainBatch.of(block, groups)
     packing = Packing(options.get("max_tokens", 60), options.get("share_prompts", True), CostModel(1.0, 0.01))
     step = partition_step(batch, options.get("packs_of", dims), packing, options.get("aggregation", "token_mean"))
-    share = merge_rank_batches(step) if "packs_of" in options else step.shares[dims.coords(rank).dp]
+    share = merge_rank_batches(step) if "packs_of" in options else step.rank_batches[dims.coords(rank).dp]
     spec = ModelSpec(
         str(path),
         dims,
@@ -90,7 +90,7 @@ def traced(run_ranks, tmp_path_factory):
             paths[kind] = tmp_path_factory.mktemp(kind)
             make(kind, paths[kind])
         if key not in known:
-            known[key] = StepTrace.joined(run_ranks(dims, trace, paths[kind], dims, critic, options))
+            known[key] = StepTrace.merge(run_ranks(dims, trace, paths[kind], dims, critic, options))
         return known[key]
 
     return run
@@ -102,14 +102,14 @@ def reference(traced, kind: str, critic: bool = False, **options):
 
 
 def check(expected, found, dtype: str = "float32") -> None:
-    from mrl.workers.trace_comparison import TOLERANCES, compare
+    from mrl.workers.trace_comparison import TOLERANCES, compare_traces
 
     assert len(found.outputs) == len(expected.outputs) > 0
     assert len(found.gradients) == len(expected.gradients) > 0
     assert len(found.updates) == len(found.weights) > 0 and len(found.after) == len(found.outputs)
     zero = [name for name, gradient in expected.gradients.items() if not gradient.any()]
     assert not zero, f"a gradient of zero proves nothing: {zero[:5]}"
-    wrong = [d for d in compare(expected, found, TOLERANCES[dtype]) if not d.within]
+    wrong = [d for d in compare_traces(expected, found, TOLERANCES[dtype]) if not d.within]
     assert not wrong, wrong[:5]
 
 

@@ -1,15 +1,14 @@
-"""Planned activations against what torch really saves for the backward pass of tiny models, storage by storage.
+"""Planned activations, compared with the storages that torch saves for the backward pass of tiny models.
 
-In float32 on a CPU, where kernels keep what `CPU` of mrl.planner.activation_bytes says. Measured with the versions of
-requirements.txt: equal to the byte for 14 of the 16 models, and within 0.2 % for all.
+Runs in float32 on a CPU, where kernels keep the tensors of CPU_KERNELS (mrl.planner.activation_bytes). With the versions of
+requirements.txt, 14 of the 16 models are equal to the byte, and all are within 0.2 %.
 """
 
 import pytest
 from test_planned_memory import _fake, config_of, shape_of
 from tiny_families import FAMILIES
 
-from mrl.planner import activation_bytes
-from mrl.planner.activation_bytes import CPU, Pass, Recompute
+from mrl.planner.activation_bytes import CPU_KERNELS, MicroBatchShape, Recompute, virtual_stage_bytes
 from parallel.dims import ParallelDims
 
 pytestmark = pytest.mark.extended
@@ -18,11 +17,13 @@ TOLERANCE = 0.002
 LENGTHS = [64, 64, 64]
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 PARTS = dict(recompute_granularity="selective", recompute_modules=["mlp"])
-EXPERTS = dict(recompute_granularity="selective", recompute_modules=["moe"])  # others need Transformer Engine
+EXPERTS = dict(
+    recompute_granularity="selective", recompute_modules=["moe"]
+)  # recomputing other modules of experts needs Transformer Engine
 
 
-def alike(name: str, dense: bool = False) -> dict:
-    """Overrides that make all layers alike."""
+def equal_layers(name: str, dense: bool = False) -> dict:
+    """Return overrides with which all layers are of one kind."""
     fields = FAMILIES[name][1]
     if "first_k_dense_replace" in fields:
         return dict(first_k_dense_replace=9 if dense else 0)
@@ -30,11 +31,11 @@ def alike(name: str, dense: bool = False) -> dict:
 
 
 def saved_by_torch(_rank: int, configs, dims: ParallelDims, overrides: dict) -> list[int]:
-    """Bytes of all storages that autograd keeps for one pack, for each config; weights left out."""
+    """Return the bytes of all storages that autograd keeps for one pack, for each config; weights are left out."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    if dims.world_size > 1:  # this process is rank 0 of them; nothing is communicated
+    if dims.world_size > 1:  # this process is rank 0; the fake group communicates nothing
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         real = dist.new_group
@@ -60,9 +61,9 @@ def _saved(hf, dims: ParallelDims, overrides: dict) -> int:
     for param in chunk.parameters():
         torch.nn.init.normal_(param, std=0.02)
     weights = {t.untyped_storage()._cdata for t in (*chunk.parameters(), *chunk.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}  # kept alive: an address that is free could come again
+    storages: dict[int, torch.UntypedStorage] = {}  # referenced, so that no address is reused
 
-    def keep(tensor):
+    def record(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
             storages[storage._cdata] = storage
@@ -71,7 +72,7 @@ def _saved(hf, dims: ParallelDims, overrides: dict) -> int:
     multiple = dims.tp if dims.sequence_parallel else 1
     packed = pack([Segment(n) for n in LENGTHS], torch.device("cpu"), cp_size=dims.cp, multiple=multiple)
     tokens = torch.randint(0, 40, (1, sum(LENGTHS) // dims.cp), generator=torch.Generator().manual_seed(0))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         chunk(
             tokens,
             packed.position_ids[None],
@@ -83,36 +84,39 @@ def _saved(hf, dims: ParallelDims, overrides: dict) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def a_layer(
+def layer_bytes_of(
     run_ranks, tmp_path, name: str, dims: ParallelDims, overrides: dict, dense: bool = False
 ) -> tuple[int, int]:
-    """(bytes that torch saves for one layer more, bytes planned)."""
+    """Return (bytes that torch saves for one additional layer, planned bytes)."""
     configs = [
-        config_of(name, tmp_path / str(layers), num_hidden_layers=layers, **alike(name, dense)) for layers in (1, 2)
+        config_of(name, tmp_path / str(layers), num_hidden_layers=layers, **equal_layers(name, dense))
+        for layers in (1, 2)
     ]
     one, two = run_ranks(dims.single_process(), saved_by_torch, configs, dims, overrides)[0]
     shape = shape_of(configs[1])
-    run = Pass.of(dims, sum(LENGTHS), 4, kernels=CPU)
-    return two - one, activation_bytes.chunk(shape, run, shape.moe[:1], Recompute.of(overrides))
+    batch = MicroBatchShape.of(dims, sum(LENGTHS), 4, kernels=CPU_KERNELS)
+    return two - one, virtual_stage_bytes(shape, batch, shape.moe[:1], Recompute.of(overrides))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_layer_keeps_what_is_planned(run_ranks, tmp_path, name):
-    real, planned = a_layer(run_ranks, tmp_path, name, ParallelDims(), {})
+def test_a_layer_keeps_the_planned_bytes(run_ranks, tmp_path, name):
+    real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(), {})
     assert planned == pytest.approx(real, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_dense_layers_among_experts_keep_what_is_planned(run_ranks, tmp_path, name):
-    real, planned = a_layer(run_ranks, tmp_path, name, ParallelDims(), {}, dense=True)
+def test_a_dense_layer_of_a_model_with_experts_keeps_the_planned_bytes(run_ranks, tmp_path, name):
+    real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(), {}, dense=True)
     assert planned == pytest.approx(real, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("axes", [dict(tp=2), dict(tp=2, sp=False), dict(cp=2), dict(tp=2, cp=2)], ids=str)
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_tied_multi_head"])
-def test_layouts_divide_what_is_kept(run_ranks, tmp_path, name, axes):
-    real, planned = a_layer(run_ranks, tmp_path, name, ParallelDims(**axes), {})
-    mask = 16 * 64 * 4 if "cp" in axes else 0  # of the late chunk of each sequence, which only kernels of a CPU keep
+def test_a_layout_divides_the_kept_bytes_as_planned(run_ranks, tmp_path, name, axes):
+    real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(**axes), {})
+    mask = (
+        16 * 64 * 4 if "cp" in axes else 0
+    )  # attention mask of the later chunk of each sequence; only CPU kernels keep it
     assert planned + mask == pytest.approx(real, rel=TOLERANCE)
 
 
@@ -127,6 +131,6 @@ def test_layouts_divide_what_is_kept(run_ranks, tmp_path, name, axes):
         ("deepseek_v3", EXPERTS),
     ],
 )
-def test_what_is_recomputed_is_not_kept(run_ranks, tmp_path, name, overrides):
-    real, planned = a_layer(run_ranks, tmp_path, name, ParallelDims(), overrides)
+def test_recomputed_modules_keep_the_planned_bytes(run_ranks, tmp_path, name, overrides):
+    real, planned = layer_bytes_of(run_ranks, tmp_path, name, ParallelDims(), overrides)
     assert planned == pytest.approx(real, rel=TOLERANCE)

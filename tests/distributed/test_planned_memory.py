@@ -1,6 +1,6 @@
-"""Planned bytes of parameters, gradients and optimizer state against models that are really built, on every rank.
+"""Planned bytes of parameters, gradients and optimizer state, compared with models that are built on every rank.
 
-Process groups are torch's fake ones: one process takes the place of each rank in turn, and nothing is communicated.
+The process groups are torch's fake ones: one process acts as each rank in turn, and nothing is communicated.
 """
 
 from copy import deepcopy
@@ -10,7 +10,7 @@ import pytest
 from tiny_families import FAMILIES, SIZES
 
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.trainer_state_bytes import StateBytes, largest_state, stages_of, state_of_rank
+from mrl.planner.trainer_state_bytes import StateBytes, largest_state, pipeline_stages, state_of_rank
 from parallel.dims import ParallelDims
 
 pytestmark = pytest.mark.extended
@@ -72,7 +72,7 @@ def layouts(name: str) -> list[tuple[ParallelDims, dict]]:
     return [(ParallelDims(**axes_of), overrides) for axes_of, overrides in found]
 
 
-def test_there_are_forty_layouts():
+def test_at_least_forty_layouts_are_tested():
     assert len({(repr(dims), str(overrides)) for name in FAMILIES for dims, overrides in layouts(name)}) >= 40
 
 
@@ -95,8 +95,8 @@ def shape_of(hf) -> ModelShape:
     return ModelShape.of(family, family.read(hf))
 
 
-def in_place_of_every_rank(_rank: int, hf, cases) -> list[list[StateBytes]]:
-    """For each case (dims, dtype, how), what every rank really holds."""
+def build_every_rank(_rank: int, hf, cases) -> list[list[StateBytes]]:
+    """Return the bytes that every rank holds, for each case (dims, dtype, head, trained, overrides)."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -105,7 +105,7 @@ def in_place_of_every_rank(_rank: int, hf, cases) -> list[list[StateBytes]]:
     real = dist.new_group
     dist.new_group = lambda *ranks, backend=None, pg_options=None, **kwargs: real(*ranks, backend="fake", **kwargs)
     found = [[_built(rank, hf, *case) for rank in range(case[0].world_size)] for case in cases]
-    _fake(0, 1)  # what the fixture ends with
+    _fake(0, 1)  # the fixture expects a process group at its end
     return found
 
 
@@ -149,7 +149,7 @@ def _built(rank: int, hf, dims: ParallelDims, dtype: str, head: str, trained: bo
 
 
 def check(run_ranks, hf, cases) -> None:
-    found = run_ranks(ParallelDims(), in_place_of_every_rank, hf, cases, timeout_s=900)[0]
+    found = run_ranks(ParallelDims(), build_every_rank, hf, cases, timeout_s=900)[0]
     shape = shape_of(hf)
     for (dims, dtype, head, trained, overrides), real in zip(cases, found, strict=True):
         itemsize = 2 if dtype == "bfloat16" else 4
@@ -158,34 +158,36 @@ def check(run_ranks, hf, cases) -> None:
         assert planned == real, (str(dims), dtype, head, overrides)
         for stage in range(dims.pp):
             mine = [planned[rank] for rank in range(dims.world_size) if dims.coords(rank).pp == stage]
-            largest = largest_state(shape, dims, stages_of(shape, dims, overrides)[stage], itemsize, head, trained)
+            largest = largest_state(
+                shape, dims, pipeline_stages(shape.num_layers, dims, overrides)[stage], itemsize, head, trained
+            )
             for part in ("weights", "gradients", "optimizer"):
                 most, bound = max(vars(state)[part] for state in mine), vars(largest)[part]
-                slack = 0 if part == "gradients" else 12 * 64 * 400  # of padding, in models as small as these
+                slack = 0 if part == "gradients" else 12 * 64 * 400  # padding, in models as small as these
                 assert most <= bound <= most + slack, (str(dims), part)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_rank_holds_what_is_planned(run_ranks, tmp_path, name):
+def test_every_rank_holds_the_planned_bytes(run_ranks, tmp_path, name):
     hf = config_of(name, tmp_path, num_hidden_layers=4)
     check(run_ranks, hf, [(dims, "bfloat16", "vocabulary", True, overrides) for dims, overrides in layouts(name)])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_tied_multi_head", "qwen3_moe", "deepseek_v3"])
-def test_critics_teachers_and_float32_hold_what_is_planned(run_ranks, tmp_path, name):
+def test_critics_teachers_and_float32_models_hold_the_planned_bytes(run_ranks, tmp_path, name):
     hf = config_of(name, tmp_path, num_hidden_layers=4)
     dims = [ParallelDims(), ParallelDims(tp=2, pp=2, dp=2), ParallelDims(pp=2, vpp=2, dp=3)]
     cases = [(d, "bfloat16", "value", True, {}) for d in dims] + [(d, "float32", "vocabulary", True, {}) for d in dims]
     check(run_ranks, hf, cases + [(d, "bfloat16", "vocabulary", False, {}) for d in dims])
 
 
-def test_a_wrong_size_is_noticed(tmp_path):
+def test_a_wider_parameter_changes_the_planned_bytes(tmp_path):
     shape = shape_of(config_of("qwen3", tmp_path))
     wider = replace(shape, parameters=tuple(replace(p, shape=tuple(n + 64 for n in p.shape)) for p in shape.parameters))
     assert state_of_rank(shape, ParallelDims(), 0, 2) != state_of_rank(wider, ParallelDims(), 0, 2)
 
 
-def test_a_custom_pipeline_layout_is_refused(tmp_path):
+def test_a_custom_pipeline_layout_is_an_error(tmp_path):
     shape = shape_of(config_of("qwen3", tmp_path))
-    with pytest.raises(ValueError, match=r"is not read by mrl plan; use num_layers_in_first"):
-        stages_of(shape, ParallelDims(pp=2), dict(pipeline_model_parallel_layout="Et|tL"))
+    with pytest.raises(ValueError, match=r"is not supported by mrl plan; use num_layers_in_first"):
+        pipeline_stages(shape.num_layers, ParallelDims(pp=2), dict(pipeline_model_parallel_layout="Et|tL"))

@@ -10,7 +10,7 @@ from mrl.core.types import TokenBlock, TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
-from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare
+from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_traces
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
@@ -46,10 +46,10 @@ def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArr
 def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTrace:
     """One step of a fresh actor on the conversations."""
     from mrl.workers.actor import MegatronActor
-    from mrl.workers.parity_trace import trace as trace_step
+    from mrl.workers.parity_trace import trace_step
 
     block, groups = conversations()
-    share = partition_step(TrainBatch.of(block, groups), dims, packing, "token_mean").shares[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, groups), dims, packing, "token_mean").rank_batches[dims.coords(rank).dp]
     # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
     spec = ModelSpec(
         str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
@@ -73,12 +73,12 @@ def alone(run_ranks, folder) -> StepTrace:
 
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
 def test_a_step_on_conversations_is_the_same_under(run_ranks, folder, alone, dims):
-    found = StepTrace.joined(run_ranks(dims, trace, folder, dims, PACKED, PPO))
+    found = StepTrace.merge(run_ranks(dims, trace, folder, dims, PACKED, PPO))
     block, _ = conversations()
     assert {row: len(output) for row, output in found.outputs.items()} == dict(
         enumerate(block.sampled_lengths.tolist())
     )
-    wrong = [line for line in compare(alone, found, TOLERANCES["float32"]) if not line.within]
+    wrong = [line for line in compare_traces(alone, found, TOLERANCES["float32"]) if not line.within]
     assert not wrong, wrong[:5]
 
 

@@ -25,7 +25,7 @@ class Planting(PPOClip):
 
 def plant_in_the_next_step():
     from mrl.workers.actor import MegatronActor
-    accumulate = MegatronActor.accumulate
+    accumulate = MegatronActor.accumulate_gradients_gradients
 
     def planted(model, *args, **how):
         import torch
@@ -33,7 +33,7 @@ def plant_in_the_next_step():
             model.bridge.params["decoder.layers.1.mlp.linear_fc2.weight"][0] = float("nan")
         return accumulate(model, *args, **how)
 
-    MegatronActor.accumulate = planted
+    MegatronActor.accumulate_gradients_gradients = planted
 """
 
 
@@ -46,7 +46,7 @@ def run(start_mrl, quickstart, tmp_path_factory):
         with pytest.MonkeyPatch.context() as planting:
             planting.setenv("PLANT_NAN", "1")
             loss = "algorithm.loss={_target_: planting.Planting}"
-            steps = ["capsule.steps=[1]", "trainer.max_steps=3", "trainer.eval_rows=4", "trainer.save=false"]
+            steps = ["step_dump.steps=[1]", "trainer.max_steps=3", "trainer.eval_rows=4", "trainer.save=false"]
             started = start_mrl("train", *quickstart, loss, *steps, "parallel.tp=2")
         done = started.finish(300)
         assert (done.folder / "capsules/step_000002/capsule.json").exists(), done.output()

@@ -93,7 +93,7 @@ def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
     batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
     batch = replace(batch, block=ray.put(batch.block))
     with Traffic() as traffic:
-        group.compute("logprobs", batch, packing, temperature=1.0)
+        group.compute_logprobs(batch, packing, temperature=1.0)
         group.update([batch], packing, aggregation="token_mean", lrs=[0.1])
     return traffic
 

@@ -127,13 +127,13 @@ def run(inputs, tmp_path_factory):
 def test_healthy_calls_are_not_diagnosed(run):
     """However slow they are, within their deadlines; and what a rank raises comes out as it is."""
     with run.holding():
-        run.stages.call("arm", 0, "data", "hold")
+        run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "data", "hold")
         slow = threading.Thread(target=run.update, args=[run.stages])
         slow.start()
         time.sleep(DEADLINE_S)
     slow.join()
     with pytest.raises(KeyError, match="nowhere"):
-        run.stages.call("arm", 1, "nowhere", "hold")
+        run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "nowhere", "hold")
     assert not list(run.run_dir.glob("hang_report_*.txt"))
 
 
@@ -171,7 +171,7 @@ def test_a_rollout_worker_that_is_stopped(run):
 
 
 def test_a_rank_that_sleeps_before_it_sends_to_the_next_stage(run):
-    run.stages.call("arm", 0, "send", "hold")
+    run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "send", "hold")
     words = (
         "rank 1 (pp 1) waits for other ranks in receiving the previous pipeline stage's activations",
         "faulty_ranks",
@@ -183,14 +183,14 @@ def test_a_rank_that_sleeps_before_it_sends_to_the_next_stage(run):
 
 def test_a_rank_that_is_stuck_in_weight_sync(run):
     run.trainer.weight_sync.push(version=1)
-    run.stages.call("arm", 1, "sync", "hold")
+    run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hold")
     with run.holding():
         push = partial(run.trainer.weight_sync.push, version=2)
         run.stalls(run.stages, push, "rank 1 (pp 1)", "is in the weight sync", "push_weights() on 2 trainer ranks")
 
 
 def test_a_rank_that_sleeps_in_data_loading(run):
-    run.replicas.call("arm", 1, "data", "hold")
+    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hold")
     with run.holding():
         words = (
             "faulty_ranks.py",
@@ -213,7 +213,7 @@ def test_a_rank_that_is_stopped_on_another_host(run, monkeypatch):
 
 def test_a_rank_that_dies_before_a_collective(run):
     """Its neighbour's complaint comes first; the dead one is named, and how it died."""
-    run.stages.call("arm", 1, "data", "crash")
+    run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
         run.update(run.stages)
@@ -222,7 +222,7 @@ def test_a_rank_that_dies_before_a_collective(run):
 
 
 def test_a_rank_that_is_killed_in_a_collective(run):
-    run.replicas.call("arm", 1, "data", "hold")
+    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hold")
     with run.holding():
         kill = threading.Timer(DEADLINE_S, os.kill, [run.pid("replica_0"), signal.SIGKILL])
         kill.start()

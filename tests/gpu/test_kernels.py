@@ -75,10 +75,10 @@ from mrl.workers.actor import MegatronActor
 from mrl.workers.critic import MegatronCritic
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.workers.trace_comparison import TOLERANCES, compare
+from mrl.workers.trace_comparison import TOLERANCES, compare_traces
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
-from mrl.workers.parity_trace import trace
+from mrl.workers.parity_trace import trace_step
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 from models_for_layouts import groups_of_responses, make
@@ -96,10 +96,10 @@ for kind in ("dense", "moe"):
         for share, tokens in ((False, 10_000), (True, 60)):
             packing = Packing(tokens, share)
             spec = ModelSpec(f"{sys.argv[1]}/{kind}", dims, dtype, OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=share)
-            step = partition_step(batch, dims, packing, "token_mean").shares[0]
-            found.append(trace(model(spec), block, step, None if model is MegatronCritic else PPOClip(), 1e-4, 0.7))
+            step = partition_step(batch, dims, packing, "token_mean").rank_batches[0]
+            found.append(trace_step(model(spec), block, step, None if model is MegatronCritic else PPOClip(), 1e-4, 0.7))
         tolerances = replace(TOLERANCES[dtype], outputs=max(1e-3, TOLERANCES[dtype].outputs))
-        wrong = [d for d in compare(*found, tolerances) if not d.within]
+        wrong = [d for d in compare_traces(*found, tolerances) if not d.within]
         assert not wrong, (kind, model, wrong[:5])
 """
 

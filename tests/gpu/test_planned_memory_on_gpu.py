@@ -35,7 +35,7 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
     from models.families import family_of
     from models.hf_config import HFConfig
     from models.model_builder import build_model
-    from mrl.planner.activation_bytes import GPU, Kernels
+    from mrl.planner.activation_bytes import GPU_KERNELS, Kernels
     from mrl.planner.model_shape import ModelShape
     from mrl.planner.trainer_memory import TrainerSettings, trainer_memory
     from parallel import device, groups
@@ -84,7 +84,7 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
     update()
     torch.cuda.synchronize()
     family = family_of(hf)
-    kernels = GPU if capabilities().transformer_engine else Kernels(fused_mlp=False)
+    kernels = GPU_KERNELS if capabilities().transformer_engine else Kernels(fused_mlp=False)
     settings = TrainerSettings.with_megatron(overrides, max_tokens=tokens, bucket_bytes=0, kernels=kernels)
     planned = trainer_memory(ModelShape.of(family, family.read(hf)), dims, settings).by_phase["update"]
     dist.destroy_process_group()

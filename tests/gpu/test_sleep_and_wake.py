@@ -72,7 +72,8 @@ ENGINE = """
 import sys, threading
 import torch
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.engines.server import EngineServer, default_server_args
+from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server_args import default_server_args
 from mrl.rollout.engines.server_args import memory_saver_args
 from mrl.weight_sync.engine_control import EngineControl
 

@@ -1,4 +1,4 @@
-"""A micro-batch predicts each sampled token once, from the token before it, on whichever rank holds that one."""
+"""Micro-batches: each sampled token is predicted once, from the token before it, on the rank that has that token."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallel import device
 
-device.install()  # before anything of Megatron is imported
+device.patch_megatron_for_cpu()  # must come before any import of Megatron
 
 from mrl.core.types import RankBatch, TokenBlock  # noqa: E402
 from mrl.workers.micro_batch import MicroBatch  # noqa: E402
@@ -20,12 +20,12 @@ many = settings(deadline=None, max_examples=60, derandomize=True)
 
 @st.composite
 def blocks(draw) -> tuple[TokenBlock, np.ndarray]:
-    """(a block whose tokens are all different but for shared prompts, [B] groups)."""
+    """(a block whose tokens are all different, except in shared prompts; [B] groups)."""
     groups = np.array(draw(st.lists(st.integers(0, 3), min_size=1, max_size=8)))
     prompts = [[1000 * group + place for place in range(draw(st.integers(1, 6)))] for group in range(4)]
     responses = [[10_000 + 100 * row + place for place in range(draw(st.integers(1, 7)))] for row in range(len(groups))]
     sampled = None
-    if draw(st.booleans()):  # of several turns: any tokens of a response may be a tool's, all of them too
+    if draw(st.booleans()):  # several turns: any tokens of a response, even all, may come from a tool
         sampled = [[draw(st.booleans()) for _ in response] for response in responses]
     chosen = sampled or [[True] * len(response) for response in responses]
     pairs = zip(responses, chosen, strict=True)
@@ -34,7 +34,7 @@ def blocks(draw) -> tuple[TokenBlock, np.ndarray]:
 
 
 def sampled_tokens(block: TokenBlock, row: int) -> list[int]:
-    """Those of a row's response that the policy chose."""
+    """The tokens of a row's response that the policy sampled."""
     if block.sampled is None:
         return block.response(row).tolist()
     return block.tokens[block.cu_seqlens[row] : block.cu_seqlens[row + 1]][
@@ -42,65 +42,68 @@ def sampled_tokens(block: TokenBlock, row: int) -> list[int]:
     ].tolist()
 
 
-def before(block: TokenBlock) -> dict[int, int]:
-    """Response token -> (the token before it in its sequence)."""
-    found = {}
+def predecessors(block: TokenBlock) -> dict[int, int]:
+    """Response token -> the token before it in its sequence."""
+    result = {}
     for row in range(len(block.lengths)):
         whole = [*block.prompt(row).tolist(), *block.response(row).tolist()]
         start = len(block.prompt(row))
-        found |= dict(zip(whole[start:], whole[start - 1 : -1], strict=True))
-    return found
+        result |= dict(zip(whole[start:], whole[start - 1 : -1], strict=True))
+    return result
 
 
 @many
 @given(
     blocks(), st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False)
 )
-def test_each_sampled_token_is_predicted_once_from_the_one_before(made, shared, cp_size, tp_multiple, random):
+def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, shared, cp_size, tp_multiple, random):
     block, groups = made
     count = len(groups)
     rows = np.array(random.sample(range(count), random.randint(1, count)))
     numbers = np.arange(count, dtype=np.float32).repeat(block.sampled_lengths)
     block = block.with_columns(advantages=numbers)
-    share = RankBatch((rows,), np.arange(count) / 7, groups if shared else None)
+    batch = RankBatch((rows,), np.arange(count) / 7, groups if shared else None)
     row_of = {token: row for row in range(count) for token in block.response(row).tolist()}
-    expected = before(block.select(rows))
+    expected = predecessors(block.select(rows))
     order = [token for row in rows for token in sampled_tokens(block, row)]
     tools = [token for row in rows for token in block.response(row).tolist() if token not in set(order)]
-    kept, computed = [], []
+    predicted, computed = [], []
     for rank in range(cp_size):
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
-        micro = MicroBatch.build(block, rows, share, packer)
+        micro = MicroBatch.build(block, rows, batch, packer)
         assert len(micro.tokens) == len(micro.packed.source) and micro.num_sampled == len(order)
         targets = micro.targets.tolist()
-        assert targets == [order[place] for place in micro.kept.tolist()]
+        assert targets == [order[index] for index in micro.local_sampled.tolist()]
         assert micro.tokens[micro.predict].tolist() == [expected[token] for token in targets]
         assert micro.rollout_logprobs.tolist() == [-float(token) for token in targets]
         assert micro.columns["advantages"].tolist() == [float(row_of[token]) for token in targets]
         assert micro.weights.tolist() == [row_of[token] / 7 for token in targets]
         assert micro.weights.dtype == torch.float64
-        kept += micro.kept.tolist()
+        predicted += micro.local_sampled.tolist()
         real = torch.from_numpy(micro.packed.source >= 0)
         computed += micro.tokens[real].tolist()
         assert not micro.tokens[~real].any(), "padding is token 0, which every vocabulary has"
-    assert sorted(kept) == list(range(len(order)))
+    assert sorted(predicted) == list(range(len(order)))
     responses = {*order, *tools}
     prompts = [token for token in computed if token not in responses]
     once = {int(group): block.prompt(row).tolist() for row, group in enumerate(groups) if row in rows}
     each = list(once.values()) if shared else [block.prompt(row).tolist() for row in rows]
     assert sorted(prompts) == sorted(token for prompt in each for token in prompt)
-    assert sorted(computed) == sorted([*prompts, *order, *tools]), (
-        "what a tool said is computed, once, and predicted by nobody"
-    )
+    assert sorted(computed) == sorted([*prompts, *order, *tools]), "tool results are computed once and never predicted"
 
 
 @many
 @given(blocks(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
-def test_an_empty_micro_batch_is_one_token_that_counts_for_nothing(made, cp_size, tp_multiple):
+def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_multiple):
     block, groups = made
-    share = RankBatch((np.empty(0, np.int64),), np.ones(len(groups)), groups)
+    batch = RankBatch((np.empty(0, np.int64),), np.ones(len(groups)), groups)
     for rank in range(cp_size):
         packer = partial(pack, device=torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple=tp_multiple)
-        micro = MicroBatch.build(block, share.micro_batches[0], share, packer)
+        micro = MicroBatch.build(block, batch.micro_batches[0], batch, packer)
         assert micro.num_sampled == 0 and len(micro.tokens) > 0
-        assert not len(micro.predict) and not len(micro.targets) and not len(micro.weights) and not len(micro.kept)
+        assert (
+            not len(micro.predict)
+            and not len(micro.targets)
+            and not len(micro.weights)
+            and not len(micro.local_sampled)
+        )

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,12 @@ import pytest
 
 from mrl.algorithms.losses import PPOClip
 from mrl.config.schema import StepDumpConfig
-from mrl.core.run_errors import ProcessesLostError
+from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
 from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
-from mrl.diagnostics.dump_policy import Recorder
 from mrl.diagnostics.step_dump import Capsule, Weights
-from mrl.core.run_errors import NonFiniteGradientError
-from mrl.workers.worker import DUMPED_BATCH
+from mrl.diagnostics.step_dump_recorder import Recorder
 from mrl.workers.model_trainers import UpdateRequest
+from mrl.workers.worker import DUMPED_BATCH, TrainWorker
 
 LATEST = Weights("/checkpoints/step_000004/actor", 4, checkpoint=True, like="/model")
 
@@ -25,8 +25,8 @@ LATEST = Weights("/checkpoints/step_000004/actor", 4, checkpoint=True, like="/mo
 class Writers:
     """What trainer ranks do for a capsule, without a model: rank 0's batch."""
 
-    def call(self, method: str, block: TokenBlock, columns, folder: str, weights: bool) -> None:
-        assert method == "keep_step" and columns is None
+    def call(self, method: Callable, block: TokenBlock, columns, folder: str, weights: bool) -> None:
+        assert method is TrainWorker.dump_step and columns is None
         block.save(Path(folder) / DUMPED_BATCH)
         if weights:
             (Path(folder) / "weights").mkdir()
@@ -35,9 +35,9 @@ class Writers:
 @pytest.fixture
 def update() -> UpdateRequest:
     block = TokenBlock.from_lists([[1], [2]], [[3], [4, 5]])
-    how = dict(loss=PPOClip(), temperature=1.0)
+    options = dict(loss=PPOClip(), temperature=1.0)
     return UpdateRequest(
-        steps=[TrainBatch.of(block, None)] * 2, lrs=[0.1, 0.2], aggregation="token_mean", longest=3, how=how
+        steps=[TrainBatch.of(block, None)] * 2, lrs=[0.1, 0.2], aggregation="token_mean", max_response_tokens=3, options=options
     )
 
 
@@ -119,7 +119,7 @@ class FullDisk(Writers):
     def __init__(self, times: int, error: Exception | None = None) -> None:
         self.left, self.error = times, error or OSError(errno.ENOSPC, "No space left on device")
 
-    def call(self, method: str, block: TokenBlock, columns, folder: str, weights: bool) -> None:
+    def call(self, method: Callable, block: TokenBlock, columns, folder: str, weights: bool) -> None:
         super().call(method, block, columns, folder, weights)
         if self.left:
             self.left -= 1
@@ -141,7 +141,7 @@ def test_a_manifest_that_does_not_fit_costs_the_capsule_alone(tmp_path, update, 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mrl.diagnostics.dump_policy.complete", fail)
+    monkeypatch.setattr("mrl.diagnostics.step_dump_recorder.complete", fail)
     train(recorder(tmp_path, steps=[1]), update, [1.0, 1.0])
     assert list(tmp_path.iterdir()) == []
 

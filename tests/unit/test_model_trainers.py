@@ -1,4 +1,4 @@
-"""What the driver makes of the reports of a rollout's optimizer steps."""
+"""Actor updates on the driver: which rows are trained, and which metrics the reports of the optimizer steps give."""
 
 import numpy as np
 import pytest
@@ -9,27 +9,27 @@ from mrl.algorithms.objective import Objective
 from mrl.core.types import AdvantageResult, Rollouts, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _of_actor
+from mrl.workers.model_trainers import ActorTrainer, UpdateRunner, _actor_metrics
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 
 class Group:
-    """Stands where the trainer processes are: plans as they do, reports as they would."""
+    """Stand-in for a worker group: partitions the steps, and makes up the reports."""
 
-    def update(self, steps, packing, *, aggregation, longest, lrs, loss, temperature):
+    def update(self, steps, packing, *, aggregation, max_response_tokens, lrs, loss, temperature):
         self.steps, self.lrs = steps, lrs
         return [self._report(step, partition_step(step, ParallelDims(), packing, aggregation)) for step in steps]
 
     @staticmethod
-    def _report(step, plan) -> UpdateReport:
+    def _report(step, partition) -> UpdateReport:
         tokens = float(step.sampled_lengths[step.rows].sum())
         sums = dict(loss=1.0, tokens=tokens, gap=0.5 * tokens, entropy=2.0 * tokens) if tokens else {}
-        if tokens:  # trainer and engine agree: every ratio is 1
+        if tokens:  # trainer and engine agree, so every ratio is 1
             ones = ("mismatch/count", "mismatch/ratio", "mismatch/ratio_squared")
             sums |= dict.fromkeys(MISMATCH_SUMS, 0.0) | dict.fromkeys(ones, tokens)
         maxima = {"optim/grad_norm": tokens, "seconds": 1.0, **({"gap": tokens} if tokens else {})}
-        return UpdateReport(sums, maxima | plan.metrics)
+        return UpdateReport(sums, maxima | partition.metrics)
 
 
 def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected: tuple[int, ...] = ()):
@@ -47,64 +47,66 @@ def update(advantages: list[float], mini_batches: int, epochs: int = 1, rejected
         weight_versions=np.zeros(count, int),
         rewards=np.zeros(count),
     )
-    estimates = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
+    result = AdvantageResult(None, np.array(advantages) == 0, np.isin(np.arange(count), rejected), {})
     group = Group()
     updates = UpdateRunner(
         OptimConfig(lr=1.0, warmup_steps=100), Packing(100, True, CostModel()), "token_mean", 100, mini_batches, epochs
     )
     policy = ActorTrainer(group, Objective(PPOClip()), updates, temperature=1.0, skip_zero_advantage=True)
-    return policy.update(rollouts, estimates, step=2, kl_coef=0.0), group
+    return policy.update(rollouts, result, step=2, kl_coef=0.0), group
 
 
-def test_counts_add_up_and_the_rest_is_averaged():
-    found, group = update([1, -1, 1, 0, 0, 0, 2, 2], mini_batches=2)
-    assert found["batch/optimizer_steps"] == 2 and found["spent/megatron_s"] == 2
-    assert found["batch/trained_tokens"] == 1 + 2 + 3 + 7 + 8
-    assert found["mismatch/logprob_abs_mean"] == 0.5 and found["policy/entropy_mean"] == 2.0
-    assert found["mismatch/ess_fraction"] == 1 and found["mismatch/chi2"] == 0
-    assert found["mismatch/logprob_abs_max"] == 15 and found["optim/grad_norm"] == (6 + 15) / 2
-    assert found["batch/zero_advantage_fraction"] == 3 / 8
-    assert group.lrs == [pytest.approx(5 / 100), pytest.approx(6 / 100)], "optimizer steps count, not rollouts"
-    assert [len(step.counted) for step in group.steps] == [4, 4] and found["optim/lr"] == group.lrs[-1]
+def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
+    metrics, group = update([1, -1, 1, 0, 0, 0, 2, 2], mini_batches=2)
+    assert metrics["batch/optimizer_steps"] == 2 and metrics["spent/megatron_s"] == 2
+    assert metrics["batch/trained_tokens"] == 1 + 2 + 3 + 7 + 8
+    assert metrics["mismatch/logprob_abs_mean"] == 0.5 and metrics["policy/entropy_mean"] == 2.0
+    assert metrics["mismatch/ess_fraction"] == 1 and metrics["mismatch/chi2"] == 0
+    assert metrics["mismatch/logprob_abs_max"] == 15 and metrics["optim/grad_norm"] == (6 + 15) / 2
+    assert metrics["batch/zero_advantage_fraction"] == 3 / 8
+    assert group.lrs == [pytest.approx(5 / 100), pytest.approx(6 / 100)], (
+        "the schedule counts optimizer steps, not rollouts"
+    )
+    assert [len(step.counted) for step in group.steps] == [4, 4] and metrics["optim/lr"] == group.lrs[-1]
 
 
-def test_a_mini_batch_without_rows_is_still_a_step():
-    found, group = update([1, -1, 1, 1, 0, 0, 0, 0], mini_batches=2)
+def test_a_mini_batch_without_trained_rows_is_still_a_step():
+    metrics, group = update([1, -1, 1, 1, 0, 0, 0, 0], mini_batches=2)
     assert [len(step.rows) for step in group.steps] == [4, 0]
-    assert found["batch/optimizer_steps"] == 2 and found["batch/trained_tokens"] == 10
-    assert found["loss/policy"] == 0.5 and np.isfinite(list(found.values())).all()
+    assert metrics["batch/optimizer_steps"] == 2 and metrics["batch/trained_tokens"] == 10
+    assert metrics["loss/policy"] == 0.5 and np.isfinite(list(metrics.values())).all()
 
 
-def test_one_row_is_trained_where_no_advantage_is_left():
-    found, group = update([0, 0, 0, 0], mini_batches=1)
-    assert group.steps[0].rows.tolist() == [0] and found["batch/trained_tokens"] == 1
+def test_one_row_is_trained_if_all_advantages_are_zero():
+    metrics, group = update([0, 0, 0, 0], mini_batches=1)
+    assert group.steps[0].rows.tolist() == [0] and metrics["batch/trained_tokens"] == 1
 
 
-def test_epochs_pass_over_the_same_mini_batches():
-    found, group = update([1, -1, 1, 2, 3, 1, 2, 2], mini_batches=2, epochs=3)
-    assert found["batch/optimizer_steps"] == 6
+def test_every_epoch_trains_the_same_mini_batches():
+    metrics, group = update([1, -1, 1, 2, 3, 1, 2, 2], mini_batches=2, epochs=3)
+    assert metrics["batch/optimizer_steps"] == 6
     assert [step.rows.tolist() for step in group.steps] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
     assert group.lrs == [pytest.approx((13 + number) / 100) for number in range(6)]
 
 
-def test_rejected_rows_count_for_nothing():
+def test_rejected_rows_are_neither_trained_nor_counted():
     _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1, 2))
     assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].counted.tolist() == [0, 3]
 
 
-def test_where_every_row_is_rejected_the_step_is_empty_but_taken():
-    found, group = update([1, -1, 0, 2], mini_batches=2, rejected=(0, 1, 2, 3))
+def test_a_step_is_taken_even_if_every_row_is_rejected():
+    metrics, group = update([1, -1, 0, 2], mini_batches=2, rejected=(0, 1, 2, 3))
     assert [step.rows.tolist() for step in group.steps] == [[0]] and not len(group.steps[0].counted)
-    assert np.isfinite(found["batch/skipped_tokens_fraction"])
+    assert np.isfinite(metrics["batch/skipped_tokens_fraction"])
 
 
-def test_the_row_that_measures_the_mismatch_is_not_a_rejected_one():
+def test_the_row_that_measures_the_mismatch_is_not_rejected():
     _, group = update([0, 0, 0, 0], mini_batches=2, rejected=(0, 1))
     assert [step.rows.tolist() for step in group.steps] == [[2]]
 
 
-def test_what_losses_report_is_averaged_over_the_tokens_that_report():
-    """Half of the weight was skipped; the number is of the other half."""
+def test_statistics_of_a_loss_are_averaged_over_the_weight_of_the_trained_tokens():
+    """Half of the weight was skipped; the metric describes the other half."""
     reports = [
         UpdateReport(
             dict(zip(MISMATCH_SUMS, (4.0, 0.0, 4.0, 4.0, 0.0), strict=True)) | own,
@@ -115,4 +117,4 @@ def test_what_losses_report_is_averaged_over_the_tokens_that_report():
             {"tokens": 4.0, "weight": 0.25, "loss/clip_fraction": 0.0, "loss": 1.0},
         )
     ]
-    assert _of_actor(reports)["loss/clip_fraction"] == (0.5 + 0.0) / 2
+    assert _actor_metrics(reports)["loss/clip_fraction"] == (0.5 + 0.0) / 2

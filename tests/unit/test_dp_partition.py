@@ -1,0 +1,181 @@
+"""Partitions of a batch: the loss does not depend on how rows are distributed over steps, replicas and micro-batches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mrl.algorithms.objective import AGGREGATIONS
+from mrl.core.types import RankBatch, TrainBatch
+from mrl.data.batching import CostModel
+from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
+from parallel.dims import ParallelDims
+
+many = settings(deadline=None, max_examples=60, derandomize=True)
+MAX_RESPONSE_TOKENS = 31
+aggregations = st.sampled_from(AGGREGATIONS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, the value of each response token, and a way to partition the batch."""
+
+    batch: TrainBatch
+    values: list[NDArray[np.float64]]  # by row, [tokens of its response]
+    dims: ParallelDims
+    packing: Packing
+
+    def rank_batches(self, aggregation: str, batch: TrainBatch | None = None) -> list[RankBatch]:
+        return partition_step(
+            batch or self.batch, self.dims, self.packing, aggregation, MAX_RESPONSE_TOKENS
+        ).rank_batches
+
+
+@st.composite
+def cases(draw) -> Case:
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    groups = np.repeat(np.arange(len(sizes)), sizes)[draw(st.permutations(range(sum(sizes))))]  # rows in random order
+    count = len(groups)
+    prompts = np.array(draw(st.lists(st.integers(1, 12), min_size=len(sizes), max_size=len(sizes))))[groups]
+    responses = np.array(draw(st.lists(st.integers(1, 20), min_size=count, max_size=count)))
+    counted = draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted))
+    rows = (
+        [row for row in counted if draw(st.booleans())] if draw(st.booleans()) else counted
+    )  # the other rows have advantage 0
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    trained = np.isin(np.arange(count), rows)
+    batch = TrainBatch(
+        block=None,
+        prompt_lengths=prompts,
+        response_lengths=responses + draw(st.sampled_from([0, 5])),  # a response may contain tokens of tool results
+        sampled_lengths=responses,
+        groups=groups if draw(st.booleans()) else None,
+        rows=np.array(rows, np.int64),
+        counted=np.array(counted, np.int64),
+    )
+    values = [rng.normal(size=length) * trained[row] for row, length in enumerate(responses)]
+    packing = Packing(
+        draw(st.integers(1, 120)), draw(st.booleans()), CostModel(1.0, draw(st.sampled_from([0.0, 0.01, 3.0])))
+    )
+    return Case(batch, values, draw(dims()), packing)
+
+
+@st.composite
+def dims(draw) -> ParallelDims:
+    dp, tp, pp = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3, 4]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    ep = draw(st.sampled_from([n for n in range(1, dp * tp + 1) if dp * tp % n == 0]))
+    return ParallelDims(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=1)
+
+
+def formula(case: Case, counted: NDArray[np.int64], aggregation: str) -> float:
+    """The loss of the rows `counted`; rows that are not trained contribute 0."""
+    if aggregation == "token_mean":
+        return float(np.concatenate([case.values[row] for row in counted]).mean())
+    if aggregation == "fixed_length":
+        return float(np.mean([case.values[row].sum() / MAX_RESPONSE_TOKENS for row in counted]))
+    return float(np.mean([case.values[row].mean() for row in counted]))
+
+
+def weighted_sum(case: Case, batches: list[RankBatch]) -> float:
+    return float(
+        sum(
+            (batch.weights[row] * case.values[row]).sum()
+            for batch in batches
+            for rows in batch.micro_batches
+            for row in rows.tolist()
+        )
+    )
+
+
+def trained_rows(batches: list[RankBatch]) -> list[int]:
+    return sorted(row for batch in batches for rows in batch.micro_batches for row in rows.tolist())
+
+
+@many
+@given(cases(), aggregations)
+def test_each_trained_row_is_in_one_micro_batch_of_one_replica(case, aggregation):
+    batches = case.rank_batches(aggregation)
+    assert len(batches) == case.dims.dp
+    assert trained_rows(batches) == case.batch.rows.tolist()
+
+
+@many
+@given(cases(), aggregations)
+def test_the_batches_of_all_ranks_sum_to_the_loss_of_the_whole_batch(case, aggregation):
+    total = weighted_sum(case, case.rank_batches(aggregation))
+    assert total == pytest.approx(formula(case, case.batch.counted, aggregation), rel=1e-12, abs=1e-12)
+
+
+@many
+@given(cases(), aggregations, st.integers(1, 5))
+def test_each_mini_batch_has_its_own_loss(case, aggregation, count):
+    parts = split_mini_batches(case.batch, count)
+    assert 1 <= len(parts) <= count
+    assert sorted(row for part in parts for row in part.rows.tolist()) == case.batch.rows.tolist()
+    assert sorted(row for part in parts for row in part.counted.tolist()) == case.batch.counted.tolist()
+    for part in parts:
+        batches = case.rank_batches(aggregation, part)
+        assert trained_rows(batches) == part.rows.tolist() and set(part.rows) <= set(part.counted)
+        expected = formula(case, part.counted, aggregation)
+        assert weighted_sum(case, batches) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@many
+@given(cases(), st.integers(2, 5))
+def test_mini_batches_hold_whole_groups_and_differ_by_at_most_one_group(case, count):
+    groups = np.arange(len(case.batch.prompt_lengths)) if case.batch.groups is None else case.batch.groups
+    parts = [set(groups[part.counted].tolist()) for part in split_mini_batches(case.batch, count)]
+    whole = set(groups[case.batch.counted].tolist())
+    assert len(parts) == min(count, len(whole)), "there are as many steps as asked for, if there are enough groups"
+    assert sum(map(len, parts)) == len(set().union(*parts)) == len(whole)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@many
+@given(cases(), aggregations)
+def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
+    weights = case.rank_batches(aggregation)[0].weights
+    assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
+    lengths, counted = case.batch.sampled_lengths, case.batch.counted
+    # The token weights of all counted rows sum to 1, trained or not; for fixed_length, to the fraction of the length in use.
+    whole = lengths[counted].mean() / MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1.0
+    assert (weights * lengths)[counted].sum() == pytest.approx(whole, rel=1e-12)
+    others = np.setdiff1d(np.arange(len(lengths)), counted)
+    assert not weights[others].any()
+
+
+@many
+@given(cases(), aggregations)
+def test_replicas_have_equal_metrics_of_micro_batches_if_the_layout_needs_it(case, aggregation):
+    counts = [len(batch.micro_batches) for batch in case.rank_batches(aggregation)]
+    assert len(set(counts)) == 1 or not case.dims.lockstep
+    assert all(count % case.dims.pp == 0 for count in counts) or case.dims.vpp == 1
+
+
+@many
+@given(cases(), aggregations)
+def test_micro_batches_stay_within_the_token_budget_and_the_metrics_describe_them(case, aggregation):
+    step = partition_step(case.batch, case.dims, case.packing, aggregation, MAX_RESPONSE_TOKENS)
+    prompts, responses = case.batch.prompt_lengths, case.batch.response_lengths
+    computed = 0
+    for batch in step.rank_batches:
+        shared = case.packing.share_prompts and case.batch.groups is not None
+        assert (batch.groups is not None) == shared
+        for rows in batch.micro_batches:
+            tokens = int(responses[rows].sum())
+            if shared:
+                tokens += sum(int(prompts[rows][batch.groups[rows] == group][0]) for group in set(batch.groups[rows]))
+            else:
+                tokens += int(prompts[rows].sum())
+            assert tokens <= case.packing.max_tokens or len(rows) == 1, "only a single row may be larger"
+            computed += tokens
+    metrics = step.metrics
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["batch/computed_tokens"] >= computed, "two parts of a group may end up in one micro-batch"
+    assert {batch.step_tokens for batch in step.rank_batches} == {max(1, int(metrics["batch/computed_tokens"]))}
+    assert metrics["batch/micro_batches"] == max(len(batch.micro_batches) for batch in step.rank_batches)
+    assert metrics["batch/imbalance"] >= 1.0 and 0 <= metrics["batch/skipped_tokens_fraction"] <= 1
