@@ -57,10 +57,10 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides 
 ) -> list[PackingUnit]:
     """Return the units of `rows`. Lengths (tokens) and groups are columns [B] of the whole batch.
 
-    Without `share_prompts` every row is a unit. With it, a group is a unit of P + sum R_i tokens. A group is cut into several
-    units, each of which computes the prompt, if it exceeds `max_tokens`, or if its cost would make the `parts` uneven. Each cut
-    computes a prompt once more. Therefore the function takes the coarsest of GROUP_LIMITS whose heaviest part is as light as with
-    any other limit.
+    Without `share_prompts` every row is a unit. With it, a group is a unit of P + sum R_i tokens. A group is cut into
+    several units, each of which computes the prompt, if it exceeds `max_tokens`, or if its cost would make the `parts`
+    uneven. Each cut computes a prompt once more. Therefore the function takes the coarsest of GROUP_LIMITS whose
+    heaviest part is as light as with any other limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -98,8 +98,8 @@ def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[Packi
 def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None = None) -> list[list[PackingUnit]]:
     """Distribute units over packs of at most `max_tokens` and nearly equal cost. A larger unit gets a pack of its own.
 
-    Without `count`, the number of packs is that of first-fit-decreasing. With `count`, exactly so many packs are returned; some
-    may be empty.
+    Without `count`, the number of packs is that of first-fit-decreasing. With `count`, exactly so many packs are
+    returned; some may be empty.
 
     Raises:
         ValueError: the units do not fit into `count` packs.
@@ -162,8 +162,8 @@ def _split_group(
 ) -> list[list[int]]:
     """Split a group into the fewest even pieces within `max_tokens` and a cost of `limit`.
 
-    A row that alone exceeds either bound is a piece of its own. A piece is not split for its cost when half of that cost is the
-    prompt, because every split adds the prompt again.
+    A row that alone exceeds either bound is a piece of its own. A piece is not split for its cost when half of that
+    cost is the prompt, because every split adds the prompt again.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
@@ -185,8 +185,8 @@ def _split_group(
 def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
     """Return the part of each unit [U], with nearly equal costs and at most `capacity` tokens per part; None if none is found.
 
-    The costliest unit goes first, to the lightest part. If that runs out of room, first-fit-decreasing by tokens is tried, which
-    needs the least room.
+    The costliest unit goes first, to the lightest part. If that runs out of room, first-fit-decreasing by tokens is
+    tried, which needs the least room.
     """
     assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
     if assignment is None:
@@ -251,7 +251,8 @@ def _thin(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
 def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
     """Return the number of packs of first-fit-decreasing.
 
-    It is at most 2 T / max_tokens + 1 for T tokens, because two neighbouring packs together hold more than `max_tokens`.
+    It is at most 2 T / max_tokens + 1 for T tokens, because two neighbouring packs together hold more than
+    `max_tokens`.
     """
     tokens = np.array([unit.tokens for unit in units], dtype=np.int64)
     most = min(len(units), 2 * int(tokens.sum()) // max_tokens + 1)

@@ -1,4 +1,4 @@
-"""From a row as a file has it to a prompt as the run needs it: which column is which, and what each may hold."""
+"""Maps the columns of a row to a prompt, its ground truth and its metadata, and checks their values."""
 
 import difflib
 import math
@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from mrl.config.schema import Node
-from mrl.data.row_files import Row, RowError, column, text
+from mrl.data.row_files import Row, RowError, column_value, text_value
 from mrl.data.tokenizer import Messages
 
 GroundTruth = str | list[Any] | dict[str, Any]
@@ -16,8 +16,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Example:
-    """One prompt, checked, and what its row says of the answer."""
+class PromptExample:
+    """One checked prompt with its ground truth and metadata."""
 
     messages: Messages
     ground_truth: GroundTruth
@@ -27,21 +27,22 @@ class Example:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names that a file has for what a prompt needs; a dotted name is a field inside a column.
+    """The names of a file's columns. A dotted name is a field inside a column. The defaults are the common five columns.
 
-    The defaults are the field's five columns. Columns that `named` does not list may be absent: `data_source` is then the
-    source's name and `extra_info` empty. None: there is no such column, and the ground truth is an empty text.
+    A column that the user names must exist in every row (`named`). Without the default column, `data_source` is the
+    name of the source and `extra_info` is empty. None means that the file has no such column; the ground truth is then
+    an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
     ground_truth: str | None = "reward_model.ground_truth"  # text, number, list or object
     data_source: str | None = "data_source"
-    extra_info: str | tuple[str, ...] | None = "extra_info"  # an object, or columns to collect in one
-    named: frozenset[str] = frozenset()  # of the fields above: chosen by the user, so each row must have them
+    extra_info: str | tuple[str, ...] | None = "extra_info"  # a column with an object, or several columns to collect
+    named: frozenset[str] = frozenset()  # the fields above that the user set
 
     @classmethod
     def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
-        """`base` (or the default) with the columns that a config names at `key`; raises ValueError."""
+        """Return `base` (or the default) with the columns that the config sets at `key`. Raises ValueError."""
         ours = [f.name for f in fields(cls) if f.name != "named"]
         for name, theirs in node.items():
             if name not in ours:
@@ -58,16 +59,16 @@ class Columns:
         named = base.named - node.keys() | {name for name, value in node.items() if value is not None}
         return replace(base, **chosen, named=named)
 
-    def __call__(self, row: Row, source: str, system: str | None = None) -> Example:
-        """The row's prompt; `source` is its data_source unless it has one, `system` its system message likewise.
+    def __call__(self, row: Row, source: str, system: str | None = None) -> PromptExample:
+        """Return the prompt of a row. `source` and `system` are used if the row has no data_source or no system message.
 
         Raises:
-            RowError: names the column and what is wrong with it.
+            RowError: a column is missing or has an invalid value.
         """
-        return Example(
-            with_system(read_messages(column(row, self.prompt), self.prompt), system),
-            "" if self.ground_truth is None else _ground_truth(column(row, self.ground_truth), self.ground_truth),
-            text(row, self.data_source) if self.data_source and self._has(row, "data_source") else source,
+        return PromptExample(
+            with_system_message(read_messages(column_value(row, self.prompt), self.prompt), system),
+            "" if self.ground_truth is None else _ground_truth(column_value(row, self.ground_truth), self.ground_truth),
+            text_value(row, self.data_source) if self.data_source and self._has(row, "data_source") else source,
             self._extra_info(row),
         )
 
@@ -77,20 +78,20 @@ class Columns:
     def _extra_info(self, row: Row) -> dict[str, Any]:
         name = self.extra_info
         if isinstance(name, tuple):
-            return {one: column(row, one) for one in name}
+            return {one: column_value(row, one) for one in name}
         if name is None or not self._has(row, "extra_info"):
             return {}
-        value = column(row, name)
+        value = column_value(row, name)
         if not isinstance(value, dict | None):
             raise RowError(name, f"expected an object, got {value!r:.80}.")
         return value or {}
 
 
 def read_messages(value: Any, name: str) -> Messages:
-    """The messages of a prompt: a text is one user message.
+    """Return the messages of a prompt. A text becomes one user message.
 
     Raises:
-        RowError: `value` is neither text nor a list of {role, content} messages with text in both and a known role.
+        RowError: `value` is neither a text nor a list of {role, content} messages with texts and a known role.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -105,25 +106,25 @@ def read_messages(value: Any, name: str) -> Messages:
     return value
 
 
-def with_system(messages: Messages, system: str | None) -> Messages:
-    """`messages` after a system message, unless they begin with one of their own."""
+def with_system_message(messages: Messages, system: str | None) -> Messages:
+    """Return `messages` preceded by a system message, unless they begin with one."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def _ground_truth(value: Any, name: str) -> GroundTruth:
-    """Text, list and object as they are; a number as text."""
+    """Return a text, list or object unchanged, and a number as text. Raises RowError for other values."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal | list | dict):
         raise RowError(name, f"expected text, a number, a list or an object, got {value!r:.80}.")
-    if not _finite(value):
+    if not _all_finite(value):
         raise RowError(name, f"expected finite numbers, got {value!r:.80}.")
     return value if isinstance(value, list | dict) else str(value)
 
 
-def _finite(value: Any) -> bool:
+def _all_finite(value: Any) -> bool:
     if isinstance(value, list | dict):
-        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+        return all(map(_all_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, float | Decimal) or math.isfinite(value)

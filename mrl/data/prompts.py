@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: checked rows as tokens, and the order in which they are drawn."""
+"""Prompt data sets for RL: checked and tokenised rows, and the endless stream in which they are drawn."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -12,26 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.data import tokenizer as text
-from mrl.data.columns import Example
+from mrl.data.columns import PromptExample
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
-CHUNK = 4096  # prompts tokenised at a time: what the tokenizer library keeps of each is many times its tokens
+CHUNK = 4096  # prompts tokenised at once; the tokenizer library needs many times the memory of their tokens
 
 
 @dataclass(frozen=True)
 class PromptConstraints:
-    """What a prompt's tokens must fit."""
+    """Bounds on the tokens of a prompt, and the chat template that makes them."""
 
     max_prompt_tokens: int
-    vocab_size: int  # of the model
+    vocab_size: int  # number of tokens that the model knows
     chat: ChatTemplate = field(default_factory=ChatTemplate)
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """The rows of one source: a range of row numbers, and how often they are drawn relative to others."""
+    """The number of rows of one source, and its weight in the mixture."""
 
     name: str
     rows: int
@@ -40,70 +40,82 @@ class SourceShare:
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """The rows that can be used, numbered from 0, source after source; tokenised once and light to send."""
+    """The usable rows of all sources, numbered from 0, source after source. They are tokenised once, in flat arrays."""
 
-    examples: list[Example]  # [R]
-    numbers: NDArray[np.int64]  # [R] of each row in its own file, from 0
-    tokens: NDArray[np.int32]  # [T] of all prompts
-    cu_seqlens: NDArray[np.int64]  # [R+1] where each prompt begins in `tokens`
+    examples: list[PromptExample]  # [R]
+    numbers: NDArray[np.int64]  # [R] row number in its own file, from 0
+    tokens: NDArray[np.int32]  # [T] tokens of all prompts
+    cu_seqlens: NDArray[np.int64]  # [R+1] start of each prompt in `tokens`
     shares: tuple[SourceShare, ...]  # one per source
     report: RowReport
-    model_path: str  # whose tokenizer this is
+    model_path: str  # folder of the tokenizer
 
     @classmethod
-    def load(cls, sources: Sequence[PromptSource], model_path: str | Path, rules: PromptConstraints) -> "PromptDataset":
-        """Read every row of every source; bad and overlong ones are left out and are in `report`, see `enforce_row_policies`.
+    def load(
+        cls, sources: Sequence[PromptSource], model_path: str | Path, constraints: PromptConstraints
+    ) -> "PromptDataset":
+        """Read and tokenise every row of every source.
+
+        Bad and overlong rows are left out and listed in `report`; enforce_row_policies decides whether the config
+        allows them.
 
         Raises:
-            ValueError: a file cannot be read at all; the tokenizer or its chat template cannot be used.
+            ValueError: a file cannot be read; the tokenizer or its chat template cannot be used.
         """
-        tokenizer = text.load_tokenizer(model_path, rules.chat)
-        examples: list[Example] = []
+        tokenizer = text.load_tokenizer(model_path, constraints.chat)
+        examples: list[PromptExample] = []
         numbers: list[int] = []
         tokens: list[NDArray[np.int32]] = []
         shares, report = [], RowReport(0, 0)
         for source in sources:
-            found = [_FilePrompts.read(table, source, tokenizer, rules) for table in source.tables()]
-            of_source = sum((part.report for part in found), RowReport(0, 0))
+            files = [_FilePrompts.read(table, source, tokenizer, constraints) for table in source.tables()]
+            of_source = sum((part.report for part in files), RowReport(0, 0))
             shares.append(SourceShare(source.name, of_source.kept, source.weight))
             report += of_source
-            examples += (example for part in found for example in part.examples)
-            numbers += (number for part in found for number in part.numbers)
-            tokens += (ids for part in found for ids in part.tokens)
+            examples += (example for part in files for example in part.examples)
+            numbers += (number for part in files for number in part.numbers)
+            tokens += (ids for part in files for ids in part.tokens)
         cu_seqlens = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
         flat = np.concatenate([np.empty(0, np.int32), *tokens])
-        own = np.array(numbers, np.int64)
-        return cls(examples, own, flat, cu_seqlens, tuple(shares), report, str(Path(model_path).resolve()))
+        return cls(
+            examples,
+            np.array(numbers, np.int64),
+            flat,
+            cu_seqlens,
+            tuple(shares),
+            report,
+            str(Path(model_path).resolve()),
+        )
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """List the rows left out in `path`; `bad_rows` and `overlong` are "error" or "skip".
+        """Write the rows left out to `path`, and raise if a policy forbids them. A policy is "error" or "skip".
 
         Raises:
-            ValueError: rows were left out that may not be, or of a source no row is left.
+            ValueError: a row was left out under the policy "error", or a source has no usable row.
         """
         self.report.enforce_row_policies(path, bad_rows=bad_rows, overlong=overlong)
         for share in self.shares:
             if not share.rows:
                 of = f"source {share.name!r}" if share.name else "the files"
-                raise ValueError(f"{of}: no row is left ({self.report}); {path} says why.")
+                raise ValueError(f"{of}: no row is left ({self.report}); {path} lists the reasons.")
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def encode(self, row: int) -> list[int]:
-        """Token ids of a prompt, ready for the response."""
+        """Return the token ids of a prompt, up to the start of the response."""
         return self.tokens[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
-        """Text of each response, special tokens left out."""
+        """Return the text of each response, without special tokens."""
         return text.decode(self.model_path, responses)
 
     def messages(self, row: int) -> Messages:
-        """The prompt before the chat template, the system message included."""
+        """Return the messages of the prompt, with the system message."""
         return self.examples[row].messages
 
     def ground_truth(self, row: int) -> Any:
-        """A text, or the list or object that the row has."""
+        """Return the ground truth: a text, list or object."""
         return self.examples[row].ground_truth
 
     def data_source(self, row: int) -> str:
@@ -113,41 +125,43 @@ class PromptDataset:
         return self.examples[row].extra_info
 
     def sets(self) -> dict[str, range]:
-        """The row numbers of each source by its name; a source without a name is `""`."""
+        """Return the row numbers of each source, by its name; `""` for a source without a name."""
         ends = list(accumulate(share.rows for share in self.shares))
         return {share.name: range(end - share.rows, end) for share, end in zip(self.shares, ends, strict=True)}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokens, in their order: two data sets with the same one give the same prompts."""
+        """Digest of the tokens in order. Data sets with the same fingerprint have the same prompts."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
         digest.update(self.cu_seqlens.tobytes())
         return digest.hexdigest()
 
     def stream(self, batch_size: int, seed: int, shuffle: bool) -> "PromptStream":
-        """Row numbers without end, sources in proportion to their weights."""
+        """Return an endless stream of row numbers that draws from the sources in proportion to their weights."""
         return PromptStream(len(self), batch_size, seed, shuffle, self.shares, self.fingerprint)
 
 
 @dataclass(frozen=True)
 class _FilePrompts:
-    """What one file contributes."""
+    """The usable rows of one file."""
 
-    examples: list[Example]
-    numbers: list[int]  # of each in the file
+    examples: list[PromptExample]
+    numbers: list[int]  # row number of each example in the file
     tokens: list[NDArray[np.int32]]
     report: RowReport
 
     @classmethod
-    def read(cls, table: RowTable, source: PromptSource, tokenizer: Any, rules: PromptConstraints) -> "_FilePrompts":
+    def read(
+        cls, table: RowTable, source: PromptSource, tokenizer: Any, constraints: PromptConstraints
+    ) -> "_FilePrompts":
         from jinja2 import TemplateError
 
         name = source.data_source(table)
 
-        def convert(number: int, row: Row) -> tuple[int, Example, str]:
+        def convert(number: int, row: Row) -> tuple[int, PromptExample, str]:
             example = source.columns(row, name, source.system)
             try:
-                rendered = text.render(tokenizer, example.messages, rules.chat.args)
+                rendered = text.render(tokenizer, example.messages, constraints.chat.args)
             except (TemplateError, TypeError) as error:
                 raise RowError(source.columns.prompt, f"the chat template refused it: {error}") from error
             _check_text(source.columns.prompt, rendered)
@@ -159,7 +173,7 @@ class _FilePrompts:
         for chunk in batched(found, CHUNK):
             encoded = text.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
             for (number, example, _), ids in zip(chunk, encoded, strict=True):
-                reason, overlong = _fault(ids, rules)
+                reason, overlong = _token_fault(ids, constraints)
                 if reason:
                     left_out.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
                 else:
@@ -171,36 +185,36 @@ class _FilePrompts:
 
 
 def _check_text(column: str, value: Any) -> None:
-    """Raise RowError for a text that has no UTF-8, as one with half a character; files have none, a user's objects may."""
+    """Raise RowError for a text that UTF-8 cannot encode, such as a lone surrogate. Only user-defined data sets have these."""
     try:
         value.encode() if isinstance(value, str) else None
     except UnicodeEncodeError as error:
-        raise RowError(column, f"not a text of whole characters ({error}).") from error
+        raise RowError(column, f"not valid Unicode ({error}).") from error
 
 
-def _fault(ids: list[int], rules: PromptConstraints) -> tuple[str, bool]:
-    """Why these tokens are no prompt of the model (empty: they are), and whether that is their number alone."""
+def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
+    """Return why the model cannot take these tokens as a prompt (empty: it can), and whether the only reason is their number."""
     if not ids:
-        return "the chat template made no token of it.", False
-    if max(ids) >= rules.vocab_size:
+        return "the chat template gave no tokens.", False
+    if max(ids) >= constraints.vocab_size:
         return (
-            f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {rules.vocab_size - 1}; the "
+            f"the tokenizer gives token {max(ids)}, but the model's vocabulary ends at {constraints.vocab_size - 1}; the "
             "tokenizer in the model's folder belongs to another model, or the text names a token that was added to it."
         ), False
-    if len(ids) > rules.max_prompt_tokens:
+    if len(ids) > constraints.max_prompt_tokens:
         return (
-            f"{len(ids)} tokens are more than the {rules.max_prompt_tokens} that fit beside the response; shorten or remove "
-            "the row, lower rollout.max_response_tokens, or use a model with more context."
+            f"{len(ids)} tokens are more than the {constraints.max_prompt_tokens} that leave room for the response; shorten or "
+            "remove the row, lower rollout.max_response_tokens, or use a model with more context."
         ), True
     return "", False
 
 
 class PromptStream:
-    """Row numbers in batches, epoch after epoch, without end; no row is left out at an epoch's border.
+    """Endless stream of row numbers in batches. A batch may span two epochs, so every row is drawn in every epoch.
 
-    Sources are drawn in proportion to their weights: of n rows from the start, a source of share w has given fewer than
-    w n + 1, and as many as w n in the long run. Each goes through epochs of its own; an epoch's order depends on (seed,
-    epoch, source) alone, and who is next on the numbers drawn so far. So a position is one number per source.
+    With weight fraction w, a source has given fewer than w n + 1 of the first n rows, and w n on average. Each source
+    has its own epochs. The order within an epoch depends only on (seed, epoch, source), and the choice of the next
+    source only on the number of rows drawn from each. So the position of a stream is one number per source.
     """
 
     def __init__(
@@ -212,48 +226,50 @@ class PromptStream:
         shares: Sequence[SourceShare] = (),
         fingerprint: str = "",
     ) -> None:
-        """`shares`: of sources whose rows follow each other; none: one source. `fingerprint`: of the rows themselves."""
+        """`shares`: the sources, whose rows are numbered one after another; empty: one source. `fingerprint` of the rows."""
         if num_rows < 1:
             raise ValueError("a stream needs at least one row, got none.")
         self.shares = tuple(shares) or (SourceShare("", num_rows),)
         assert sum(share.rows for share in self.shares) == num_rows, f"{self.shares} have not {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.fingerprint = fingerprint
-        self.drawn = [0] * len(self.shares)  # rows of each source so far
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}  # the epoch that each source is in
+        self.drawn = [0] * len(self.shares)  # rows drawn from each source so far
+        self._orders: dict[
+            int, tuple[int, NDArray[np.int64]]
+        ] = {}  # source -> its current epoch and the order of its rows
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return self
 
     def __next__(self) -> NDArray[np.int64]:
-        """The next `batch_size` row numbers."""
+        """Return the next `batch_size` row numbers."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """The next `count` row numbers."""
-        whose = self._whose(count)
+        """Return the next `count` row numbers."""
+        sources = self._next_sources(count)
         batch = np.empty(count, np.int64)
         for source in range(len(self.shares)):
-            places = whose == source
+            places = sources == source
             batch[places] = self._take(source, int(places.sum()))
         return batch
 
-    def _whose(self, count: int) -> NDArray[np.int64]:
-        """[count] the source of each place: always the one furthest behind its share; the first of equals."""
+    def _next_sources(self, count: int) -> NDArray[np.int64]:
+        """Return the source of each of the next `count` rows: the one furthest behind its weight; the first one among equals."""
         if len(self.shares) == 1:
             return np.zeros(count, np.int64)
         total = sum(share.weight for share in self.shares)
         weights = [share.weight / total for share in self.shares]
         drawn, first = list(self.drawn), sum(self.drawn) + 1
-        whose = np.empty(count, np.int64)
+        sources = np.empty(count, np.int64)
         for place in range(count):
             behind = [weight * (first + place) - had for weight, had in zip(weights, drawn, strict=True)]
-            whose[place] = source = behind.index(max(behind))
+            sources[place] = source = behind.index(max(behind))
             drawn[source] += 1
-        return whose
+        return sources
 
     def _take(self, source: int, count: int) -> NDArray[np.int64]:
-        """The next `count` rows of a source, over as many epochs as that takes."""
+        """Return the next `count` rows of a source; they may span several epochs."""
         rows = self.shares[source].rows
         parts = [np.empty(0, np.int64)]
         while count:
@@ -273,7 +289,7 @@ class PromptStream:
         return self._orders[source][1]
 
     def _identity(self) -> dict[str, Any]:
-        """What a position means something for."""
+        """Return what a position depends on; it is valid only for a stream with the same values."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -284,14 +300,14 @@ class PromptStream:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and of what; plain lists, texts and numbers."""
+        """Return the position and identity of the stream, as plain lists, texts and numbers."""
         return {"drawn": list(self.drawn), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream of the same rows, seed and weights was; the batch size may be another.
+        """Continue at the position of a stream with the same rows, seed and weights. The batch size may differ.
 
         Raises:
-            ValueError: the state belongs to another stream; names what differs.
+            ValueError: the state belongs to another stream; the message names the difference.
         """
         for name, ours in self._identity().items():
             if name not in state or state[name] != ours:

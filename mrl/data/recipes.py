@@ -1,40 +1,40 @@
-"""Rows of known data sets -> the five columns. A recipe is one small function from row to row, and a line in RECIPES."""
+"""Recipes that convert known data sets to the common five columns: a function from row to answer, and an entry in RECIPES."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.data.row_files import Row, RowError, read_all, text
+from mrl.data.row_files import Row, RowError, read_all, text_value
 
-Answer = tuple[str, str, Row]  # problem, ground truth, what extra_info keeps
+Answer = tuple[str, str, Row]  # problem, ground truth, columns to keep in extra_info
 
 _GSM8K = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 def gsm8k(row: Row) -> Answer:
-    """`question`, and `answer` that ends in `#### NUMBER`."""
-    answer = text(row, "answer")
+    """Convert a GSM8K row: `question`, and `answer` that ends in `#### NUMBER`."""
+    answer = text_value(row, "answer")
     found = _GSM8K.search(answer)
     if not found:
         raise RowError("answer", f"expected it to end in '#### NUMBER', got {answer[-60:]!r}.")
-    return text(row, "question"), found[1].replace(",", ""), {}
+    return text_value(row, "question"), found[1].replace(",", ""), {}
 
 
 def math(row: Row) -> Answer:
-    r"""`problem`, and `solution` with the answer in its last \boxed{...}; level, type and subject are kept."""
-    solution = text(row, "solution")
+    r"""Convert a MATH row: `problem`, and `solution` with the answer in its last \boxed{...}. Keep level, type and subject."""
+    solution = text_value(row, "solution")
     answer = last_boxed(solution)
     if answer is None:
         raise RowError("solution", f"expected the answer in \\boxed{{...}}, got {solution[-60:]!r}.")
-    return text(row, "problem"), answer, {name: row[name] for name in ("level", "type", "subject") if name in row}
+    return text_value(row, "problem"), answer, {name: row[name] for name in ("level", "type", "subject") if name in row}
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""What is inside the last \boxed{...} or \fbox{...}, whose braces may nest; None where there is none or it never ends.
+    r"""Return the content of the last \boxed{...} or \fbox{...}; None without a complete one. Braces inside may nest.
 
     \boxed may also be followed by a single character: \boxed 7.
     """
@@ -46,7 +46,7 @@ def last_boxed(solution: str) -> str | None:
         single = re.match(r"[^\s{}$\\]", rest)
         return single[0] if single else None
     depth = 0
-    for mark in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # an escaped brace is no brace
+    for mark in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # skips escaped braces
         depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0 and mark[0] == "}":
             return rest[1 : mark.start()].strip()
@@ -55,12 +55,12 @@ def last_boxed(solution: str) -> str | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to prepare one kind of data set."""
+    """Converts the rows of one data set."""
 
     convert: Callable[[Row], Answer]  # raises RowError
     data_source: str
-    instruction: str  # after each problem
-    source_columns: str  # of the source's columns, for --help
+    instruction: str  # added to each problem
+    source_columns: str  # what `convert` reads, for --help
 
 
 RECIPES = {
@@ -82,11 +82,10 @@ RECIPES = {
 def prepare(
     recipe: str, source: str | Path, target: str | Path, instruction: str | None = None, split: str = "train"
 ) -> int:
-    """Turn the rows of `source` into prompts in the parquet file `target`; returns their number.
+    """Convert the rows of `source` to prompts in the parquet file `target`, and return their number.
 
-    Raises:
-        ValueError: no such recipe, or rows that cannot be used: counts them and names the first with file, row, column and
-            reason; nothing is written then.
+    Raises: ValueError: the recipe does not exist, or rows cannot be used. The message has their number, and file, row,
+    column and reason of the first. Nothing is written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,4 +1,7 @@
-"""What became of every row that was read: kept, or left out with file, row, column and reason."""
+"""Reads rows of jsonl and parquet files and of saved data sets, and reports rows that cannot be used.
+
+A row that cannot be used is left out, with its file, row number, column and the reason.
+"""
 
 import difflib
 import json
@@ -8,13 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-# FROM: Rows of jsonl and parquet files and of saved data sets, with their numbers; rows that cannot be read are kept apart.
-
-SHOWN = 5  # rows that an error message quotes; the file has all
+SHOWN = 5  # rows in an error message; the report file lists all
 
 
 class RowError(ValueError):
-    """One row cannot be used: its column (empty: the row as a whole), and why. Turned into a `BadRow` by the reader."""
+    """A row cannot be used. `column` is empty if the whole row is at fault. The reader turns it into a BadRow."""
 
     def __init__(self, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}" if column else reason)
@@ -23,13 +24,13 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is left out. Rows count from 0 as they stand in the file; in jsonl, blank lines count."""
+    """A row that is left out. Row numbers start at 0; in jsonl files, blank lines count."""
 
     file: str
     row: int
-    column: str  # empty: the row as a whole
+    column: str  # empty: the whole row
     reason: str
-    overlong: bool = False  # a good row but for its length
+    overlong: bool = False  # its length is the only fault
 
     def __str__(self) -> str:
         where = f"{self.file}, row {self.row}" + (f", column {self.column!r}" if self.column else "")
@@ -38,7 +39,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RowReport:
-    """The rows of a data set: rows = kept + bad + overlong."""
+    """Counts the rows of a data set: rows = kept + bad + overlong."""
 
     rows: int
     kept: int
@@ -62,10 +63,10 @@ class RowReport:
         return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write every row left out to `path`, one JSON object a line; no file where there is none.
+        """Write the rows left out to `path`, one JSON object per line. Write no file if there are none.
 
         Raises:
-            ValueError: there are bad rows under bad_rows="error", or overlong ones under overlong="error".
+            ValueError: bad_rows="error" and there are bad rows, or overlong="error" and there are overlong rows.
         """
         path.unlink(missing_ok=True)
         if self.left_out:
@@ -75,11 +76,13 @@ class RowReport:
         if refused:
             keys = [("data.bad_rows", self.num_bad, bad_rows), ("data.overlong", self.num_overlong, overlong)]
             skip = " and ".join(f"{key}=skip" for key, count, policy in keys if count and policy == "error")
-            raise ValueError(f"{quoted(refused, self.rows)}\nAll are in {path}. Mend or remove them, or set {skip}.")
+            raise ValueError(
+                f"{describe_bad_rows(refused, self.rows)}\nAll are in {path}. Correct or remove them, or set {skip}."
+            )
 
 
-def quoted(bad: Iterable[BadRow], rows: int) -> str:
-    """How many rows cannot be used, and the first of them, for an error message."""
+def describe_bad_rows(bad: Iterable[BadRow], rows: int) -> str:
+    """Return the number of bad rows and the first of them, for an error message."""
     bad = list(bad)
     lines = [f"{len(bad)} of {rows} rows cannot be used:", *(f"  {row}" for row in bad[:SHOWN])]
     return "\n".join(lines + ([f"  ... and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []))
@@ -89,27 +92,27 @@ Row = dict[str, Any]
 
 EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-DEPTH = 100  # of nested JSON: rows are walked and pickled by recursion
+MAX_DEPTH = 100  # of nested JSON, because rows are walked and pickled recursively
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """What one file holds. Rows count from 0 as they stand in the file; in jsonl, blank lines count but are no rows."""
+    """The rows of one file. Row numbers start at 0; in jsonl files, blank lines count, but are no rows."""
 
     file: str
     rows: list[Row]
-    numbers: Sequence[int]  # of each row
-    bad: list[BadRow] = field(default_factory=list)  # could not be read
+    numbers: Sequence[int]  # row number of each row
+    bad: list[BadRow] = field(default_factory=list)  # rows that cannot be read
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.bad)
 
 
 def read_table(path: str | Path) -> RowTable:
-    """All rows of a file.
+    """Read all rows of a file.
 
     Raises:
-        ValueError: the file is missing, of another kind, not readable at all, or has no rows.
+        ValueError: the file does not exist, is of an unknown kind, cannot be read, or has no rows.
     """
     path = Path(path)
     if path.is_dir():
@@ -126,21 +129,20 @@ def read_table(path: str | Path) -> RowTable:
 
 
 def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
-    """`convert(number, row)` of every row of a file, where no row may be left out.
+    """Return `convert(number, row)` of every row of a file. No row may be left out.
 
-    Raises:
-        ValueError: the file cannot be read, or rows of it cannot, or `convert` refused some with a RowError; counts them
-            and names the first.
+    Raises: ValueError: the file cannot be read, or some rows cannot be read or converted. The message has their number
+    and the first of them.
     """
     table = read_table(path)
     made, bad = convert_rows(table, convert)
     if bad:
-        raise ValueError(quoted(sorted(bad, key=lambda b: b.row), len(table)))
+        raise ValueError(describe_bad_rows(sorted(bad, key=lambda b: b.row), len(table)))
     return made
 
 
 def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
-    """What `convert(number, row)` makes of each row, and all rows that are bad: refused by it, or never readable."""
+    """Return `convert(number, row)` of each row, and the bad rows: unreadable, or refused with RowError."""
     made, bad = [], list(table.bad)
     for number, row in zip(table.numbers, table.rows, strict=True):
         try:
@@ -150,11 +152,11 @@ def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[
     return made, bad
 
 
-def column(row: Row, name: str) -> Any:
-    """The value of a column; `a.b` is column `a.b`, or else field b of column a.
+def column_value(row: Row, name: str) -> Any:
+    """Return the value of a column. `a.b` is the column named `a.b`, or else field b of column a.
 
     Raises:
-        RowError: there is none, with the nearest name that exists.
+        RowError: the column does not exist; the message has the most similar name.
     """
     if name in row:
         return row[name]
@@ -168,15 +170,15 @@ def column(row: Row, name: str) -> Any:
     return value
 
 
-def text(row: Row, name: str) -> str:
-    """The value of a column that holds text; raises RowError."""
-    value = column(row, name)
+def text_value(row: Row, name: str) -> str:
+    """Return the value of a text column. Raises RowError if it is not a text."""
+    value = column_value(row, name)
     if not isinstance(value, str):
         raise RowError(name, f"expected text, got {value!r:.80}.")
     return value
 
 
-@lru_cache(1024)  # the same for every row of most files
+@lru_cache(1024)  # in most files, the same message for every row
 def _missing(name: str, found: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, found, n=1)
     hint = f"; did you name it {near[0]!r}?" if near else "."
@@ -198,23 +200,23 @@ def _read_jsonl(path: Path) -> RowTable:
 
 
 def _parse(line: bytes) -> Row:
-    """The object on a line; raises ValueError."""
+    """Return the JSON object on a line. Raises ValueError."""
     import orjson
 
     try:
-        orjson.loads(line)  # strict: UTF-8, surrogates, no NaN or infinity
+        orjson.loads(line)  # strict: rejects invalid UTF-8, lone surrogates, NaN and infinity
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not a JSON object ({error}): {line[:80]!r}") from error
-    row = json.loads(line, object_pairs_hook=_unique)  # large integers stay exact
+    row = json.loads(line, object_pairs_hook=_unique_keys)  # json keeps large integers exact
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}.")
-    if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
-        raise ValueError(f"objects and lists are nested {_depth(row)} deep, more than {DEPTH}.")
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(row) > MAX_DEPTH:
+        raise ValueError(f"objects and lists are nested {_depth(row)} deep, more than {MAX_DEPTH}.")
     return row
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested in `value`."""
+    """Return the nesting depth of objects and lists in `value`."""
     level, depth = [value], 0
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         level = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
@@ -222,11 +224,11 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Row:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} is there more than once.")
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} occurs more than once.")
     return found
 
 
@@ -248,7 +250,7 @@ def _read_saved(path: Path) -> RowTable:
         )
     if not (path / "state.json").is_file():
         raise ValueError(f"{path}: a folder without state.json; expected {EXPECTED}.")
-    import datasets  # a second, only for such folders
+    import datasets  # takes a second to import
     import pyarrow.lib
 
     try:
@@ -268,7 +270,7 @@ def _read_arrow(file: str, table: Any) -> RowTable:
 
 
 def _read_one_by_one(file: str, table: Any) -> RowTable:
-    """The rows of a table of which some hold bytes that are no text."""
+    """Read a table row by row, because some rows contain bytes that are not UTF-8."""
     rows, numbers, bad = [], [], []
     for number in range(table.num_rows):
         values: Iterable[tuple[str, Any]] = zip(table.column_names, table.slice(number, 1).columns, strict=True)

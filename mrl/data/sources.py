@@ -1,4 +1,4 @@
-"""Where prompts come from, as the config says: files, mixtures of them, named sets, or an object of the user's own."""
+"""Sources of prompts, from the config: files, weighted mixtures, named test sets, or user-defined data sets."""
 
 import difflib
 import math
@@ -13,11 +13,12 @@ from mrl.data.columns import Columns
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
 
 
-class Rows(Protocol):
-    """What `data.dataset` must give: rows by number. A list of dicts is one, and so is a Hugging Face `Dataset`.
+class UserDataset(Protocol):
+    """Interface of a user-defined data set (`data.dataset`): rows by number, such as a list of dicts or a Hugging Face Dataset.
 
-    A row has `prompt` (text or messages) and `ground_truth`, and may have `data_source` and `extra_info`; `data.columns`
-    gives them other names. Rows are read once, in order, before any process starts, and checked like those of a file.
+    A row has `prompt` (text or messages) and `ground_truth`, and optionally `data_source` and `extra_info`;
+    `data.columns` may set other names. Rows are read once, in order, before any process starts, and are checked like
+    the rows of a file.
     """
 
     def __len__(self) -> int: ...
@@ -27,34 +28,34 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class PromptSource:
-    """One source of prompts and its share in a mixture."""
+    """One source of prompts and its weight in the mixture."""
 
     files: tuple[str, ...] = ()
     columns: Columns = field(default_factory=Columns)
-    system: str | None = None  # system message of prompts that begin with none
-    name: str = ""  # of a mixture or of a set; also data_source of rows that have none. Empty: the file's name
-    weight: float = 1.0  # rows drawn, relative to other sources
-    rows: Rows | None = None  # a user's own, in place of files
-    origin: str = ""  # what gave them, for messages
+    system: str | None = None  # system message for prompts without one
+    name: str = ""  # in the mixture or of the test set; default data_source of its rows. Empty: the file's name
+    weight: float = 1.0  # relative number of rows drawn from this source
+    rows: UserDataset | None = None  # user-defined data set instead of files
+    origin: str = ""  # _target_ of the user-defined data set, for messages
 
     def tables(self) -> Iterator[RowTable]:
-        """The rows, file by file; raises ValueError at a file that cannot be read."""
+        """Yield the rows, file by file. Raises ValueError at a file that cannot be read."""
         if self.rows is not None:
-            yield _read_own(self.rows, self.origin)
+            yield _read_user_dataset(self.rows, self.origin)
         for path in self.files:
             yield read_table(path)
 
     def split_by_file(self) -> Iterator["PromptSource"]:
-        """The same with one file each; a user's own rows as they are."""
+        """Yield one source per file; a user-defined data set is yielded unchanged."""
         yield from ([replace(self, files=(file,)) for file in self.files] if self.files else [self])
 
     def data_source(self, table: RowTable) -> str:
-        """Of rows that do not say."""
+        """Return the data_source of rows that have none."""
         return self.name or (Path(table.file).stem if self.files else "dataset")
 
 
 def train_sources(data: DataConfig) -> list[PromptSource]:
-    """The sources of training prompts; raises ValueError unless exactly one of data.train, mixture and dataset is set."""
+    """Return the sources of training prompts. Raises ValueError unless exactly one of data.train, mixture and dataset is set."""
     given = {"data.train": data.train, "data.mixture": data.mixture, "data.dataset": data.dataset}
     chosen = [key for key, value in given.items() if value]
     if not chosen:
@@ -72,7 +73,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
 
 
 def test_sources(data: DataConfig) -> list[PromptSource]:
-    """The held-out sets: the files of data.test without a name, and each of data.test_sets by its own; raises ValueError."""
+    """Return the test sets: data.test without a name, and each of data.test_sets by its name. Raises ValueError."""
     unnamed = [_source(dict(files=list(data.test)), "data.test", data)] if data.test else []
     return unnamed + [_named(name, node, "data.test_sets", data) for name, node in data.test_sets.items()]
 
@@ -111,15 +112,15 @@ def _files(value: Any, key: str) -> tuple[str, ...]:
     return tuple(files)
 
 
-def _construct_rows(node: Any, key: str) -> Rows:
-    """The user's object, or what the user's function returns; raises ValueError where it does not give rows."""
+def _construct_rows(node: Any, key: str) -> UserDataset:
+    """Return the user's object, or the result of the user's function. Raises ValueError if it is not a data set with rows."""
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected a _target_ and its arguments.")
     built = construct(node, key)
     if callable(built) and not hasattr(
         type(built), "__getitem__"
-    ):  # a function, or an object that is called for its rows
-        built = _called(built, key, node["_target_"])
+    ):  # a function, or a callable object, that returns the rows
+        built = _call(built, key, node["_target_"])
     for method in ("__len__", "__getitem__"):
         if not hasattr(type(built), method):
             raise ValueError(
@@ -130,20 +131,20 @@ def _construct_rows(node: Any, key: str) -> Rows:
     return built
 
 
-def _called(built: Callable[[], Any], key: str, target: str) -> Any:
+def _call(built: Callable[[], Any], key: str, target: str) -> Any:
     try:
         return built()
-    except Exception as error:  # any failure of a user's code: shown with the key that named it
+    except Exception as error:  # user code may raise anything; the message names the config key
         raise ValueError(f"{key}: {target} failed: {error!r}") from error
 
 
-def _read_own(source: Rows, origin: str) -> RowTable:
+def _read_user_dataset(source: UserDataset, origin: str) -> RowTable:
     rows: list[Row] = []
     numbers, bad = [], []
     for number in range(len(source)):
         try:
             rows.append(dict(source[number]))
             numbers.append(number)
-        except Exception as error:  # any failure of a user's code is that row's, and is shown with its number
+        except Exception as error:  # user code may raise anything; it is reported as a bad row
             bad.append(BadRow(origin, number, "", f"expected a row, the data set raised {error!r:.200}"))
     return RowTable(origin, rows, numbers, bad)

@@ -1,22 +1,22 @@
-"""Supervised rows: a prompt in messages and the response to learn, of one turn or of several with tool results."""
+"""Supervised data set: prompts with the responses to learn, of one turn or of several turns with tool results."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.data.columns import read_messages
-from mrl.data.row_files import Row, RowError, column, read_all
+from mrl.data.row_files import Row, RowError, column_value, read_all
 from mrl.data.tokenizer import ChatTemplate, Messages, check_vocabulary, encode_messages, encode_texts, load_tokenizer
 from mrl.data.tool_template import ToolTemplate, encode_text
 
 
 @dataclass(frozen=True)
 class SftDataset:
-    """Token ids by row; the loss covers the responses, which end with the end-of-sequence token, but no tool result."""
+    """Token ids of each row. The loss covers the responses with their end-of-sequence token, without tool results."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    sampled: list[list[bool]] | None = None  # which tokens of each response are learned; None: all
+    sampled: list[list[bool]] | None = None  # which response tokens are in the loss; None: all
 
     @classmethod
     def load(
@@ -24,9 +24,8 @@ class SftDataset:
     ) -> "SftDataset":
         """Read and check every row.
 
-        Raises:
-            ValueError: names file, row, column and reason; also for a row of more than `max_tokens`, and where the chat
-                template cannot carry the tool results that there are.
+        Raises: ValueError: a row is invalid or exceeds `max_tokens`, or the chat template cannot render the tool
+        results of a row. The message has file, row, column and reason.
         """
         tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else None
         rows = read_all(path, _read)
@@ -41,19 +40,19 @@ class SftDataset:
         return cls(prompts, responses, sampled)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError when a row has a token that a model of `vocab_size` does not know."""
+        """Raise ValueError if a row has a token outside the vocabulary of the model."""
         check_vocabulary(self.prompts + self.responses, vocab_size)
 
 
-Said = str | list[dict[str, str]]  # a response: text, or the messages of several turns
+ResponseMessages = str | list[dict[str, str]]  # a text, or the messages of several turns
 
 
-def _read(number: int, row: Row) -> tuple[int, Messages, Said]:
-    return number, read_messages(column(row, "prompt"), "prompt"), _read_response(column(row, "response"))
+def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
+    return number, read_messages(column_value(row, "prompt"), "prompt"), _read_response(column_value(row, "response"))
 
 
-def _read_response(response: Any) -> Said:
-    """Text, or messages in which assistant and tool take turns, the assistant first and last; else a RowError."""
+def _read_response(response: Any) -> ResponseMessages:
+    """Return a text, or messages alternating between assistant and tool, assistant first and last. Raises RowError otherwise."""
     if isinstance(response, str):
         return response
     fits = isinstance(response, list) and len(response) % 2 == 1
@@ -69,9 +68,9 @@ def _read_response(response: Any) -> Said:
 
 
 def _encode_responses(
-    tokenizer: Any, responses: list[Said], args: dict[str, Any] | None
+    tokenizer: Any, responses: list[ResponseMessages], args: dict[str, Any] | None
 ) -> tuple[list[list[int]], list[list[bool]] | None]:
-    """Tokens of each response, and which are learned: the assistant's, and what ends its turns."""
+    """Return the tokens of each response, and which of them are in the loss: the assistant's text and the ends of its turns."""
     texts = [response for response in responses if isinstance(response, str)]
     if len(texts) == len(responses):
         return [ids + [tokenizer.eos_token_id] for ids in encode_texts(tokenizer, texts)], None
@@ -87,10 +86,10 @@ def _encode_turns(
     ids = encode_text(tokenizer, turns[0]["content"])
     learned = [True] * len(ids)
     for tool, assistant in zip(turns[1::2], turns[2::2], strict=True):
-        assert template, "there are tool results"
+        assert template, "several turns have tool results"
         result = template.encode(tool["content"], limit=len(tool["content"]) + 1)
-        between, said = template.wrap([result], closed=False), encode_text(tokenizer, assistant["content"])
+        between, answer = template.wrap([result], closed=False), encode_text(tokenizer, assistant["content"])
         ends = len(template.end)
-        ids += between + said
-        learned += [True] * ends + [False] * (len(between) - ends) + [True] * len(said)
+        ids += between + answer
+        learned += [True] * ends + [False] * (len(between) - ends) + [True] * len(answer)
     return [*ids, tokenizer.eos_token_id], [*learned, True]

@@ -1,4 +1,8 @@
-"""The quickstart's input, made locally: doubling four-digit numbers, one token per character."""
+"""Synthetic tasks and tiny models, created locally without a download.
+
+The doubling task is that of the quickstart, the calculator task that of the agent example. Both use one token per
+character.
+"""
 
 import random
 from pathlib import Path
@@ -7,19 +11,16 @@ from typing import Any
 from mrl.data.tokenizer import character_tokenizer
 from parallel.durable_files import atomic_folder
 
-# FROM: Input of the calculator experiment, made locally: products of three-digit numbers, which only the tool knows.
-# FROM: Tiny Qwen3 models in Hugging Face form, random weights: something real to run where no download is wanted.
-
 DOUBLING_NUMBERS = range(1000, 5000)
 DOUBLING_NUM_TEST = 512
 CONTEXT_TOKENS = 64
 
 
 def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
-    """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
+    """Create `folder` with train, test and sft parquet files and `model/`, unless it exists: doubling of four-digit numbers.
 
-    `model`: which tiny model, one of mrl.data.synthetic_tasks.KINDS; each kind wants a folder of its own.
-    The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
+    The folder is created atomically, so several processes may call this at once. `model` is one of TINY_MODELS; each
+    needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -40,12 +41,12 @@ def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") 
 
 
 def doubling_question(number: int) -> list[dict[str, str]]:
-    """The prompt of one problem, as messages."""
+    """Return the prompt of one problem, as messages."""
     return [{"role": "user", "content": f"2*{number}="}]
 
 
 def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
-    """RL prompts in the field's five columns."""
+    """Write RL prompts in the common five columns (data_source, prompt, ability, reward_model, extra_info)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -63,7 +64,7 @@ def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
 
 
 def write_supervised(path: Path, numbers: list[int]) -> None:
-    """Prompt/response rows of the same problems, for the warm start."""
+    """Write prompt and response rows of the problems, for the supervised warm start."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,11 +83,11 @@ CALCULATOR_TEMPLATE = (
 
 
 def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", calls: float = 0.15) -> None:
-    """Make `folder` with train, test and sft parquet files and `model/`, unless it is there.
+    """Create `folder` with train, test and sft parquet files and `model/`, unless it exists: products of three-digit numbers.
 
-    `calls`: the share of supervised rows that call the tool; the others answer at once, and never rightly.
-    `model`: which tiny model, one of mrl.data.synthetic_tasks.KINDS; each kind wants a folder of its own.
-    The folder appears under its name only when it is complete; of two processes that make it at once, one wins.
+    The model can learn the products only by calling the calculator tool. `calls` is the fraction of supervised rows
+    that call it; the others answer without it, and always wrongly. The folder is created atomically, so several
+    processes may call this at once. `model` is one of TINY_MODELS; each needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -113,12 +114,12 @@ def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3"
 
 
 def product_question(a: int, b: int) -> list[dict[str, str]]:
-    """The prompt of one problem, as messages."""
+    """Return the prompt of one problem, as messages."""
     return [{"role": "user", "content": f"{a}*{b}="}]
 
 
 def _product_prompt(split: str, a: int, b: int) -> dict:
-    """A row of reinforcement, in the field's five columns."""
+    """Return an RL row in the common five columns."""
     return {
         "data_source": "products",
         "prompt": product_question(a, b),
@@ -129,7 +130,7 @@ def _product_prompt(split: str, a: int, b: int) -> dict:
 
 
 def _product_demonstration(rng: random.Random, calls: float, a: int, b: int) -> dict:
-    """A supervised row: the tool is called and its result repeated; or, in place of a product, both numbers are."""
+    """Return a supervised row. Its response calls the tool and repeats the result, or wrongly repeats the two numbers."""
     if rng.random() >= calls:
         turns = [("assistant", f" {a}{b}")]
     else:
@@ -150,13 +151,13 @@ TINY_SIZES = dict(
 TINY_EXPERTS = dict(
     num_experts=8,
     num_experts_per_tok=2,
-    moe_intermediate_size=192,  # two of them are the dense model's MLP
+    moe_intermediate_size=192,  # two experts are as wide as the dense MLP
     norm_topk_prob=True,
     decoder_sparse_step=1,
     mlp_only_layers=[],
 )
 TINY_MODELS: dict[str, dict[str, Any]] = {"qwen3": TINY_SIZES, "qwen3_moe": TINY_SIZES | TINY_EXPERTS}
-"""Model types of Transformers that can be made, with their sizes: 0.8 M parameters dense, 2.6 M with experts."""
+"""Model type of Transformers -> sizes. The dense model has 0.8 M parameters, the one with experts 2.6 M."""
 
 
 def make_tiny_model(
@@ -168,13 +169,13 @@ def make_tiny_model(
     seed: int,
     kind: str = "qwen3",
 ) -> None:
-    """Write config, random float32 weights and `tokenizer` to `folder`; the same bytes for the same seed.
+    """Write config, random float32 weights and `tokenizer` to `folder`. The same seed gives the same bytes.
 
-    Raises ValueError when `kind` is none of `TINY_MODELS`.
+    Raises ValueError if `kind` is not one of TINY_MODELS.
     """
     if kind not in TINY_MODELS:
         raise ValueError(f"no tiny model of kind {kind!r}; choose from {', '.join(TINY_MODELS)}.")
-    import torch  # seconds, and only needed when files are made
+    import torch  # takes seconds to import
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -189,7 +190,7 @@ def make_tiny_model(
         initializer_range=initializer_range,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pad_token_id=None,  # a padding row would be zero, where RMSNorm has a gradient of 1 / sqrt(eps)
+        pad_token_id=None,  # the embedding of a padding token is 0, where the gradient of RMSNorm is 1 / sqrt(eps)
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""Tokenizers as the data needs them: loaded without torch, and two small ones made here."""
+"""Loads fast tokenizers without torch, renders and encodes messages, and builds two small tokenizers."""
 
 import difflib
 import re
@@ -15,15 +15,15 @@ RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_genera
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How messages become text: by the model's chat template or by one of the user's, and with which arguments."""
+    """The chat template that turns messages into text, and its arguments."""
 
-    template: str | None = None  # a file; None: the tokenizer's own
-    args: dict[str, Any] = field(default_factory=dict)  # variables of the template, such as enable_thinking
+    template: str | None = None  # Jinja file; None: the template of the tokenizer
+    args: dict[str, Any] = field(default_factory=dict)  # variables for the template, such as enable_thinking
 
 
 def read_tokenizer(folder: str | Path) -> Any:
-    """The fast tokenizer of a Hugging Face folder; raises ValueError where it has no tokenizer.json or no end token."""
-    from transformers import PreTrainedTokenizerFast  # 2 s; AutoTokenizer would import torch as well
+    """Return the fast tokenizer of a Hugging Face folder. Raises ValueError without tokenizer.json or end-of-sequence token."""
+    from transformers import PreTrainedTokenizerFast  # takes 2 s; AutoTokenizer would also import torch
 
     if not (Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: tokenizer.json is missing; save the model's fast tokenizer there.")
@@ -34,11 +34,10 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
-    """The fast tokenizer of a Hugging Face folder, with its chat template or the one that `chat` names.
+    """Return the fast tokenizer of a Hugging Face folder, with its own chat template or that of `chat`.
 
-    Raises:
-        ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template of `chat` is
-            missing or cannot be parsed; an argument of `chat` is one that the template does not read.
+    Raises: ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template
+    file of `chat` does not exist or cannot be parsed; the template does not read an argument of `chat`.
     """
     chat = chat or ChatTemplate()
     tokenizer = read_tokenizer(folder)
@@ -70,24 +69,24 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
     except TemplateSyntaxError as error:
         raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
     except TemplateError:
-        pass  # it may refuse this conversation; that of each row is looked at when its turn comes
+        pass  # the template may refuse this test conversation; each row is checked later
 
 
 def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None) -> str:
-    """The text of a conversation, ready for the assistant's turn; raises jinja2.TemplateError where the template refuses."""
+    """Return the text of a conversation, up to the start of the assistant's turn. Raises jinja2.TemplateError."""
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(args or {}))
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, nothing added."""
-    quick = dict(add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    return tokenizer(texts, **quick)["input_ids"] if texts else []
+    """Return the token ids of each text, without special tokens."""
+    options = dict(add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    return tokenizer(texts, **options)["input_ids"] if texts else []
 
 
 def encode_messages(
     tokenizer: Any, conversations: list[Messages], args: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Token ids of each conversation, ready for the assistant's turn."""
+    """Return the token ids of each conversation, up to the start of the assistant's turn."""
     return encode_texts(tokenizer, [render(tokenizer, messages, args) for messages in conversations])
 
 
@@ -97,12 +96,12 @@ def _decoder(folder: str) -> Any:
 
 
 def decode(folder: str, responses: Sequence[Sequence[int]]) -> list[str]:
-    """Text of each response, special tokens left out; the folder's tokenizer is read once per process."""
+    """Return the text of each response, without special tokens. The tokenizer is loaded once per process."""
     return _decoder(folder).batch_decode(responses, skip_special_tokens=True)
 
 
 def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
-    """Raise ValueError when a row has a token that a model of `vocab_size` does not know."""
+    """Raise ValueError if a row has a token outside a vocabulary of `vocab_size` tokens."""
     largest = max((max(ids) for ids in rows if ids), default=0)
     if largest >= vocab_size:
         raise ValueError(
@@ -115,7 +114,7 @@ CHARACTERS = "0123456789+-*= "
 
 
 def character_tokenizer(vocab_size: int = 32) -> Any:
-    """One token per character of sums and products; unused ids decode to reserved names, so every id has a text."""
+    """Build a tokenizer with one token per character of sums and products. Unused ids decode to reserved names."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS]
@@ -123,14 +122,16 @@ def character_tokenizer(vocab_size: int = 32) -> Any:
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
-    return _finished(raw, "{% for message in messages %}{{ message['content'] }}{% endfor %}", unk_token="<unk>")
+    return _with_special_tokens(
+        raw, "{% for message in messages %}{{ message['content'] }}{% endfor %}", unk_token="<unk>"
+    )
 
 
 def byte_tokenizer() -> Any:
-    """One token per UTF-8 byte: any text comes back exactly. Chat turns stand between <|start|>role and <|end|>."""
+    """Build a tokenizer with one token per UTF-8 byte, so that any text round-trips. Chat turns are <|start|>role ... <|end|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # the 256 printable stand-ins for bytes
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # 256 printable characters, one per byte
     vocab = {letter: i for i, letter in enumerate(letters)}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -139,11 +140,11 @@ def byte_tokenizer() -> Any:
         "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
-    return _finished(raw, template, additional_special_tokens=["<|start|>", "<|end|>"])
+    return _with_special_tokens(raw, template, additional_special_tokens=["<|start|>", "<|end|>"])
 
 
-def _finished(raw: Any, template: str, **special: Any) -> Any:
-    from transformers import PreTrainedTokenizerFast  # 2 s, needed only where tokenizers are made
+def _with_special_tokens(raw: Any, template: str, **special: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast  # takes 2 s
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,

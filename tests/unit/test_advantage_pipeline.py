@@ -51,10 +51,10 @@ def test_the_reward_sits_at_the_last_token_and_kl_is_taken_off_every_token():
             expected[t] = running
     np.testing.assert_allclose(found.columns["advantages"], expected, rtol=1e-5)
     assert found.columns["advantages"].dtype == np.float32 and set(found.columns) == {"advantages"}
-    assert found.numbers["policy/kl_reward"] == pytest.approx(total / 12)
-    assert found.numbers["advantage/mean"] == pytest.approx(expected.mean())
-    assert found.numbers["advantage/std"] == pytest.approx(expected.std())
-    check(found.numbers)
+    assert found.metrics["policy/kl_reward"] == pytest.approx(total / 12)
+    assert found.metrics["advantage/mean"] == pytest.approx(expected.mean())
+    assert found.metrics["advantage/std"] == pytest.approx(expected.std())
+    check(found.metrics)
 
 
 def test_rewards_of_turns_take_the_place_of_the_last_token():
@@ -111,7 +111,7 @@ def test_any_lengths_are_borne(lengths, seed, whiten, data):
     np.testing.assert_array_equal(found.rejected, truncated)
     for row, span in enumerate(spans(lengths)):
         assert found.without_advantage[row] == all(found.columns["advantages"][t] == 0 for t in span)
-    assert np.isfinite(list(found.numbers.values())).all()
+    assert np.isfinite(list(found.metrics.values())).all()
 
 
 def test_whitening_counts_the_tokens_of_the_loss_alone():
@@ -124,8 +124,8 @@ def test_whitening_counts_the_tokens_of_the_loss_alone():
     mean = sum(plain[t] for t in kept) / 10
     std = (sum((plain[t] - mean) ** 2 for t in kept) / 10) ** 0.5
     np.testing.assert_allclose(found.columns["advantages"], (plain - mean) / std, rtol=1e-5)
-    assert found.numbers["advantage/mean"] == pytest.approx(0.0, abs=1e-9)
-    assert found.numbers["advantage/std"] == pytest.approx(1.0, rel=1e-6)
+    assert found.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-9)
+    assert found.metrics["advantage/std"] == pytest.approx(1.0, rel=1e-6)
     assert found.rejected.tolist() == truncated
 
 

@@ -125,17 +125,17 @@ KINDS = {
     "not UTF-8": (lambda r: line(row("1X2=")).replace(b"X", bytes([r.randrange(0x80, 0x100)])), "", "not valid UTF-8"),
     "raw NUL byte": (lambda r: line(row("1X2=")).replace(b"X", b"\0"), "", "control character"),
     "half a character": (lambda r: line(row("1\ud800")), "", "surrogate"),
-    "repeated key": (lambda r: line(row())[:-1] + b', "prompt": "1"}', "", "key 'prompt' is there more than once"),
+    "repeated key": (lambda r: line(row())[:-1] + b', "prompt": "1"}', "", "key 'prompt' occurs more than once"),
     "repeated inner key": (
         lambda r: line(row()).replace(b'"index"', b'"i": 1, "i"'),
         "",
-        "key 'i' is there more than once",
+        "key 'i' occurs more than once",
     ),
     "NaN": (lambda r: line(truth(float(r.choice(["nan", "inf", "-inf"])))), "", "not a JSON object"),
     "infinite number": (lambda r: line(truth(3)).replace(b": 3}", b": 1e999}"), "", "not a JSON object"),
     "too deep": (lambda r: line(truth(nested(r.randint(101, 900)))), "", "deep, more than 100"),
     "refused by the template": (lambda r: line(row("99999")), "prompt", "the chat template refused it: not that one"),
-    "no token": (lambda r: line(row("")), "prompt", "the chat template made no token of it"),
+    "no token": (lambda r: line(row("")), "prompt", "the chat template gave no tokens"),
     "unknown token": (
         lambda r: line(row("1" + chr(0x2460))),
         "prompt",
@@ -210,7 +210,7 @@ def check_file(files, kinds, blanks, source):
     expected = {number: kind for number, kind in zip(where, kinds, strict=True) if kind != GOOD}
     assert [bad.row for bad in data.report.left_out] == sorted(expected)
     for bad in data.report.left_out:
-        _, column, reason = KINDS.get(expected[bad.row], (None, "prompt", f"more than the {LIMIT} that fit"))
+        _, column, reason = KINDS.get(expected[bad.row], (None, "prompt", f"more than the {LIMIT} that leave room"))
         assert (bad.file, bad.column, bad.overlong) == (str(path), column, expected[bad.row] == LONG)
         assert reason in bad.reason, (expected[bad.row], bad)
     assert (data.report.rows, data.report.kept, data.report.num_overlong) == (

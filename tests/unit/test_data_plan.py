@@ -1,14 +1,11 @@
-"""The data section of a config, as the plan of a run reads it: overrides, policies, lists of bad rows, defaults."""
+"""Planning reads the data section of the config: overrides, policies for bad rows, and defaults."""
 
 import json
 
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 
 from mrl.config import hydra_entry
-from mrl.config.validate import from_hydra
 from mrl.controller.plan_models import plan_model
 from mrl.controller.plan_train import load_prompt_datasets, warm_start_settings
 from mrl.data.synthetic_tasks import make_doubling_task
@@ -30,9 +27,7 @@ def config_of(inputs, tmp_path, *overrides):
     argv = hydra_entry.check_overrides(
         ["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}", *overrides]
     )
-    hydra_entry.register_schema()
-    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
-        return from_hydra(hydra_compose("config", argv))
+    return hydra_entry.compose_config(argv)
 
 
 def plan(inputs, tmp_path, *overrides):
@@ -101,7 +96,7 @@ def test_a_mistake_in_the_data_section_is_named(inputs, tmp_path, override, mess
 
 
 def test_prompts_leave_room_for_the_response(inputs, tmp_path):
-    with pytest.raises(ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that fit"):
+    with pytest.raises(ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4")
     with pytest.raises(ValueError, match=r"the files: no row is left \(0 of 40 rows kept, 0 bad, 40 overlong\)"):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4", "data.overlong=skip")

@@ -92,7 +92,7 @@ def test_a_wrong_value_names_row_and_column(inputs, tmp_path, change, reason):
 
 def test_a_prompt_longer_than_the_context_is_named_with_its_length(inputs, tmp_path):
     long = GOOD | {"prompt": [{"role": "user", "content": "1" * 61}]}
-    with pytest.raises(ValueError, match=r"row 2, column 'prompt': 61 tokens are more than the 60 that fit"):
+    with pytest.raises(ValueError, match=r"row 2, column 'prompt': 61 tokens are more than the 60 that leave room"):
         load(write(tmp_path / "bad.parquet", [GOOD, GOOD, long]), inputs)
 
 

@@ -175,7 +175,7 @@ def test_half_a_character_in_a_users_row_makes_it_a_bad_row(model):
     sources = train(dataset={"_target_": f"{HERE}.halves", "count": 4})
     data = PromptDataset.load(sources, model, PromptConstraints(40, 32))
     assert [(bad.row, bad.column) for bad in data.report.left_out] == [(1, "prompt"), (2, "ground_truth")]
-    assert all("not a text of whole characters" in bad.reason for bad in data.report.left_out)
+    assert all("not valid Unicode" in bad.reason for bad in data.report.left_out)
     assert data.numbers.tolist() == [0, 3]
 
 
