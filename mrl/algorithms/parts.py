@@ -1,4 +1,4 @@
-"""The algorithm that a config names, as objects: built and checked before any process starts."""
+"""AlgorithmParts: the objects of the configured algorithm, built and checked before any process starts."""
 
 from dataclasses import dataclass
 
@@ -11,44 +11,44 @@ from mrl.algorithms.objective import AGGREGATIONS, Objective
 from mrl.config.instantiate import plug_in
 from mrl.config.schema import Config, Node
 
-COMPUTED = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
-"""Columns that models compute; which of them an algorithm needs, its parts say themselves."""
+SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
+"""Columns [R] that models compute. The parts of an algorithm declare which of them they need."""
 
 
 @dataclass(frozen=True)
 class AlgorithmParts:
-    """What decides how a policy learns from rewards."""
+    """Everything that decides how the policy learns from rewards."""
 
     objective: Objective
     advantage_pipeline: AdvantagePipeline
-    keep: Filter | None
-    needs: frozenset[str]  # of COMPUTED, and greedy_rewards
-    penalties: dict[str, KLPenalty]  # by where they stand: "reward", "loss"
+    keep: Filter | None  # which groups are trained; None: all
+    needs: frozenset[str]  # columns of SCORED_COLUMNS, and perhaps "greedy_rewards"
+    penalties: dict[str, KLPenalty]  # by where the KL penalty applies: "reward", "loss"
 
 
 def build_algorithm(config: Config) -> AlgorithmParts:
-    """Build every part; raises ValueError naming the key, the value and what fits."""
+    """Build every part. Raises ValueError that names the key, its value and the allowed values."""
     algorithm = config.algorithm
     objective = build_objective(config)
     in_reward = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
     advantage: Advantage = plug_in(algorithm.advantage, "algorithm.advantage")
     advantage_pipeline = AdvantagePipeline(advantage, objective, in_reward, algorithm.whiten, algorithm.mask_truncated)
     needs = advantage_pipeline.needs | objective.needs
-    if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are not on policy
+    if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
         needs |= {"old_logprobs"}
     if algorithm.old_logprobs == "rollout":
         needs -= {"old_logprobs"}
     if in_reward and not getattr(advantage, "uses_token_rewards", True):
         raise ValueError(
-            f"algorithm.kl_in_reward: {type(advantage).__name__} does not look at it; use algorithm.kl_in_loss."
+            f"algorithm.kl_in_reward: {type(advantage).__name__} does not use token rewards; use algorithm.kl_in_loss."
         )
     if "values" in needs and "values" not in getattr(advantage, "needs", frozenset()):
         raise ValueError(
-            "algorithm.loss needs values: the advantage must need them too, and give a critic its returns."
+            "algorithm.loss needs values: choose an advantage that needs them too, because it computes the critic's returns."
         )
-    if unknown := needs - COMPUTED - {"greedy_rewards"}:
+    if unknown := needs - SCORED_COLUMNS - {"greedy_rewards"}:
         raise ValueError(
-            f"algorithm: nothing computes {', '.join(sorted(unknown))}; needs may be {', '.join(sorted(COMPUTED))}."
+            f"algorithm: nothing computes {', '.join(sorted(unknown))}; needs may be {', '.join(sorted(SCORED_COLUMNS))}."
         )
     keep = plug_in(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": in_reward, "loss": objective.kl}
@@ -58,18 +58,18 @@ def build_algorithm(config: Config) -> AlgorithmParts:
 
 
 def build_objective(config: Config) -> Objective:
-    """What the actor's optimizer steps minimise."""
+    """Build the objective that the actor's optimizer steps minimise. Raises ValueError as `build_algorithm`."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     if algorithm.aggregation not in AGGREGATIONS:
         raise ValueError(f"algorithm.aggregation={algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")
     correction = plug_in(algorithm.correction, "algorithm.correction") if algorithm.correction else None
     if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(
-            "algorithm.old_logprobs=rollout: the old policy is then the engine's, and algorithm.correction has nothing to "
+            "algorithm.old_logprobs=rollout: the old policy is then the engine's policy, and algorithm.correction has nothing to "
             "correct; use recompute, or leave the correction out."
         )
     if config.rollout.staleness and not (correction or from_rollout):
-        correction = ImportanceSampling()  # uncorrected, gradients of samples of older weights point elsewhere
+        correction = ImportanceSampling()  # without it, gradients from samples of older weights are biased
     return Objective(
         policy=plug_in(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
         correction=correction,

@@ -36,7 +36,7 @@ class SampleLedger:
         version = int(rollouts.weight_versions.min())
         groups = [[int(row), digest] for row, digest in zip(rollouts.rows[starts], hashes, strict=True)]
         lengths = [part.tolist() for part in np.split(rollouts.sampled_lengths, starts[1:])]
-        line = dict(drawn=drawn, weight_version=version, groups=groups, tickets=rollouts.tickets.tolist())
+        line = dict(drawn=drawn, weight_version=version, groups=groups, requests=rollouts.request_numbers.tolist())
         line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
         self._lines.write(step, line | dict(updates=[_by_version(rollouts.spans, of_step) for of_step in weights]))
 

@@ -25,10 +25,10 @@ from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError
 from mrl.core.types import Handle, Rollouts
-from mrl.diagnostics.dump_policy import Recorder
-from mrl.diagnostics.parity import Certification
-from mrl.diagnostics.replay import Replay, Verdict
-from mrl.diagnostics.step_dump import Capsule, Weights
+from mrl.diagnostics.parity import ParityCheck
+from mrl.diagnostics.replay import ReplayResult, StepReplay
+from mrl.diagnostics.step_dump import StepDump, WeightsLocation
+from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.tracking.console import ConsoleSink
 from mrl.tracking.curve import CurveSink
@@ -45,7 +45,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
     with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster.address) as options:
-        job = Certification(
+        job = ParityCheck(
             settings=config.certify,
             arch=plan.arch,
             packing=plan.packing,
@@ -60,14 +60,16 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
         return job.run(plan.dims)
 
 
-def replay(plan: ModelPlan, capsule: Capsule, weights: Weights, loss: Loss, against: ParallelDims) -> Verdict:
+def replay(
+    plan: ModelPlan, dump: StepDump, weights: WeightsLocation, loss: Loss, against: ParallelDims
+) -> ReplayResult:
     """Repeat a dumped step under the plan's layout and under another one, and compare."""
     config = plan.config
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     with ray_cluster(config.cluster.address) as options:
-        job = Replay(
-            capsule=capsule,
-            checkpoint=str(capsule.folder_of(weights)) if weights.checkpoint else None,
+        job = StepReplay(
+            dump=dump,
+            checkpoint=str(dump.weights_folder(weights)) if weights.checkpoint else None,
             packing=plan.packing,
             loss=loss,
             dtype=config.model.dtype,
@@ -206,7 +208,10 @@ def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointSto
         config.rollout.temperature,
         algorithm.skip_zero_advantage,
     )
-    critic, scorers = None, dict[str, Any](old_logprobs=actor.compute_logprobs, ref_logprobs=actor.compute_reference_logprobs)
+    critic, scorers = (
+        None,
+        dict[str, Any](old_logprobs=actor.compute_logprobs, ref_logprobs=actor.compute_reference_logprobs),
+    )
     if plan.critic:
         critic = _build_critic(plan.critic, groups["critic"], updates)
         scorers["values"] = critic.compute_values
@@ -252,20 +257,24 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
     )
 
 
-def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> Recorder:
+def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpRecorder:
     config = plan.config
     warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that is not stored
-    start = Weights(str(Path(warm).resolve()), 0) if warm else None
+    start = WeightsLocation(str(Path(warm).resolve()), 0) if warm else None
 
-    def latest() -> Weights | None:
+    def latest_weights() -> WeightsLocation | None:
         found = store.latest()
-        return Weights(str(found.path / "actor"), found.step, checkpoint=True, like=plan.model_path) if found else start
+        return (
+            WeightsLocation(str(found.path / "actor"), found.step, checkpoint=True, like=plan.model_path)
+            if found
+            else start
+        )
 
-    return Recorder(
-        folder=Path(config.run.dir).resolve() / "capsules",
+    return StepDumpRecorder(
+        folder=Path(config.run.dir).resolve() / "step_dumps",
         settings=config.step_dump,
         layout=asdict(plan.dims),
         config=config_as_json(config),
-        latest=latest,
+        latest_weights=latest_weights,
         first_step=config.critic.warmup_steps if plan.critic else 0,
     )

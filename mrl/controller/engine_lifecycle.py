@@ -194,7 +194,7 @@ class EngineLifecycle:
                     continue
             reports = self._push_once(version)
             failed = reports[0].failed
-            if not failed and not reports[0].again:
+            if not failed and not reports[0].must_repeat:
                 return _push_metrics(reports, version, num_replaced, attempt)
         raise WeightSyncError(
             f"version {version} did not reach every engine in {self.settings.max_attempts} attempts: {failed or reason}",

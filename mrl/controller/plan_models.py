@@ -79,7 +79,7 @@ def plan_model(
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
     arch = family_of(hf).read(hf)
     check_layout(config, arch, dims)
-    check_megatron_overrides(config.megatron, decided=FIELDS_SET_BY_MRL | arch.transformer.keys())
+    check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
     packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
     return ModelPlan(config, dims, optimizer if section else _actor_optimizer(config), path, hf, arch, packing)

@@ -185,7 +185,7 @@ class Trainer:
 
         with self.phase("advantage"):  # in the rollout worker, next to the tokens: [R]
             estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)
-        metrics |= {**estimates.numbers, **self.kl.metrics()}
+        metrics |= {**estimates.metrics, **self.kl.metrics()}
 
         token_weights: Sequence[NDArray[np.float64]] = ()
         with self.phase("update"):  # Megatron workers fetch their rows and train

@@ -1,12 +1,13 @@
-"""The data of one step, in two planes, and THE legend of shapes.
+"""Data types of one training step, and THE legend of shapes.
 
     N  prompts of a step                 G  responses per prompt            B = N * G  responses
-    S  tokens of a ragged batch: prompts and responses, laid end to end     R  tokens among them that the policy sampled
+    S  tokens of a ragged batch: all prompts and responses, concatenated    R  those of the S tokens that the policy sampled
     V  vocabulary
 
-A response is all that follows its prompt; of several turns it holds tool results too, which nobody sampled and nobody
-trains. The data plane (`TokenBlock` and columns [R]) lives where tokens are made and trained. The driver sees the control
-plane (`Rollouts`, `AdvantageResult`): lengths, rewards, group numbers, versions, and handles that it never opens.
+A response is everything after its prompt. A response of several turns contains tool results too; they are neither sampled nor
+trained. The data plane (`TokenBlock` and columns [R]) stays in Ray's object store, with the rollout worker and the trainer
+ranks. The driver sees only the control plane (`Rollouts`, `AdvantageResult`): lengths, rewards, group numbers, weight versions,
+and handles, which it never dereferences.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,24 +18,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# FROM: A device of the cluster, as whoever starts a process there needs to know it.
+from parallel.durable_files import atomic_file
 
 _COLUMN = "column."  # prefix of `columns` in a block's file
-Handle = Any  # reference to an object in Ray's object store; opened by workers only
-Column = NDArray[np.float32]  # [R] a number for each sampled token
+Handle = Any  # reference to an object in Ray's object store; only workers dereference it
+Column = NDArray[np.float32]  # [R] one number per sampled token
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """B sequences of prompt then response, ragged, no padding."""
+    """B sequences, each a prompt followed by its response; ragged, without padding."""
 
     tokens: NDArray[np.int32]  # [S]
     cu_seqlens: NDArray[np.int64]  # [B+1] running sum of sequence lengths
     prompt_lengths: NDArray[np.int64]  # [B]
-    rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each response token as the engine sampled it
-    # [S, layers, topk] experts that the engine sent each token to; -1 where it did not say, as for a sequence's last token
+    rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each sampled token, as the engine computed it
+    # [S, layers, topk] experts that the engine routed each token to; -1 if unknown, as for the last token of a sequence
     routed_experts: NDArray[np.int16] | None = None
-    sampled: NDArray[np.bool_] | None = None  # [S] the R tokens that the policy chose; None: all behind the prompts
+    sampled: NDArray[np.bool_] | None = (
+        None  # [S] whether the policy sampled the token; None: all response tokens are sampled
+    )
     columns: Mapping[str, Column] = field(default_factory=dict)  # [R] by name: advantages, old_logprobs, values, ...
 
     @classmethod
@@ -46,10 +49,14 @@ class TokenBlock:
         routed_experts: Sequence[NDArray[np.int16]] | None = None,
         sampled: Sequence[Sequence[bool]] | None = None,
     ) -> "TokenBlock":
-        """Lay out B prompts and responses; without `logprobs` the column is NaN (nothing was sampled).
+        """Concatenate B prompts and responses. Without `logprobs` that column is NaN.
 
-        `routed_experts`: of each sequence's first tokens, [tokens or fewer, layers, topk]. `sampled`: of each response,
-        which of its tokens the policy chose; `logprobs` are of those.
+        Args:
+            prompts: token ids of each prompt.
+            responses: token ids of each response.
+            logprobs: of the sampled tokens of each response.
+            routed_experts: of the first tokens of each sequence, each [tokens or fewer, layers, topk].
+            sampled: of each response, whether the policy sampled the token; None: it sampled all.
         """
         prompt_lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
         response_lengths = np.fromiter(map(len, responses), np.int64, len(responses))
@@ -62,7 +69,7 @@ class TokenBlock:
         else:
             column = np.fromiter((x for row in logprobs for x in row), np.float32)
         assert len(column) == num_sampled, f"{len(column)} logprobs for {num_sampled} sampled tokens"
-        routing = None if routed_experts is None else _lay_out(routed_experts, cu_seqlens)
+        routing = None if routed_experts is None else _concatenate_experts(routed_experts, cu_seqlens)
         return cls(np.array(flat, np.int32), cu_seqlens, prompt_lengths, column, routing, chosen)
 
     @property
@@ -84,60 +91,58 @@ class TokenBlock:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """[S] place of each token in its own sequence."""
+        """[S] position of each token in its own sequence."""
         return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths)
 
     @property
     def sampled_index(self) -> NDArray[np.int64]:
-        """[R] which of the S tokens the policy sampled."""
+        """[R] indices, among the S tokens, of the sampled ones."""
         if self.sampled is not None:
             return np.flatnonzero(self.sampled)
         return np.flatnonzero(self.positions >= np.repeat(self.prompt_lengths, self.lengths))
 
     def with_columns(self, **columns: Column) -> "TokenBlock":
-        """The same tokens with these columns [R] besides those there are."""
+        """Return the block with these columns [R] added."""
         num_sampled = int(self.sampled_lengths.sum())
         for name, column in columns.items():
             assert column.shape == (num_sampled,), f"{name} has shape {column.shape} for {num_sampled} sampled tokens"
         return replace(self, columns={**self.columns, **columns})
 
     def response(self, row: int) -> NDArray[np.int32]:
-        """All tokens behind the prompt of one sequence."""
+        """Return the response tokens of one sequence."""
         start, end = self.cu_seqlens[row], self.cu_seqlens[row + 1]
         return self.tokens[start + self.prompt_lengths[row] : end]
 
     def prompt(self, row: int) -> NDArray[np.int32]:
-        """Prompt tokens of one sequence."""
+        """Return the prompt tokens of one sequence."""
         start = self.cu_seqlens[row]
         return self.tokens[start : start + self.prompt_lengths[row]]
 
     def select(self, rows: NDArray[np.int64]) -> "TokenBlock":
-        """The block of these rows, in this order."""
+        """Return the block of these rows, in this order."""
         cu_sampled = np.concatenate([[0], np.cumsum(self.sampled_lengths)])
         spans = [slice(self.cu_seqlens[r], self.cu_seqlens[r + 1]) for r in rows]
         chosen = [slice(cu_sampled[r], cu_sampled[r + 1]) for r in rows]
 
-        def picked(values: NDArray, where: Sequence[slice]) -> NDArray:
+        def pick(values: NDArray, where: Sequence[slice]) -> NDArray:
             return np.concatenate([values[span] for span in where]) if where else values[:0]
 
         return TokenBlock(
-            picked(self.tokens, spans),
+            pick(self.tokens, spans),
             np.concatenate([[0], np.cumsum(self.lengths[rows])]),
             self.prompt_lengths[rows],
-            picked(self.rollout_logprobs, chosen),
-            None if self.routed_experts is None else picked(self.routed_experts, spans),
-            None if self.sampled is None else picked(self.sampled, spans),
-            {name: picked(column, chosen) for name, column in self.columns.items()},
+            pick(self.rollout_logprobs, chosen),
+            None if self.routed_experts is None else pick(self.routed_experts, spans),
+            None if self.sampled is None else pick(self.sampled, spans),
+            {name: pick(column, chosen) for name, column in self.columns.items()},
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
         """Write tokens, columns and `extra` arrays to one .npz file, without pickle. The file appears when it is complete."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN}{name}": column for name, column in self.columns.items()}
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
+        with atomic_file(path) as partial, partial.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays, **columns, **extra)
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "tuple[TokenBlock, dict[str, NDArray]]":
@@ -153,15 +158,15 @@ class TokenBlock:
 def _where_sampled(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], sampled: Sequence[Sequence[bool]]
 ) -> NDArray[np.bool_]:
-    """[S] whether a token was sampled; prompts never are."""
+    """Return [S] whether each token was sampled. Prompt tokens never are."""
     for response, chosen in zip(responses, sampled, strict=True):
         assert len(chosen) == len(response), f"{len(chosen)} marks for a response of {len(response)} tokens"
     pairs = zip(prompts, sampled, strict=True)
     return np.fromiter((x for prompt, chosen in pairs for x in [*[False] * len(prompt), *chosen]), np.bool_)
 
 
-def _lay_out(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Rows of each sequence at its place in [S, ...], -1 behind them."""
+def _concatenate_experts(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int16]:
+    """Concatenate the routed experts of each sequence to [S, ...]; missing tokens at the end of a sequence get -1."""
     assert len(parts) == len(cu_seqlens) - 1, f"routed experts of {len(parts)} of {len(cu_seqlens) - 1} sequences"
     column = np.full((cu_seqlens[-1], *parts[0].shape[1:]), -1, np.int16)
     for part, start, end in zip(parts, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
@@ -172,34 +177,31 @@ def _lay_out(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What the driver knows of B sampled and scored responses."""
+    """B sampled and scored responses, as the driver sees them."""
 
     block: Handle  # of the TokenBlock
     prompt_lengths: NDArray[np.int64]  # [B] tokens
     response_lengths: NDArray[np.int64]  # [B] tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] tokens that the policy sampled; their sum is R
-    rows: NDArray[np.int64]  # [B] of the data set
-    groups: NDArray[np.int64]  # [B] which prompt of the step each response answers
+    rows: NDArray[np.int64]  # [B] row of the data set
+    groups: NDArray[np.int64]  # [B] index of the prompt among the step's N prompts
     digests: NDArray[np.uint64]  # [B] hash of prompt and response
-    truncated: NDArray[np.bool_]  # [B] cut at the token limit, no end-of-sequence
-    weight_versions: NDArray[np.int64]  # [B] version of the weights that sampled the response
+    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
     rewards: NDArray[np.float64]  # [B]
-    spans: NDArray[np.int64] = field(
-        default_factory=lambda: np.empty((0, 3), np.int64)
-    )  # [M, 3] see mrl.rollout.trajectory
-    tickets: NDArray[np.int64] = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # of the groups: places in drawing order
-    waiting: Sequence[
-        tuple[int, int, int]
-    ] = ()  # (ticket, row, version when it was admitted) of groups that no step has taken
-    drawn: int = 0  # tickets so far
-    numbers: Mapping[str, float] = field(default_factory=dict)  # metrics of how they were sampled and scored
+    # [M, 3] (response, weight version, tokens that the version sampled), see mrl.rollout.trajectory.spans
+    spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    # [N] numbers of the prompt requests, in the order in which the run drew them
+    request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    # (number, row, admitted weight version) of the prompt requests that no step has consumed
+    waiting: Sequence[tuple[int, int, int]] = ()
+    drawn: int = 0  # prompt requests so far
+    sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Numbers of the batch as sampled and scored, for a trainer whose weights are `version`."""
+        """Return the metrics of the batch, for a trainer with weight version `version`."""
         ages, tokens = version - self.weight_versions, self.spans[:, 2]
-        of_tokens = (
+        token_age = (
             float(np.average(version - self.spans[:, 1], weights=tokens)) if tokens.any() else float(ages.mean())
         )
         return {
@@ -211,29 +213,29 @@ class Rollouts:
             "rollout/weight_version": float(self.weight_versions.min()),
             "rollout/age_mean_versions": float(ages.mean()),
             "rollout/age_max_versions": float(ages.max()),
-            "rollout/token_age_mean_versions": of_tokens,
+            "rollout/token_age_mean_versions": token_age,
             "rollout/mixed_versions_fraction": float((np.bincount(self.spans[:, 0]) > 1).mean())
             if len(tokens)
             else 0.0,
-            **self.numbers,
+            **self.sampling_metrics,
         }
 
 
 @dataclass(frozen=True)
 class ColumnPart:
-    """A column for some rows of a block, as one trainer rank computed it."""
+    """Values of a column for some rows of a block, computed by one trainer rank."""
 
     rows: NDArray[np.int64]  # [n] rows of the block
-    values: Column  # their sampled tokens, row after row
+    values: Column  # of their sampled tokens, concatenated
 
     def by_row(self, lengths: NDArray[np.int64]) -> dict[int, Column]:
-        """Row -> its numbers; `lengths` [B] are the sampled tokens of all rows of the block."""
+        """Return row -> values. `lengths`: [B] sampled tokens of all rows of the block."""
         pieces = np.split(self.values, np.cumsum(lengths[self.rows]))
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
 def assemble(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> Column:
-    """[R] the whole column; `lengths` [B] are the sampled tokens of all rows of the block."""
+    """Assemble the whole column [R]. `lengths`: [B] sampled tokens of all rows of the block."""
     rows: dict[int, Column] = {}
     for part in parts:
         rows |= part.by_row(lengths)
@@ -243,61 +245,63 @@ def assemble(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> Column:
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """What the driver knows of the advantages of B responses."""
+    """Advantages of B responses, as the driver sees them."""
 
-    columns: Handle  # name -> [R]: advantages, and whatever the losses need besides
-    without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is zero
-    rejected: NDArray[np.bool_]  # [B] left out of the loss and of its denominators
-    numbers: Mapping[str, float]  # metrics
+    columns: Handle  # name -> [R]: advantages, and the other columns that the losses need
+    without_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is zero
+    rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from its denominators
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Rows of a block for one optimizer step, in the driver's terms."""
+    """Rows of a block for one optimizer step, as the driver sees them."""
 
     block: Handle
     prompt_lengths: NDArray[np.int64]  # [B] tokens, by row of the block
     response_lengths: NDArray[np.int64]  # [B] tokens
     sampled_lengths: NDArray[np.int64]  # [B] tokens in the loss
-    groups: NDArray[np.int64] | None  # [B] which rows have the same prompt; None: nothing is known of that
-    rows: NDArray[np.int64]  # trained
-    counted: NDArray[np.int64]  # in the loss's denominators: the trained rows, and those whose loss is known to be zero
+    groups: NDArray[np.int64] | None  # [B] index of the prompt; None: unknown, so no prompt is shared
+    rows: NDArray[np.int64]  # rows to train
+    counted: NDArray[np.int64]  # rows in the denominators of the loss: `rows`, and those whose loss is known to be zero
     columns: Handle = None  # name -> [R] of the block
 
     @classmethod
     def of(cls, block: TokenBlock, groups: NDArray[np.int64] | None) -> "TrainBatch":
-        """All rows of a block that is at hand."""
+        """Return a batch of all rows of a block."""
         rows = np.arange(len(block.lengths))
         return cls(block, block.prompt_lengths, block.response_lengths, block.sampled_lengths, groups, rows, rows)
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one data-parallel replica trains in one update: rows of the block, already cut into micro-batches."""
+    """Rows that one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; an empty one keeps step with other ranks
-    weights: NDArray[np.float64]  # [B] what one token of the row counts for in the loss
-    groups: NDArray[np.int64] | None = None  # [B] rows of one group share one computed prompt; None: none is shared
-    step_tokens: int = 1  # that all replicas together compute in the step
+    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; empty where other replicas have more micro-batches
+    weights: NDArray[np.float64]  # [B] weight of one token of the row in the loss
+    groups: NDArray[np.int64] | None = (
+        None  # [B] rows of one group compute their prompt once; None: no prompt is shared
+    )
+    step_tokens: int = 1  # tokens that all replicas compute in this optimizer step
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync as one sender saw it; all zero where there is no engine."""
+    """One weight push, as one sender saw it; all zero if there are no engines."""
 
-    bytes: int = 0  # that left, over all who got them
-    raw_bytes: int = 0  # the same without compression
-    tensors: int = 0  # Hugging Face tensors that this rank sent parts of
+    bytes: int = 0  # sent, summed over all receivers
+    raw_bytes: int = 0  # as `bytes`, without compression
+    tensors: int = 0  # Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # messages
-    seconds: float = 0.0  # all of it
-    engine_seconds: float = 0.0  # of these, waiting for engines
-    failed: dict[str, str] = field(default_factory=dict)  # engine -> why it is out of service
-    again: bool = False  # nothing is served yet; the same version must be pushed again
+    seconds: float = 0.0  # duration of the push
+    engine_seconds: float = 0.0  # part of `seconds`: waiting for engines
+    failed: dict[str, str] = field(default_factory=dict)  # engine URL -> why it is out of service
+    must_repeat: bool = False  # engines did not take the version; the driver pushes it again
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Numbers of one update as one replica saw them; `sums` add up over replicas, `maxima` take the largest."""
+    """Metrics of one optimizer step from one rank. The driver adds up `sums` over replicas, and takes the maximum of `maxima`."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -305,9 +309,9 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """A place for a process of one role."""
+    """A device of the cluster, reserved for a process of one role."""
 
-    node: str  # Ray's id of it
-    host: str  # its address
-    device: str  # the GPU's id on it; "" where a slot is a place on a CPU
-    options: Mapping[str, Any]  # Ray actor options that start a process there
+    node: str  # Ray's node id
+    host: str  # address of the node
+    device: str  # GPU id on the node; "" for a slot on a CPU
+    options: Mapping[str, Any]  # Ray actor options that start a process on the device

@@ -26,8 +26,8 @@ def check_ledger(folder, staleness: int) -> None:
     """Every prompt that was drawn is trained once or still waits, and nothing is older than it may be."""
     lines = ledger(folder)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert all(len(line["tickets"]) == len(line["groups"]) == SIZE for line in lines)
-    trained = [ticket for line in lines for ticket in line["tickets"]]
+    assert all(len(line["requests"]) == len(line["groups"]) == SIZE for line in lines)
+    trained = [ticket for line in lines for ticket in line["requests"]]
     assert len(set(trained)) == len(trained)
     left = set(range(max(trained) + 1)) - set(trained)
     assert len(left) <= staleness * SIZE, "none but those in the making is left out"

@@ -59,7 +59,7 @@ def test_the_quickstart_learns_under(start_mrl, inputs, runs, model, mode, place
         "experiment=quickstart",
         *MODELS[model],
         "algorithm=ppo",
-        "algorithm.lr=3e-4",
+        "optim.lr=3e-4",
         f"data.inputs.folder={folder}",
     ]
     run = start_mrl("train", *task, *overrides, f"placement={placement}", *short, "tracking.wandb=false").finish(1100)
@@ -68,7 +68,7 @@ def test_the_quickstart_learns_under(start_mrl, inputs, runs, model, mode, place
     first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))
     assert first < 0.25 and last >= GOAL, f"{first:.3f} -> {last:.3f} in {len(steps)} steps"
     assert max(step["rollout/age_max_versions"] for step in steps) <= staleness
-    trained = [json.loads(line)["tickets"] for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [json.loads(line)["requests"] for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
     assert len({ticket for step in trained for ticket in step}) == 64 * len(steps), "each group once"
     assert ("placement/switch_s" in steps[0]) == (placement != "disaggregated")
     assert run.leftovers() == []

@@ -1,10 +1,8 @@
-"""Mistakes in `rollout.agent`, and what an agent means for the engines, are known before any process starts."""
+"""Planning checks `rollout.agent`, and adapts the engines' settings to the agent."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from mrl.config import hydra_entry
-from mrl.config.validate import from_hydra
 from mrl.controller.plan_train import TrainPlan, plan_training
 from mrl.rollout.agents.tool_parsers import MarkerParser
 from mrl.rollout.agents.tools import Calculator
@@ -22,10 +20,8 @@ def inputs(tmp_path_factory):
 
 
 def plan(inputs, tmp_path, *overrides: str) -> TrainPlan:
-    hydra_entry.register_schema()
     ours = ["experiment=calculator", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}"]
-    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
-        return plan_training(from_hydra(compose("config", [*ours, *overrides])))
+    return plan_training(hydra_entry.compose_config([*ours, *overrides]))
 
 
 def test_the_experiment_has_its_agent_and_a_prefix_cache(inputs, tmp_path):

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from models.architecture import Architecture
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point, model_sizes
@@ -19,15 +18,12 @@ from mrl.checkpoint.store import CheckpointStore
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
-from mrl.config.validate import from_hydra
 from parallel.rope import Rope
 
 
 @cache
 def quickstart() -> Config:
-    hydra_entry.register_schema()
-    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
-        return from_hydra(compose("config", ["experiment=quickstart", "run.dir=/nowhere"]))
+    return hydra_entry.compose_config(["experiment=quickstart", "run.dir=/nowhere"])
 
 
 def config_of(tmp_path, **overrides):

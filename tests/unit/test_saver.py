@@ -1,0 +1,155 @@
+"""When checkpoints are begun, finished and given up; the models' part is a file here."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
+from mrl.checkpoint.store import CheckpointStore
+from mrl.core.run_errors import ProcessesLostError
+
+
+class Model:
+    """A model whose state is a number; it is written when `arrive` says so."""
+
+    def __init__(self) -> None:
+        self.value, self.arrived, self.error, self.abandoned = 0, False, None, 0
+        self.begun: list[tuple[Path, int, bool]] = []
+
+    def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
+        Path(folder).mkdir()
+        self.begun.append((Path(folder), self.value, asynchronous))
+
+    def save_finished(self) -> bool:
+        return self.arrived
+
+    def abandon_save(self) -> None:
+        self.abandoned += 1
+
+    def finish_save(self, timeout_s: float) -> None:
+        if self.error:
+            raise self.error
+        folder, value, _ = self.begun[-1]
+        (folder / "weights").write_text(str(value))
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+@pytest.fixture
+def forgotten():
+    return []
+
+
+@pytest.fixture
+def saver(tmp_path, model, forgotten):
+    def made(**cadence) -> CheckpointSaver:
+        defaults = dict(
+            every=2, export_every=0, asynchronous=True, timeout_s=60.0, at_end=True, best_metric="reward/mean"
+        )
+        store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+        notes = {"layout": {"tp": 1}}
+        export = lambda folder: Path(folder).mkdir(parents=True)  # noqa: E731
+        return CheckpointSaver(
+            store,
+            {"actor": model},
+            {},
+            CheckpointSchedule(**(defaults | cadence)),
+            notes,
+            forgotten.append,
+            export,
+            tmp_path,
+        )
+
+    return made
+
+
+def state(step: int) -> dict:
+    return {"progress": {"step": step}}
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step_though_training_went_on(saver, model, forgotten):
+    made = saver()
+    for step in range(6):
+        model.value, model.arrived = step, step % 2 == 1
+        made.between_steps(state(step), {"reward/mean": 0.1})
+    for step in (2, 4):
+        assert (made.store.folder / f"step_{step:06d}/actor/weights").read_text() == str(step)
+    latest = made.store.latest()
+    assert latest and latest.state == {"progress": {"step": 4}, "layout": {"tp": 1}}
+    assert forgotten == [2, 4] and all(asynchronous for *_, asynchronous in model.begun)
+
+
+def test_one_that_is_due_waits_for_the_one_before(saver, model):
+    made = saver(every=1)
+    for step in (1, 2, 3):
+        made.between_steps(state(step), {})
+    latest = made.store.latest()
+    assert latest and latest.step == 2, "the third is on its way"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("the writer died")])
+def test_one_that_fails_is_an_error_in_the_log_and_the_earlier_one_stays(saver, model, forgotten, caplog, error):
+    made = saver(every=1, asynchronous=False)
+    made.between_steps(state(1), {})
+    model.error = error
+    made.between_steps(state(2), {})
+    latest = made.store.latest()
+    assert latest and latest.step == 1 and forgotten == [1] and made.failed == 1 and model.abandoned == 1
+    assert str(error) in caplog.text and not list(made.store.folder.glob(".partial*"))
+    model.error = None
+    made.between_steps(state(3), {})
+    latest = made.store.latest()
+    assert latest and latest.step == 3
+
+
+def test_processes_that_are_lost_are_not_a_failed_checkpoint(saver, model):
+    made = saver(every=1, asynchronous=False)
+    model.error = ProcessesLostError("rank 0 died")
+    with pytest.raises(ProcessesLostError):
+        made.between_steps(state(1), {})
+
+
+def test_the_last_one_must_succeed(saver, model):
+    made = saver(every=0)
+    model.error = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space"):
+        made.finish(state(5))
+    model.error = None
+    made.finish(state(5))
+    latest = made.store.latest()
+    assert latest and latest.step == 5 and (made.run_dir / "hf").is_dir()
+
+
+def test_a_run_that_leaves_is_saved_once(saver, model):
+    made = saver(every=2)
+    made.between_steps(state(2), {})
+    made.now(state(2))
+    assert len(model.begun) == 1, "the one on its way is of this step"
+    made.now(state(3))
+    assert len(model.begun) == 2 and not model.begun[-1][2]
+
+
+def test_exports_come_on_their_own_schedule(saver, tmp_path):
+    made = saver(every=0, export_every=3)
+    for step in range(7):
+        made.between_steps(state(step), {})
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000003", "step_000006"]
+
+
+def test_what_never_changes_is_written_once(saver, model, tmp_path):
+    made, written = saver(every=1, asynchronous=False), []
+
+    def write(folder: str) -> None:
+        written.append(folder)
+        Path(folder).mkdir()
+        (Path(folder) / "weights").write_text("reference")
+
+    made.constant = {"reference": write}
+    for step in (1, 2, 3):
+        made.between_steps(state(step), {})
+    assert len(written) == 1
+    assert all((made.store.folder / f"step_{step:06d}/reference/weights").read_text() for step in (1, 2, 3))
