@@ -32,8 +32,8 @@ from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
 from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.planner.engine_queue import EngineSpeeds
-from mrl.planner.rollout_simulator import Groups, Prediction, Setup, Speeds, best_possible_s, simulate
-from mrl.planner.run_trace import Step, fit_steps
+from mrl.planner.rollout_simulator import GroupLengths, Prediction, RolloutSetup, RunSpeeds, best_possible_s, simulate
+from mrl.planner.run_trace import RecordedStep, fit_steps
 from mrl.rewards.rule_based import Length
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.request_builder import TRAINING, seed_of
@@ -42,12 +42,12 @@ from mrl.weight_sync.coordinator import Coordinator
 
 N, G, ENGINES, SEED = 32, 8, 4, 0
 LENGTHS = LongTailed(median=60, sigma=1.0, longest=480)
-SPEEDS = Speeds(EngineSpeeds(0.024, 0.0003, 0.00003, 64), train_s=5.1, train_token_s=0.0, push_s=0.3)
+SPEEDS = RunSpeeds(EngineSpeeds(0.024, 0.0003, 0.00003, 64), train_s=5.1, train_token_s=0.0, push_s=0.3)
 STEPS = {"sync": 8, "one_step_off": 11, "async": 21}
 SETUPS = {
-    "sync": Setup(N, ENGINES, 0, in_order=True),
-    "one_step_off": Setup(N, ENGINES, 1, in_order=True),
-    "async": Setup(N, ENGINES, 4),
+    "sync": RolloutSetup(N, ENGINES, 0, in_order=True),
+    "one_step_off": RolloutSetup(N, ENGINES, 1, in_order=True),
+    "async": RolloutSetup(N, ENGINES, 4),
 }
 SKIPPED = 5  # first steps
 
@@ -72,11 +72,11 @@ class Measured:
         return sum(self.tokens[SKIPPED:]) / sum(self.step_s[SKIPPED:])
 
 
-def slowed(speeds: Speeds, scale: float) -> Speeds:
+def slowed(speeds: RunSpeeds, scale: float) -> RunSpeeds:
     """The same, every second so many times as long."""
     engine = speeds.engine
     times = EngineSpeeds(engine.step_s * scale, engine.request_s * scale, engine.prefill_s * scale, engine.max_running)
-    return Speeds(times, speeds.train_s * scale, speeds.train_token_s * scale, speeds.push_s * scale)
+    return RunSpeeds(times, speeds.train_s * scale, speeds.train_token_s * scale, speeds.push_s * scale)
 
 
 def make_data(folder: Path) -> PromptDataset:
@@ -88,13 +88,13 @@ def make_data(folder: Path) -> PromptDataset:
     return PromptDataset.load([source], folder / "model", PromptConstraints(64, len(tokenizer)))
 
 
-def groups_of(data: PromptDataset, tickets: int) -> Groups:
+def groups_of(data: PromptDataset, tickets: int) -> GroupLengths:
     """Lengths of what a run draws, by ticket: from its seeds, as engines have them."""
     rows = data.stream(N, SEED, shuffle=True).take(tickets)
     prompts = [data.encode(row) for row in rows.tolist()]
     seeds = [[seed_of(SEED, TRAINING, G * ticket + member) for member in range(G)] for ticket in range(tickets)]
     lengths = [[LENGTHS.length(p, seed) for seed in members] for p, members in zip(prompts, seeds, strict=True)]
-    return Groups(np.array(lengths), np.array([len(p) for p in prompts]), rows)
+    return GroupLengths(np.array(lengths), np.array([len(p) for p in prompts]), rows)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
         process.wait(10)
 
 
-def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: Setup, run_dir: Path) -> RolloutSpec:
+def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, run_dir: Path) -> RolloutSpec:
     """What a run's worker is built from."""
     (run_dir / "logs").mkdir(parents=True)
     unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None)
@@ -138,7 +138,9 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: Setup, run_dir
     )
 
 
-def measure(data: PromptDataset, speeds: Speeds, setup: Setup, steps: int, options: dict[str, Any]) -> Measured:
+def measure(
+    data: PromptDataset, speeds: RunSpeeds, setup: RolloutSetup, steps: int, options: dict[str, Any]
+) -> Measured:
     """So many steps of the real worker."""
     with tempfile.TemporaryDirectory() as folder, engines(speeds.engine) as urls:
         worker = RolloutWorkerHandle(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
@@ -154,7 +156,7 @@ def measure(data: PromptDataset, speeds: Speeds, setup: Setup, steps: int, optio
 
 
 def _run(
-    manager: RolloutManager, coordinator: Coordinator, prompts: PromptStream, speeds: Speeds, steps: int
+    manager: RolloutManager, coordinator: Coordinator, prompts: PromptStream, speeds: RunSpeeds, steps: int
 ) -> Measured:
     found, now = Measured([], [], [], [], 0, 0.0), time.monotonic()
     busy, start = _busy_s(coordinator), now
@@ -188,22 +190,25 @@ def _busy_s(coordinator: Coordinator) -> float:
     return sum(told["busy_s"] for told in coordinator.call_all(lambda engine: engine.server_info()).values())
 
 
-def fitted(run: Measured, groups: Groups) -> Speeds:
+def fitted(run: Measured, groups: GroupLengths) -> RunSpeeds:
     """The speeds that a synchronous run tells of, as `mrl plan rollout` fits them."""
     places = [slice(step * N, step * N + N) for step in range(len(run.step_s))]
     parts = zip(places, run.step_s, run.engine_s, run.push_s, strict=True)
-    steps = [Step(groups.prompts[p], groups.responses[p], e, s - e - push, push) for p, s, e, push in parts]
+    steps = [RecordedStep(groups.prompts[p], groups.responses[p], e, s - e - push, push) for p, s, e, push in parts]
     return fit_steps(steps[1:], ENGINES, SPEEDS.engine.max_running).speeds
 
 
-def bound_s(tokens: Sequence[int], speeds: Speeds, setup: Setup) -> float:
+def bound_s(tokens: Sequence[int], speeds: RunSpeeds, setup: RolloutSetup) -> float:
     """Seconds that a mean step takes at least."""
     mean = statistics.fmean(tokens[SKIPPED:])
     return best_possible_s(mean, speeds.training(mean, 1.0), speeds, setup)
 
 
 def show(
-    found: dict[str, list[Measured]], predicted: dict[str, Prediction], foretold: dict[str, Prediction], speeds: Speeds
+    found: dict[str, list[Measured]],
+    predicted: dict[str, Prediction],
+    foretold: dict[str, Prediction],
+    speeds: RunSpeeds,
 ) -> None:
     """A row per mode; `predicted` from the speeds of the engines, `foretold` from what synchronous runs told of them."""
     table = Table("", title=f"{N} x {G} responses, {ENGINES} engines; after {SKIPPED} steps", title_justify="left")

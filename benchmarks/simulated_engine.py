@@ -27,7 +27,7 @@ import orjson
 import xxhash
 from aiohttp import web
 
-from mrl.planner.engine_queue import Decoding, EngineSpeeds, Request
+from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
 
 NEVER_S = 3600.0  # a timer that only what comes in ends
 
@@ -102,7 +102,7 @@ class SimulatedEngine:
 
     def __init__(self, speeds: EngineSpeeds, script: Script, asked: Counter[tuple[int, ...]], name: str = "") -> None:
         self.script, self.asked, self.name = script, asked, name
-        self.queue = Decoding(speeds, now=time.monotonic())
+        self.queue = EngineQueue(speeds, now=time.monotonic())
         self.version, self.updating, self.beats = "0", False, 0
         self._woken = asyncio.Event()
         self._unpaused = asyncio.Event()
@@ -166,7 +166,7 @@ class SimulatedEngine:
         if len(said.token_ids) > longest:
             said = Scripted(said.token_ids[:longest], said.logprobs[:longest], "length")
         asked = Asked(said, asyncio.get_running_loop().create_future())
-        self.queue.add(Request(asked, key, len(prompt), len(said.token_ids)))
+        self.queue.add(SimulatedRequest(asked, key, len(prompt), len(said.token_ids)))
         self._woken.set()
         return asked
 
@@ -268,13 +268,13 @@ class SimulatedEngine:
         """Bring the queue to this moment, and answer what is done."""
         self._answer(self.queue.advance(time.monotonic()), "")
 
-    def _answer(self, requests: Sequence[Request], reason: str) -> None:
+    def _answer(self, requests: Sequence[SimulatedRequest], reason: str) -> None:
         for request in requests:
             asked: Asked = request.key
             if not asked.done.done():
                 asked.done.set_result(self._completion(request, asked, reason or asked.said.finish_reason))
 
-    def _completion(self, request: Request, asked: Asked, reason: str) -> dict[str, Any]:
+    def _completion(self, request: SimulatedRequest, asked: Asked, reason: str) -> dict[str, Any]:
         """As SGLang 0.5.23 answers."""
         tokens = min(int(request.decoded + 1e-9), len(asked.said.token_ids))
         ids = list(asked.said.token_ids[:tokens])

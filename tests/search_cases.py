@@ -1,4 +1,4 @@
-"""Published models on imaginary clusters, for tests of the search and of its predictions."""
+"""Published models on made-up clusters, for tests of the layout search and of its predictions."""
 
 import json
 from functools import cache
@@ -13,7 +13,6 @@ from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
 from mrl.planner.layout_search import STALENESS, FitsInMemory, LayoutSearch, memory_check
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.sizes import ModelShape
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_memory import TrainerSettings
 
@@ -38,7 +37,7 @@ __all__ = ["DEEPSEEK_V3", "H100", "QWEN3_8B", "QWEN3_30B_A3B", "QWEN3_235B_A22B"
 
 
 def model_of(fields: dict) -> tuple[Architecture, ModelShape]:
-    """Of the contents of a config.json."""
+    """Read a model from the contents of a config.json."""
     return _model_of(json.dumps(fields))
 
 
@@ -50,21 +49,21 @@ def _model_of(fields: str) -> tuple[Architecture, ModelShape]:
     return arch, ModelShape.of(family, arch)
 
 
-def machine_of(nodes: int, gpus_per_node: int = 8, **changes) -> GpuCluster:
-    """So many nodes of H100."""
+def cluster_of(nodes: int, gpus_per_node: int = 8, **changes) -> GpuCluster:
+    """A cluster of nodes with H100 GPUs."""
     hardware = HardwareConfig(**H100 | changes)
     return GpuCluster.of(ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, hardware=hardware), PlanConfig())
 
 
 def small_moe() -> dict:
-    """Four layers of experts, which divide in several ways over few GPUs."""
+    """A model of four layers with experts, whose sizes divide in several ways over few GPUs."""
     sizes = dict(
         num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4
     )
     return ANY | QWEN3_30B_A3B | sizes | dict(vocab_size=32_768)
 
 
-def search_of(  # noqa: PLR0913 - a question has so many parts
+def search_of(  # noqa: PLR0913 - a search has many settings
     fields: dict,
     nodes: int,
     *,
@@ -76,17 +75,19 @@ def search_of(  # noqa: PLR0913 - a question has so many parts
     modes: tuple[str, ...] = tuple(STALENESS),
     **hardware,
 ) -> LayoutSearch:
-    """A search for steps of responses of 16,384 tokens at most."""
-    arch, sizes = model_of(fields)
-    machine = machine_of(nodes, **hardware)
-    work = StepWorkload(LengthDistribution.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1)
+    """A search for a workload with responses of up to 16,384 tokens."""
+    arch, shape = model_of(fields)
+    cluster = cluster_of(nodes, **hardware)
+    work = StepWorkload(
+        LengthDistribution.log_normal(512, 4000, 0.8, 16_384), prompts, responses, max_tokens, scoring_passes=1
+    )
     if fits is None:
         settings = TrainerSettings(max_tokens=max(max_tokens, int(work.lengths.longest)))
-        fits = memory_check(ModelShape.of(family_of(HFConfig(Path("config.json"), ANY | fields)), arch), machine, settings)
-    return LayoutSearch(LayoutSpace(arch, sizes, machine, work.lengths.longest, fixed or {}), work, fits, modes=modes)
+        fits = memory_check(shape, cluster, settings)
+    return LayoutSearch(LayoutSpace(arch, shape, cluster, work.lengths.longest, fixed or {}), work, fits, modes=modes)
 
 
 def write_model(folder: Path, fields: dict) -> Path:
-    """A folder with a config.json alone."""
+    """Write a model folder that contains only a config.json."""
     (folder / "config.json").write_text(json.dumps(ANY | fields))
     return folder

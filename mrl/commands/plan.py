@@ -32,7 +32,8 @@ Without a kind it checks the rules of the layout, then prints the placement and 
 not fit in memory.
   mrl plan model.path=Qwen3-30B-A3B cluster=h100 parallel.tp=4 parallel.ep=8 parallel.etp=1 parallel.world_size=16
 
-memory: memory of each GPU in each phase, KV cache, host memory and disk; changes that make the run fit (docs/how_to/out_of_memory.md)
+memory: memory of each GPU in each phase, KV cache, host memory and disk; changes that make the run fit
+(docs/how_to/out_of_memory.md)
   mrl plan memory model.path=Qwen3-8B cluster=h100 parallel.tp=4 parallel.dp=2 rollout.num_engines=8 placement=colocated
   mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.nodes=2 --json
 

@@ -25,9 +25,9 @@ from mrl.planner.run_trace import RunTrace, SpeedFit, read_lengths, read_run
 USAGE = """usage: mrl plan rollout run_dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
-Simulates a run with other staleness, other divisions of its GPUs, and over-sampling (docs/concepts/asynchrony.md). Response lengths and
-speeds come from the record of a synchronous run in its run directory. Lengths may also come from a file (each line a list of
-tokens, one list per group) or from a log-normal distribution, and every speed may be given.
+Simulates a run with other staleness, other divisions of its GPUs, and over-sampling (docs/concepts/asynchrony.md). Response
+lengths and speeds come from the record of a synchronous run in its run directory. Lengths may also come from a file (each line a
+list of tokens, one list per group) or from a log-normal distribution, and every speed may be given.
 
   mrl plan rollout run_dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40

@@ -1,4 +1,4 @@
-"""Pools on a cluster: a Ray placement group each, a slot a bundle, and which process starts in which."""
+"""Resource pools on a Ray cluster: one placement group per pool, one bundle per slot, and the bundle of every process."""
 
 import ipaddress
 import time
@@ -12,52 +12,52 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.core.errors import check_wait
+from mrl.core.run_errors import check_wait
 from mrl.core.types import DeviceSlot
-from mrl.placement.device_map import Layout, found
-from mrl.placement.resource_pools import Pool, Pools, arranged, check_room
+from mrl.placement.device_map import DeviceMap, actual_device_map
+from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_groups
 
-LOOK_S = 0.05  # between looks at a group that Ray is placing
-FOR_ALL = 0.99  # of a slot, for all its roles together; the rest is for a look at which GPU it is
-FOR_A_LOOK = 0.001
+POLL_INTERVAL_S = 0.05  # between reads of the state of a placement group
+ROLES_SHARE = 0.99  # of a slot, for all of its roles together; the rest is for the probe that reads the GPU's id
+PROBE_SHARE = 0.001  # of a slot
 
 
 class PlacementError(Exception):
-    """Ray has no room for a pool, or for what was lost of it."""
+    """Ray has no room for a pool, or for the bundles of a lost node."""
 
 
-class Place(NamedTuple):
+class BundleLocation(NamedTuple):
     """Where a bundle is now."""
 
-    node: str  # Ray's id of it
-    host: str  # its address
+    node: str  # Ray's id of the node
+    host: str  # address of the node
     device: str  # GPU; "" on a CPU slot
 
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """A pool's placement group. Goes along to processes that start others."""
+    """A pool and its placement group. It is sent to processes that start others."""
 
     pool: Pool
     group: PlacementGroup
     gpus: bool  # slots are GPUs
-    timeout_s: float  # for Ray to place it, also anew where a node was lost
-    _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # by bundle and node, once they were looked at
+    timeout_s: float  # for Ray to place the group, also after the loss of a node
+    _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # (bundle, node) -> GPU, filled by probes
 
-    def now(self) -> dict[int, Place]:
-        """Where each bundle is, when Ray has placed all of them. Raises PlacementError after `timeout_s`."""
-        nodes: dict[int, str] = self._wait()["bundles_to_node_id"]
+    def locations(self) -> dict[int, BundleLocation]:
+        """Wait until Ray has placed all bundles, and return where they are. Raises PlacementError after `timeout_s`."""
+        nodes: dict[int, str] = self._wait_until_placed()["bundles_to_node_id"]
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        devices = self._look(nodes)
-        return {bundle: Place(node, hosts[node], devices[bundle]) for bundle, node in nodes.items()}
+        devices = self._probe_devices(nodes)
+        return {bundle: BundleLocation(node, hosts[node], devices[bundle]) for bundle, node in nodes.items()}
 
-    def _wait(self) -> dict[str, Any]:
+    def _wait_until_placed(self) -> dict[str, Any]:
         end = time.monotonic() + self.timeout_s
         while (table := placement_group_table(self.group))["state"] != "CREATED":
             if time.monotonic() > end or table["state"] == "REMOVED":
                 raise PlacementError(self._no_room())
             check_wait()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         return table
 
     def _no_room(self) -> str:
@@ -69,113 +69,114 @@ class PlacedPool:
             "some, or bring nodes back."
         )
 
-    def _look(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """The GPU of each bundle; asked of Ray once, and again where a bundle was moved."""
+    def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
+        """Return the GPU of each bundle. A probe in the bundle asks Ray for it once, and again after the bundle has moved."""
         if not self.gpus:
             return dict.fromkeys(nodes, "")
-        unknown = [place for place in nodes.items() if place not in self._devices]
-        look = ray.remote(_device)
-        asked = [look.options(num_cpus=0, num_gpus=FOR_A_LOOK, **self.at(bundle)).remote() for bundle, _ in unknown]
+        unknown = [location for location in nodes.items() if location not in self._devices]
+        probe = ray.remote(_gpu_id)
+        ids = [probe.options(num_cpus=0, num_gpus=PROBE_SHARE, **self.bundle_options(b)).remote() for b, _ in unknown]
         try:
-            self._devices.update(zip(unknown, ray.get(asked, timeout=self.timeout_s), strict=True))
+            self._devices.update(zip(unknown, ray.get(ids, timeout=self.timeout_s), strict=True))
         except ray.exceptions.RayError as error:
             raise PlacementError(f"pool {self.pool}: no process started on its GPUs: {error}") from error
         return {bundle: self._devices[bundle, node] for bundle, node in nodes.items()}
 
-    def at(self, bundle: int) -> dict[str, Any]:
-        """Ray options that put a process into a bundle."""
+    def bundle_options(self, bundle: int) -> dict[str, Any]:
+        """Return the Ray options that start a process in a bundle."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         return dict(scheduling_strategy=strategy)
 
 
-def _device() -> str:
-    """Where Ray runs this: the id of the GPU that it is given."""
+def _gpu_id() -> str:
+    """Return the id of the GPU that Ray has assigned to this task."""
     (gpu,) = ray.get_gpu_ids()
     return str(gpu)
 
 
-def in_order(places: Mapping[int, Place]) -> list[int]:
-    """Bundles, nodes one after another, the fullest first, and in them by GPU. Ray numbers them as it likes."""
-    full = Counter(place.node for place in places.values())
+def sort_bundles(locations: Mapping[int, BundleLocation]) -> list[int]:
+    """Return the bundles node by node, the fullest node first, and by GPU on each node. Ray's own numbering is arbitrary."""
+    bundles_on = Counter(location.node for location in locations.values())
 
     def key(bundle: int) -> tuple[Any, ...]:
-        node, host, device = places[bundle]
-        return -full[node], ipaddress.ip_address(host), node, len(device), device, bundle
+        node, host, device = locations[bundle]
+        return -bundles_on[node], ipaddress.ip_address(host), node, len(device), device, bundle
 
-    return sorted(places, key=key)
+    return sorted(locations, key=key)
 
 
 @dataclass(frozen=True)
-class Places:
-    """The slots of one role, in the order of its processes."""
+class RolePlacement:
+    """The slots of one role, in the order of its ranks."""
 
     placed: PlacedPool
-    bundles: tuple[int, ...]  # by rank; also when a node was lost, as other processes stay where they are
-    together: int  # ranks of an engine
-    hosted: bool  # the cluster has GPUs or several nodes: an engine runs on the node of its own slots
+    bundles: tuple[int, ...]  # by rank; fixed for the run: after the loss of a node other processes stay where they are
+    group_size: int  # consecutive ranks that should be on one node: for engines, the ranks of one engine
+    hosted: bool  # the cluster has GPUs or several nodes, so an engine runs on the node of its own slots
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, hosted: bool) -> Self:
-        """Neighbours are on one node as far as that is possible."""
-        places, need = placed.now(), placed.pool.needs[role]
-        order = in_order(places)
-        ranks = arranged([places[bundle].node for bundle in order], need.together)[: need.slots]
-        return cls(placed, tuple(order[rank] for rank in ranks), need.together, hosted)
+        """Assign bundles to the ranks of a role. Groups are on one node as far as possible."""
+        locations, demand = placed.locations(), placed.pool.needs[role]
+        order = sort_bundles(locations)
+        ranks = order_by_groups([locations[bundle].node for bundle in order], demand.group_size)[: demand.slots]
+        return cls(placed, tuple(order[rank] for rank in ranks), demand.group_size, hosted)
 
     def slots(self) -> list[DeviceSlot]:
-        """By rank, wherever they are now. Raises PlacementError where Ray has no room for them, after a deadline."""
-        places = self.placed.now()
-        return [DeviceSlot(*places[bundle], self._options(bundle)) for bundle in self.bundles]
+        """Return the current slots by rank. Raises PlacementError if Ray has no room for them before the timeout."""
+        locations = self.placed.locations()
+        return [DeviceSlot(*locations[bundle], self._options(bundle)) for bundle in self.bundles]
 
     def options(self) -> list[Mapping[str, Any]]:
-        """Ray actor options by rank."""
+        """Return Ray actor options by rank."""
         return [slot.options for slot in self.slots()]
 
-    def engine(self, number: int) -> list[DeviceSlot]:
-        """Those of one engine, by its tensor-parallel rank."""
-        return self.slots()[number * self.together : (number + 1) * self.together]
+    def engine(self, index: int) -> list[DeviceSlot]:
+        """Return the slots of one engine, by tensor-parallel rank."""
+        return self.slots()[index * self.group_size : (index + 1) * self.group_size]
 
     def _options(self, bundle: int) -> dict[str, Any]:
-        share = int(1e4 * FOR_ALL / len(self.placed.pool.needs)) / 1e4  # Ray counts in ten thousandths
-        taken = dict(num_cpus=0, num_gpus=share) if self.placed.gpus else dict(num_cpus=share)
-        return taken | self.placed.at(bundle)
+        share = int(1e4 * ROLES_SHARE / len(self.placed.pool.needs)) / 1e4  # Ray's resolution is 1e-4
+        resources = dict(num_cpus=0, num_gpus=share) if self.placed.gpus else dict(num_cpus=share)
+        return resources | self.placed.bundle_options(bundle)
 
 
 @contextmanager
-def placed(pools: Pools, timeout_s: float) -> Iterator[dict[str, Places]]:
-    """The pools on the cluster that this process is connected with; where each role is. Gone with the context.
+def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacement]]:
+    """Place the pools on the connected cluster; yields the placement of each role. Removes the placement groups on exit.
 
-    Raises ValueError at once where they can never fit, PlacementError where there was no room for `timeout_s`.
+    Raises ValueError at once if the pools do not fit on the empty cluster, PlacementError if there is no room for `timeout_s`.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = any(node.get("GPU", 0) for node in nodes)
     room = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if gpus else node.get("CPU", 0)) for node in nodes]
-    check_room(pools, [count for count in room if count], "GPU" if gpus else "CPU slot")
+    check_capacity(pools, [count for count in room if count], "GPU" if gpus else "CPU slot")
     bundle = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
-    made = []
+    placed_pools = []
     try:
         for pool in pools.strictest_first:
             group = placement_group([dict(bundle) for _ in range(pool.size)], pool.strategy)
-            made.append(PlacedPool(pool, group, gpus, timeout_s))
+            placed_pools.append(PlacedPool(pool, group, gpus, timeout_s))
         hosted = gpus or len(nodes) > 1
-        yield {role: Places.of(one, role, hosted) for one in made for role in one.pool.needs}
+        yield {role: RolePlacement.of(placed, role, hosted) for placed in placed_pools for role in placed.pool.needs}
     finally:
-        for one in made:
-            remove_placement_group(one.group)
+        for placed in placed_pools:
+            remove_placement_group(placed.group)
 
 
-def layout_of(pools: Pools, places: Mapping[str, Places]) -> Layout:
-    """Where everything is, for a picture."""
-    now = {one.placed.pool.name: one.placed.now() for one in places.values()}
-    names = _names({(place.node, place.host) for those in now.values() for place in those.values()})
-    where = {
-        pool: [(names[those[bundle].node], those[bundle].device) for bundle in in_order(those)]
-        for pool, those in now.items()
+def current_device_map(pools: Pools, placements: Mapping[str, RolePlacement]) -> DeviceMap:
+    """Return which process of the run is on which device now. `placements`: by role."""
+    locations = {one.placed.pool.name: one.placed.locations() for one in placements.values()}
+    names = _node_names({(at.node, at.host) for of_pool in locations.values() for at in of_pool.values()})
+    devices = {
+        pool: [(names[of_pool[bundle].node], of_pool[bundle].device) for bundle in sort_bundles(of_pool)]
+        for pool, of_pool in locations.items()
     }
-    return found(pools, where, "GPU" if any(one.placed.gpus for one in places.values()) else "CPU slot")
+    gpus = any(one.placed.gpus for one in placements.values())
+    return actual_device_map(pools, devices, "GPU" if gpus else "CPU slot")
 
 
-def _names(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """(Ray's id, address) of nodes -> by id, the address, with a part of the id where several nodes have it."""
+def _node_names(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return a name for each (Ray id, address), by id: the address, with a part of the id if several nodes share it."""
     hosts = Counter(host for _, host in nodes)
     return {node: host if hosts[host] == 1 else f"{host} {node[:6]}" for node, host in nodes}

@@ -158,7 +158,7 @@ _SIZE_KEYS = {
 
 
 def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
-    """Raise ValueError if the pools do not fit on empty nodes with these numbers of slots. `unit`: what a slot is, for messages."""
+    """Raise ValueError if the pools do not fit on empty nodes with these numbers of slots. `unit` names a slot in messages."""
     total, largest = sum(nodes), max(nodes, default=0)
     cluster = f"the cluster has {total} {unit}s on {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
     if pools.size > total:

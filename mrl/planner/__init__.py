@@ -1,1 +1,1 @@
-"""What a run would cost in other shapes: pure arithmetic, on any machine."""
+"""Predicts memory and step time of a run, searches layouts, and simulates rollouts. Needs no GPU."""

@@ -1,19 +1,19 @@
-"""Memory of an engine's ranks: weights as SGLang holds them, and the tokens that its KV cache has room for."""
+"""GPU memory of one engine rank: the weights as SGLang shards them, and the tokens that its KV cache has room for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
-from mrl.planner.model_shape import ModelShape, Parameter
+from mrl.planner.model_shape import ModelShape, ParameterShape
+from mrl.planner.trainer_state_bytes import BIAS_BYTES
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
 
-BIAS = 4  # bytes of a correction bias, which is float32
+MEM_FRACTION = 0.8  # of a GPU, for an engine's weights and KV cache, unless sglang.mem_fraction_static is set
 
 
 @dataclass(frozen=True)
-class EngineMemory:
-    """Bytes of one rank of an engine on its device."""
+class EngineRankMemory:
+    """Bytes of one engine rank on its GPU."""
 
     weights: int
     kv_cache: int  # pool of keys and values; negative where the weights alone are too large
@@ -21,32 +21,32 @@ class EngineMemory:
 
     @property
     def tokens(self) -> int:
-        """That the KV cache holds, of all requests that run together."""
+        """Tokens that the KV cache holds, over all running requests."""
         return max(0, self.kv_cache) // self.token
 
     @property
     def total(self) -> int:
-        """What the rank takes when it starts."""
+        """Bytes that the rank allocates when it starts."""
         return self.weights + max(0, self.kv_cache)
 
 
 def engine_memory(
     shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
-) -> EngineMemory:
-    """Of one rank, which finds `free` bytes and takes `fraction` of them for weights and KV cache.
+) -> EngineRankMemory:
+    """Return the memory of a rank that finds `free` bytes and takes `fraction` of them for weights and KV cache.
 
-    `fraction`: sglang.mem_fraction_static. The rest is for activations and CUDA graphs.
+    `fraction` is sglang.mem_fraction_static. The rest is left for activations and CUDA graphs.
     """
-    weights = engine_weights(shape, topology, itemsize)
     token = kv_bytes(shape, topology, kv_itemsize or itemsize)
-    return EngineMemory(weights, int(free * fraction) - weights, token)
+    weights = engine_weights(shape, topology, itemsize)
+    return EngineRankMemory(weights, int(free * fraction) - weights, token)
 
 
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Bytes of a token's keys and values on one rank, all layers.
+    """Return the bytes of one token's keys and values on one rank, over all layers.
 
-    Where there are fewer key/value heads than ranks, heads are repeated. Latent attention keeps its short vector, whole on
-    every rank.
+    Key/value heads are replicated where there are fewer of them than ranks. Latent attention caches the compressed vector, which
+    every rank holds whole.
     """
     if shape.is_latent:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
@@ -54,34 +54,41 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
 
 
 def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Bytes of the weights of one rank, tied embeddings once."""
+    """Return the bytes of the weights of one rank; tied embeddings count once."""
+    return sum(engine_weight_parts(shape, topology, itemsize))
+
+
+def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the weights of one rank: (all but routed experts, routed experts)."""
     moe = sum(shape.moe)
-    copies = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
-    total = 0
+    layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
+    dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
     for p in shape.parameters:
-        of_layers = copies[p.where] if p.place in ("layer", "expert") else 1
-        total += of_layers * _numel(shape, p, topology) * itemsize
-    return total + moe * sum(prod(p.shape) for p in shape.buffers) * BIAS
+        if p.location == "expert":
+            local_experts = shape.num_experts // topology.ep
+            experts += layers[p.where] * (p.numel // (topology.tp // topology.ep)) * local_experts * itemsize
+        else:
+            copies = layers[p.where] if p.location == "layer" else 1
+            dense += copies * _rank_numel(shape, p, topology) * itemsize
+    return dense, experts
 
 
-def _numel(shape: ModelShape, p: Parameter, topology: Topology) -> int:
-    attends = p.name.startswith("self_attention.") or p.place == "first"
-    ranks = topology.tp // topology.dp if attends else topology.tp
-    if p.place == "expert":
-        ranks = topology.tp // topology.ep
-        return prod(p.shape) // ranks * (shape.experts // topology.ep)
-    if not p.cut:
-        return prod(p.shape)
+def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
+    """Count the elements of a parameter on one rank. Data-parallel attention shards over fewer ranks."""
+    if not p.is_sharded:
+        return p.numel
+    in_attention = p.name.startswith("self_attention.") or p.location == "first"
+    ranks = topology.tp // topology.dp if in_attention else topology.tp
     if p.is_vocabulary:
         return _vocabulary_rows(p.shape[0], ranks) * p.shape[1]
     if p.name.startswith("self_attention.linear_qkv."):
-        rows = (shape.heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
-        return rows * prod(p.shape[1:])
-    return prod(p.shape) // ranks
+        rows = (shape.num_heads // ranks + 2 * _kv_heads(shape, topology)) * shape.head_dim
+        return rows * p.numel // p.shape[0]
+    return p.numel // ranks
 
 
 def _kv_heads(shape: ModelShape, topology: Topology) -> int:
-    return max(1, shape.groups // (topology.tp // topology.dp))
+    return max(1, shape.num_kv_heads // (topology.tp // topology.dp))
 
 
 def _vocabulary_rows(rows: int, ranks: int) -> int:

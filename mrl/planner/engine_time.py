@@ -1,109 +1,112 @@
-"""Seconds of the engines' part of a step, of bringing weights to them, and of giving GPUs to each other by turns. Pure."""
+"""Seconds of sampling and of pushing weights to engines. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
+from mrl.planner.engine_memory import MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.engine_queue import EngineSpeeds
-from mrl.planner.layout_space import Machine
-from mrl.planner.sizes import ModelSizes
-from mrl.planner.step_workload import Lengths, Workload
-from mrl.planner.trainer_time import WEIGHT
+from mrl.planner.layout_space import GpuCluster
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.step_workload import LengthDistribution, StepWorkload
+from mrl.planner.trainer_time import WEIGHT_BYTES
+from mrl.weight_sync.engine_layout import Topology
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One engine of a model, on `tp` GPUs."""
+class EngineTime:
+    """Predicts the seconds of one engine on `tp` GPUs."""
 
-    sizes: ModelSizes
-    machine: Machine
+    shape: ModelShape
+    cluster: GpuCluster
     tp: int
-    memory_fraction: float = 0.8  # of a GPU's memory that weights and KV cache may have
-    most_running: int | None = None  # requests at one time; None: as many as the KV cache holds
+    memory_fraction: float = MEM_FRACTION  # of a GPU's memory, for weights and KV cache
+    max_requests: int | None = None  # requests that run at one time; None: as many as the KV cache holds
+    kv_itemsize: int = WEIGHT_BYTES  # bytes of a cached element
 
-    @property
-    def weight_bytes(self) -> float:
-        """Of one GPU."""
-        return WEIGHT * self.sizes.parameters / self.tp
+    @cached_property
+    def memory(self) -> EngineRankMemory:
+        """Bytes on each of the engine's GPUs."""
+        topology, free = Topology(self.tp), int(self.cluster.memory_bytes)
+        return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
-    @property
-    def kv_bytes(self) -> float:
-        """Of one token on one GPU; heads that are fewer than the GPUs are kept several times."""
-        return WEIGHT * self.sizes.layers * self.sizes.kv_width / min(self.tp, self.sizes.key_value_heads)
-
-    @property
-    def cached_tokens(self) -> int:
-        """That the KV cache holds; below 1 the weights do not fit."""
-        return int((self.machine.memory_bytes * self.memory_fraction - self.weight_bytes) / self.kv_bytes)
-
-    def max_running(self, lengths: Lengths) -> int:
-        """Requests at one time, whole ones; 0: the longest does not fit."""
-        if self.cached_tokens < lengths.longest:
+    def max_running(self, lengths: LengthDistribution) -> int:
+        """Return the number of requests that run at one time; 0 if the longest sequence does not fit."""
+        if self.memory.tokens < lengths.longest:
             return 0
-        room = int(self.cached_tokens / (lengths.prompt_tokens + lengths.mean))
-        return max(1, min(room, self.most_running or room))
+        room = int(self.memory.tokens / (lengths.prompt_tokens + lengths.mean))
+        return max(1, min(room, self.max_requests or room))
 
     def token_s(self, running: float, context: float) -> float:
-        """Seconds of a decoding step of so many requests with so many tokens each before: what is read, computed and sent."""
-        sizes, machine, tp = self.sizes, self.machine, self.tp
-        touched = 1 - (1 - sizes.topk / sizes.experts) ** running if sizes.experts else 0.0
-        read = WEIGHT * (sizes.dense_parameters + touched * sizes.expert_parameters) / tp
-        read += running * context * self.kv_bytes
-        return read / machine.hbm_bytes + running * self._compute_s + self._messages_s(running)
+        """Return the seconds of one decoding step of `running` requests with `context` tokens each.
+
+        The step reads weights and KV cache, computes, and all-reduces.
+        """
+        shape, cluster = self.shape, self.cluster
+        dense, experts = self._weight_parts
+        chosen_share = 1 - (1 - shape.topk / shape.num_experts) ** running if shape.num_experts else 0.0
+        read = dense + chosen_share * experts + running * context * self.memory.token
+        return read / cluster.hbm_bytes + running * self._compute_s + self._all_reduce_s(running)
+
+    @cached_property
+    def _weight_parts(self) -> tuple[int, int]:
+        """Bytes of one GPU's weights: (all but routed experts, routed experts)."""
+        return engine_weight_parts(self.shape, Topology(self.tp), WEIGHT_BYTES)
 
     @property
     def _compute_s(self) -> float:
-        """Of a token, in matrices."""
-        return 2 * self.sizes.token_macs / self.tp / self.machine.matmul_flops
+        """Seconds of one token in matrices."""
+        return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops
 
-    def _messages_s(self, tokens: float) -> float:
-        """Two all-reduces in every layer; a layer's kernels start no faster than one message."""
-        size = 2 * tokens * self.sizes.hidden * WEIGHT * (self.tp - 1) / self.tp
-        return 2 * self.sizes.layers * (size / self.machine.link(self.tp) + self.machine.latency_s)
+    def _all_reduce_s(self, tokens: float) -> float:
+        """Return the seconds of two all-reduces per layer. Also bounds a layer's kernel launches: one latency each."""
+        size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
+        return 2 * self.shape.num_layers * (size / self.cluster.link_bytes(self.tp) + self.cluster.latency_s)
 
-    def speeds(self, lengths: Lengths, requests: int) -> EngineSpeeds:
-        """As the simulator of rollouts takes them, for an engine that is asked for so many requests at one time.
+    def speeds(self, lengths: LengthDistribution, requests: int) -> EngineSpeeds:
+        """Return the speeds that the rollout simulator takes, for an engine that has `requests` requests at one time.
 
-        The line through a step of one request and one of as many as run at most.
+        A decoding step is linear in the running requests: the line through one request and the most that run.
         """
         most = self.max_running(lengths)
         full = max(2, min(most, requests))
         one, many = self.token_s(1, lengths.mean_context), self.token_s(full, lengths.mean_context)
         request_s = (many - one) / (full - 1)
-        size = 2 * 2 * self.sizes.hidden * WEIGHT * (self.tp - 1) / self.tp * self.sizes.layers
-        prefill_s = self._compute_s + size / self.machine.link(self.tp)
+        size = 2 * 2 * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp * self.shape.num_layers
+        prefill_s = self._compute_s + size / self.cluster.link_bytes(self.tp)
         return EngineSpeeds(one - request_s, request_s, prefill_s, most)
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How long engines take for a step's responses, beside trainers of any speed."""
+class RolloutTime:
+    """Seconds that engines take to sample one step's responses, as a function of the trainers' seconds."""
 
-    staleness: int  # K: so many steps ahead engines sample
-    tail_s: float  # steps that the longest response needs, if it had its engine for itself
-    shared_s: float  # what all responses of an engine add to its steps, prompts and what pushes interrupt included
-    full_s: float  # of engines that never run out of responses
+    staleness: int  # K: steps that sampling is ahead of training
+    tail_s: float  # of the decoding steps that the longest response needs if it has an engine for itself
+    shared_s: float  # that all responses of an engine add to its steps, with prefill and with what pushes interrupt
+    full_s: float  # of engines that always have as many responses as they can run
 
     @classmethod
-    def of(cls, speeds: EngineSpeeds, work: Workload, num_engines: int, staleness: int) -> Sampling:
-        """Of engines that share a step's responses evenly."""
+    def of(cls, speeds: EngineSpeeds, work: StepWorkload, num_engines: int, staleness: int) -> RolloutTime:
+        """Predict the seconds of `num_engines` engines that share a step's responses evenly."""
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
         interrupted = min(most, requests * staleness) * lengths.mean_context
-        computed = (prompts + requests + interrupted) * speeds.prefill_s
-        shared = requests * lengths.mean * speeds.request_s + computed
+        prefill_s = (prompts + requests + interrupted) * speeds.prefill_s
+        shared = requests * lengths.mean * speeds.request_s + prefill_s
         full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.step_s
         steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
         return cls(staleness, steps * speeds.step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
-        """Seconds of a step, without the push, with trainers that take so long.
+        """Return the seconds of a step, without the push, if training takes `train_s`.
 
-        The samples of a step are asked for when the step K + 1 before it has been trained, and wait for no training but its
-        own: they have (K + 1) steps less a training. The longest needs its own decoding steps, which what runs beside it makes
-        longer: tail / (1 - shared / step).
+        A step's samples are requested when step - (K + 1) has been trained. They wait for no training except their own, so they
+        have K + 1 steps minus one training. The longest response needs its own decoding steps, which the other running responses
+        make longer: tail / (1 - shared / step).
         """
         if not self.staleness:
             return train_s + self.tail_s + self.shared_s
@@ -113,30 +116,33 @@ class Sampling:
         return max(train_s, self.full_s, in_time)
 
 
-def decoding_steps(lengths: Lengths, requests: int, everywhere: int, running: int) -> float:
-    """Steps until an engine has decoded all its requests, `running` at one time; the longest of `everywhere` is waited for."""
-    longest = lengths.longest_of(everywhere)
+def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
+    """Return the decoding steps until an engine has finished `requests` requests, of which `running` run at one time.
+
+    A step waits for the longest of the `responses` of all engines.
+    """
+    longest = lengths.longest_of(responses)
     if requests <= running:
         return longest
-    mean, largest = lengths.left_of(running)
+    mean, largest = lengths.remaining_of(running)
     return max(longest, requests * lengths.mean / running - mean + largest)
 
 
 def push_s(
-    sizes: ModelSizes, machine: Machine, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
+    shape: ModelShape, cluster: GpuCluster, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
 ) -> float:
-    """Seconds to bring weights from trainers to engines on other GPUs: the busier side's.
+    """Return the seconds of pushing weights from `trainers` GPUs to engines on other GPUs: those of the busier side.
 
-    Trainers send equal shares, each engine its own copy (mrl/weight_sync/transfer_plan.py).
+    Trainers send equal shares, and every engine receives its own copy (mrl/weight_sync/transfer_plan.py).
     """
-    weights = WEIGHT * sizes.parameters
+    weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
-    speed = machine.link(trainers + engines * engine_tp)
+    speed = cluster.link_bytes(trainers + engines * engine_tp)
     messages = max(1.0, weights / trainers / bucket_bytes) * engines
-    return max(sent / speed + messages * machine.message_s, received / speed)
+    return max(sent / speed + messages * cluster.message_s, received / speed)
 
 
-def push_within_a_node_s(sizes: ModelSizes, machine: Machine, trainers: int, engine_tp: int) -> float:
-    """The same on one node, where engines read what trainers have written once."""
-    weights = WEIGHT * sizes.parameters
-    return max(weights / trainers, weights / engine_tp) / machine.nvlink_bytes
+def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
+    """Return the seconds of a push within one node, where engines read what the trainers have written once."""
+    weights = WEIGHT_BYTES * shape.num_weights
+    return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes

@@ -1,7 +1,7 @@
-"""The quickest layout, placement and share of GPUs for a model on a cluster: exact over the space, deterministic. Pure.
+"""Search for the layout, placement and division of GPUs with the shortest predicted step: exact over its space, deterministic.
 
-Trainers' seconds depend on their layout and their GPUs, engines' on theirs; so each side is searched by itself for every share of
-the GPUs, and shares are compared last.
+The seconds of trainers depend only on their layout and their GPUs, those of engines only on their own. So each side is evaluated
+by itself for every number of GPUs, and divisions of the GPUs are compared last. Pure.
 """
 
 from __future__ import annotations
@@ -12,61 +12,75 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mrl.config.schema import ASYNC_STALENESS
-from mrl.planner import engine_time
-from mrl.planner.engine_time import Engine, Sampling
-from mrl.planner.layout_space import Layout, Machine, Space
+from mrl.planner.engine_memory import MEM_FRACTION
+from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
+from mrl.planner.layout_space import GpuCluster, LayoutSpace, ReplicaLayout
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.step_workload import Workload
-from mrl.planner.trainer_memory import SLOTS, TrainerSettings, trainer_memory
-from mrl.planner.trainer_time import PARTS, Array, Trainer
-
-# FROM: Why an answer of the search is as quick as it is, and what others lose against it, in words. Pure.
-# FROM: Whether a GPU's memory holds a trainer, as the search asks. Pure.
+from mrl.planner.step_workload import StepWorkload
+from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerSettings, trainer_memory
+from mrl.planner.trainer_time import PARTS, WEIGHT_BYTES, FloatArray, IntArray, TrainerTime
 
 STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
+"""Steps that sampling is ahead of training, by rollout.mode."""
 
-Fits = Callable[[Layout, int], bool]
-"""Whether a GPU's memory holds a trainer of this layout with so many replicas; with more replicas it needs no more."""
+FitsInMemory = Callable[[ReplicaLayout, int], bool]
+"""Whether a GPU's memory holds a trainer of this layout with this number of replicas. More replicas never need more memory."""
+
+
+def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
+    """Return a check that the busiest rank fits in its busiest phase, by the account of `mrl plan memory`."""
+    room = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
+
+    @cache
+    def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:
+        layout = ReplicaLayout(last_layers=last_layers, recompute=recompute)
+        from_layout = TrainerSettings.with_megatron(layout.megatron())
+        return replace(settings, recompute=from_layout.recompute, uneven=from_layout.uneven)
+
+    def fits(layout: ReplicaLayout, replicas: int) -> bool:
+        memory = trainer_memory(shape, layout.dims(replicas), settings_of(layout.last_layers, layout.recompute))
+        return max(memory.by_phase.values()) <= room
+
+    return fits
 
 
 @dataclass(frozen=True)
-class Trainers:
-    """A layout on a number of GPUs."""
+class TrainerCandidate:
+    """A layout of the trainers on a number of GPUs, with its predicted seconds."""
 
-    layout: Layout
+    layout: ReplicaLayout
     replicas: int
-    seconds: float
-    switch_s: float  # if the GPUs are engines' by turns
+    seconds: float  # of a step's training
+    switch_s: float  # of offloading and loading, if the GPUs are shared with engines
 
     @property
     def gpus(self) -> int:
-        return self.layout.lane * self.replicas
+        return self.layout.gpus * self.replicas
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A whole answer; seconds of a step and of its parts."""
+class RunCandidate:
+    """A complete configuration of trainers and engines, with the predicted seconds of its steps."""
 
-    trainers: Trainers
+    trainers: TrainerCandidate
     engine_tp: int
     num_engines: int
-    placement: str  # colocated: trainers and engines use the same GPUs by turns
-    mode: str
-    sampling: Sampling
+    placement: str  # colocated (trainers and engines time-share GPUs) or disaggregated
+    mode: str  # rollout.mode
+    rollout: RolloutTime
     push_s: float
     switch_s: float
 
     @cached_property
     def step_s(self) -> float:
-        return self.sampling.step_s(self.trainers.seconds) + self.push_s + self.switch_s
+        return self.rollout.step_s(self.trainers.seconds) + self.push_s + self.switch_s
 
     @property
     def rollout_s(self) -> float:
-        """Of sampling, if trainers took no time."""
-        return self.sampling.step_s(0.0)
+        """Seconds of sampling if training took no time."""
+        return self.rollout.step_s(0.0)
 
     @property
     def engine_gpus(self) -> int:
@@ -74,118 +88,128 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """That it needs."""
+        """GPUs of the run."""
         both = (self.trainers.gpus, self.engine_gpus)
         return max(both) if self.placement == "colocated" else sum(both)
 
     @property
-    def shape(self) -> tuple:
-        """Equal for answers that differ in the shares of GPUs only."""
+    def kind(self) -> tuple:
+        """Equal for candidates that differ only in how many GPUs trainers and engines have."""
         return self.placement, self.mode, self.trainers.layout, self.engine_tp
 
     @property
     def order(self) -> tuple:
-        """Quicker ones first, then those of fewer GPUs, then the simpler ones."""
+        """Sort key: fewer seconds first, then fewer GPUs, then simpler layouts."""
         layout = self.trainers.layout
-        sizes = (layout.recompute, layout.lane, layout.vpp, layout.cp, layout.pp, layout.tp, layout.etp, layout.ep)
+        sizes = (layout.recompute, layout.gpus, layout.vpp, layout.cp, layout.pp, layout.tp, layout.etp, layout.ep)
         return self.step_s, self.gpus, sizes, self.placement, self.engine_tp, self.num_engines, self.mode
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has to say."""
+class SearchResult:
+    """The best candidates, and what the search evaluated and excluded."""
 
-    best: list[Candidate]  # quickest first, each of another shape
-    of_each: list[Candidate]  # the quickest of each placement and mode
-    looked_at: int  # layouts with a number of replicas, whose seconds were computed
-    excluded: Counter[str]  # by reason
+    best: list[RunCandidate]  # fastest first, each of another kind
+    best_of_each: list[RunCandidate]  # the fastest of each placement and mode
+    evaluated: int  # pairs of a trainer layout and a number of replicas whose seconds were computed
+    excluded: Counter[str]  # reason -> layouts
 
 
 @dataclass(eq=False)
-class Search:
-    """One model on one machine."""
+class LayoutSearch:
+    """The search for one model, workload and cluster."""
 
-    space: Space
-    work: Workload
-    fits: Fits
+    space: LayoutSpace
+    work: StepWorkload
+    fits: FitsInMemory
     bucket_bytes: int = 64 * 2**20
-    memory_fraction: float = 0.8
-    most_running: int | None = None
+    memory_fraction: float = MEM_FRACTION
+    max_requests: int | None = None  # of one engine at one time: sglang.max_running_requests
+    kv_itemsize: int = WEIGHT_BYTES  # bytes of an element of the KV cache
     modes: Sequence[str] = tuple(STALENESS)
     staleness: int = STALENESS["async"]  # of mode async
-    looked_at: int = 0
+    evaluated: int = 0
 
-    def run(self, count: int) -> Found:
-        """The best `count` answers. Raises ValueError where there is none."""
-        answers = sorted(self._candidates(count), key=lambda answer: answer.order)
-        if not answers:
+    def run(self, count: int) -> SearchResult:
+        """Return the best `count` candidates. Raises ValueError if no layout fits."""
+        candidates = sorted(self._candidates(count), key=lambda candidate: candidate.order)
+        if not candidates:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in self.space.excluded.most_common())
             raise ValueError(
-                f"no layout fits on {self.space.machine.gpus} GPUs: {reasons or 'nothing is left open'}; "
-                "use more nodes (cluster.nodes), GPUs with more memory, or leave more open (plan.fix)."
+                f"no layout fits on {self.space.cluster.gpus} GPUs: {reasons or 'plan.fix excludes all layouts'}; "
+                "use more nodes (cluster.nodes), GPUs with more memory, or fix fewer keys (plan.fix)."
             )
-        shapes: dict[tuple, Candidate] = {}
-        each: dict[tuple, Candidate] = {}
-        for answer in answers:
-            shapes.setdefault(answer.shape, answer)
-            each.setdefault((answer.placement, answer.mode), answer)
-        return Found(list(shapes.values())[:count], list(each.values()), self.looked_at, +self.space.excluded)
+        by_kind: dict[tuple, RunCandidate] = {}
+        by_mode: dict[tuple, RunCandidate] = {}
+        for candidate in candidates:
+            by_kind.setdefault(candidate.kind, candidate)
+            by_mode.setdefault((candidate.placement, candidate.mode), candidate)
+        best = list(by_kind.values())[:count]
+        return SearchResult(best, list(by_mode.values()), self.evaluated, +self.space.excluded)
 
-    def _quickest(self, count: int) -> tuple[dict[int, list[Trainers]], dict[int, list[Trainers]]]:
-        """The quickest few by their number of GPUs: where these are theirs alone, and where they are engines' by turns."""
-        columns = list(self._timed())
-        if not columns:
+    def _fastest_trainers(
+        self, count: int
+    ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
+        """Return the fastest `count` trainers by number of GPUs: (on GPUs of their own, on GPUs shared with engines)."""
+        timed = list(self._timed_layouts())
+        if not timed:
             return {}, {}
-        layouts = [layout for layout, *_ in columns]
-        which = np.repeat(np.arange(len(columns)), [len(replicas) for _, replicas, *_ in columns])
-        replicas = np.concatenate([replicas for _, replicas, *_ in columns])
-        seconds = np.concatenate([seconds for _, _, seconds, _ in columns])
-        switch = np.concatenate([switch for *_, switch in columns])
-        gpus = replicas * np.array([layout.lane for layout in layouts])[which]
+        layouts = [layout for layout, *_ in timed]
+        index = np.repeat(np.arange(len(timed)), [len(replicas) for _, replicas, *_ in timed])
+        replicas = np.concatenate([replicas for _, replicas, *_ in timed])
+        seconds = np.concatenate([seconds for _, _, seconds, _ in timed])
+        switch = np.concatenate([switch for *_, switch in timed])
+        gpus = replicas * np.array([layout.gpus for layout in layouts])[index]
 
-        def first(by: NDArray[np.float64]) -> dict[int, list[Trainers]]:
-            order = np.lexsort((which, by, gpus))
+        def fastest_by(key: FloatArray) -> dict[int, list[TrainerCandidate]]:
+            order = np.lexsort((index, key, gpus))
             starts = np.flatnonzero(np.diff(gpus[order], prepend=0))
-            found: dict[int, list[Trainers]] = {}
+            fastest: dict[int, list[TrainerCandidate]] = {}
             for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-                those = order[start : min(start + count, end)].tolist()
-                found[int(gpus[those[0]])] = [
-                    Trainers(layouts[which[n]], int(replicas[n]), float(seconds[n]), float(switch[n])) for n in those
+                rows = order[start : min(start + count, end)].tolist()
+                fastest[int(gpus[rows[0]])] = [
+                    TrainerCandidate(layouts[index[n]], int(replicas[n]), float(seconds[n]), float(switch[n]))
+                    for n in rows
                 ]
-            return found
+            return fastest
 
-        return first(seconds), first(seconds + switch)
+        return fastest_by(seconds), fastest_by(seconds + switch)
 
-    def _timed(self) -> Iterator[tuple[Layout, NDArray[np.int64], Array, Array]]:
-        """(layout, numbers of replicas that fit, seconds with each, seconds of giving GPUs away and taking them again)."""
+    def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
+        """Yield (layout, numbers of replicas that fit [R], seconds of training [R], seconds of offloading and loading [R]).
+
+        Layers are recomputed only for numbers of replicas that do not fit otherwise.
+        """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)
-            full = replace(plain, recompute=True)
-            without = self._first_fit(plain, replicas)
-            least = self._first_fit(full, replicas[:without])
-            if least == without == len(replicas):
+            recomputing = replace(plain, recompute=True)
+            first_plain = self._first_that_fits(plain, replicas)
+            first = self._first_that_fits(recomputing, replicas[:first_plain])
+            if first == first_plain == len(replicas):
                 self.space.excluded["trainer does not fit in memory"] += 1
-            for layout, some in ((full, replicas[least:without]), (plain, replicas[without:])):
-                if len(some):
-                    self.looked_at += len(some)
-                    trainer = self._trainer(layout)
-                    switch = 2 * trainer.state_bytes(some) * (1 + self.work.critic) / self.space.machine.pcie_bytes
-                    yield layout, some, trainer.times(some).total_s, switch
+            for layout, fitting in ((recomputing, replicas[first:first_plain]), (plain, replicas[first_plain:])):
+                if len(fitting):
+                    self.evaluated += len(fitting)
+                    trainer = self._trainer_time(layout)
+                    state = trainer.state_bytes(fitting) * (1 + self.work.critic)
+                    switch = 2 * state / self.space.cluster.pcie_bytes
+                    yield layout, fitting, trainer.times(fitting).total_s, switch
 
-    def _trainer(self, layout: Layout) -> Trainer:
-        return Trainer(self.space.sizes, layout, self.space.machine, self.work)
+    def _trainer_time(self, layout: ReplicaLayout) -> TrainerTime:
+        return TrainerTime(self.space.shape, layout, self.space.cluster, self.work)
 
-    def _replicas(self, layout: Layout) -> NDArray[np.int64]:
-        """Numbers of replicas to look at: whole nodes, where there are several; a replica trains one response at least."""
-        machine, fixed = self.space.machine, self.space.fixed.get("dp")
-        most = min(machine.gpus // layout.lane, max(layout.expert_step, self.work.responses // self.work.mini_batches))
-        replicas = np.arange(layout.expert_step, most + 1, layout.expert_step, dtype=np.int64)
-        if machine.gpus > machine.per_node:
-            replicas = replicas[replicas * layout.lane % machine.per_node == 0]
+    def _replicas(self, layout: ReplicaLayout) -> IntArray:
+        """Return the numbers of replicas to evaluate: whole nodes if there are several; at least one response per replica."""
+        cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
+        responses = self.work.responses // self.work.mini_batches
+        most = min(cluster.gpus // layout.gpus, max(layout.replica_step, responses))
+        replicas = np.arange(layout.replica_step, most + 1, layout.replica_step, dtype=np.int64)
+        if cluster.gpus > cluster.per_node:
+            replicas = replicas[replicas * layout.gpus % cluster.per_node == 0]
         return replicas if fixed is None else replicas[replicas == fixed]
 
-    def _first_fit(self, layout: Layout, replicas: NDArray[np.int64]) -> int:
-        """Place of the fewest replicas that fit; their number, where none do."""
+    def _first_that_fits(self, layout: ReplicaLayout, replicas: IntArray) -> int:
+        """Return the index of the smallest number of replicas that fits, by bisection; len(replicas) if none fits."""
         if not len(replicas) or not self.fits(layout, int(replicas[-1])):
             return len(replicas)
         if self.fits(layout, int(replicas[0])):
@@ -196,166 +220,145 @@ class Search:
             low, high = (low, middle) if self.fits(layout, int(replicas[middle])) else (middle + 1, high)
         return low
 
-    def _candidates(self, count: int) -> Iterator[Candidate]:
-        engines_of = self._engines()
+    def _candidates(self, count: int) -> Iterator[RunCandidate]:
+        engines = self._fitting_engines()
         placement = self.space.fixed.get("placement")
-        alone, by_turns = self._quickest(count)
+        disaggregated, colocated = self._fastest_trainers(count)
         if placement != "disaggregated" and "sync" in self.modes:
-            for those in by_turns.values():
-                yield from self._by_turns(those, engines_of)
+            for trainers in colocated.values():
+                yield from self._colocated(trainers, engines)
         if placement != "colocated":
-            for gpus, those in alone.items():
-                yield from self._apart(gpus, those, engines_of)
+            for gpus, trainers in disaggregated.items():
+                yield from self._disaggregated(gpus, trainers, engines)
 
-    def _engines(self) -> list[Engine]:
-        found = []
+    def _fitting_engines(self) -> list[EngineTime]:
+        engines = []
         for tp in self.space.engine_tps():
-            engine = self._engine(tp)
+            engine = self._engine_time(tp)
             if engine.max_running(self.work.lengths):
-                found.append(engine)
+                engines.append(engine)
             else:
                 self.space.excluded["engine does not fit in memory"] += 1
-        return found
+        return engines
 
-    def _count(self, engine: Engine, gpus: int) -> int:
-        """Engines on so many GPUs; 0: none, or not as many as the user wants."""
+    def _num_engines(self, engine: EngineTime, gpus: int) -> int:
+        """Return the number of engines on `gpus` GPUs; 0 if none fits, or not as many as plan.fix requires."""
         count = min(gpus // engine.tp, self.work.responses)
         fixed = self.space.fixed.get("num_engines", count)
         return fixed if fixed <= count else 0
 
-    def _by_turns(self, those: Sequence[Trainers], engines_of: Sequence[Engine]) -> Iterator[Candidate]:
-        machine, sizes = self.space.machine, self.space.sizes
-        for engine in engines_of:
-            if not (count := self._count(engine, machine.gpus)):
+    def _colocated(self, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]) -> Iterator[RunCandidate]:
+        cluster, shape = self.space.cluster, self.space.shape
+        for engine in engines:
+            if not (count := self._num_engines(engine, cluster.gpus)):
                 continue
-            sampling = self._sampling(engine, count, "sync")
-            for trainers in those:
-                if machine.gpus <= machine.per_node:
-                    push = engine_time.push_within_a_node_s(sizes, machine, trainers.gpus, engine.tp)
+            rollout = self._rollout_time(engine, count, "sync")
+            for trainer in trainers:
+                if cluster.gpus <= cluster.per_node:
+                    push = push_within_a_node_s(shape, cluster, trainer.gpus, engine.tp)
                 else:
-                    push = engine_time.push_s(sizes, machine, trainers.gpus, count, engine.tp, self.bucket_bytes)
-                switch = trainers.switch_s
-                yield Candidate(trainers, engine.tp, count, "colocated", "sync", sampling, push, switch)
+                    push = push_s(shape, cluster, trainer.gpus, count, engine.tp, self.bucket_bytes)
+                yield RunCandidate(trainer, engine.tp, count, "colocated", "sync", rollout, push, trainer.switch_s)
 
-    def _apart(self, gpus: int, those: Sequence[Trainers], engines_of: Sequence[Engine]) -> Iterator[Candidate]:
-        machine, sizes = self.space.machine, self.space.sizes
-        for engine in engines_of:
-            if not (count := self._count(engine, machine.gpus - gpus)):
+    def _disaggregated(
+        self, gpus: int, trainers: Sequence[TrainerCandidate], engines: Sequence[EngineTime]
+    ) -> Iterator[RunCandidate]:
+        cluster, shape = self.space.cluster, self.space.shape
+        for engine in engines:
+            if not (count := self._num_engines(engine, cluster.gpus - gpus)):
                 continue
-            push = engine_time.push_s(sizes, machine, gpus, count, engine.tp, self.bucket_bytes)
+            push = push_s(shape, cluster, gpus, count, engine.tp, self.bucket_bytes)
             for mode in self.modes:
-                sampling = self._sampling(engine, count, mode)
-                for trainers in those:
-                    yield Candidate(trainers, engine.tp, count, "disaggregated", mode, sampling, push, 0.0)
+                rollout = self._rollout_time(engine, count, mode)
+                for trainer in trainers:
+                    yield RunCandidate(trainer, engine.tp, count, "disaggregated", mode, rollout, push, 0.0)
 
-    def _sampling(self, engine: Engine, count: int, mode: str) -> Sampling:
-        ahead = self._ahead(mode)
-        speeds = engine.speeds(self.work.lengths, -(-self.work.responses // count) * (ahead + 1))
-        return Sampling.of(speeds, self.work, count, ahead)
+    def _rollout_time(self, engine: EngineTime, num_engines: int, mode: str) -> RolloutTime:
+        speeds = engine.speeds(self.work.lengths, self._requests_per_engine(num_engines, mode))
+        return RolloutTime.of(speeds, self.work, num_engines, self._staleness_of(mode))
 
-    def _ahead(self, mode: str) -> int:
+    def _requests_per_engine(self, num_engines: int, mode: str) -> int:
+        return -(-self.work.responses // num_engines) * (self._staleness_of(mode) + 1)
+
+    def _staleness_of(self, mode: str) -> int:
         return self.staleness if mode == "async" else STALENESS[mode]
 
-    def load(self, answer: Candidate) -> tuple[int, int]:
-        """(responses that run at one time at most, responses that it is asked for at one time) of an engine."""
-        asked = -(-self.work.responses // answer.num_engines) * (self._ahead(answer.mode) + 1)
-        return self._engine(answer.engine_tp).max_running(self.work.lengths), asked
+    def _engine_time(self, tp: int) -> EngineTime:
+        space = self.space
+        return EngineTime(space.shape, space.cluster, tp, self.memory_fraction, self.max_requests, self.kv_itemsize)
 
-    def _engine(self, tp: int) -> Engine:
-        return Engine(self.space.sizes, self.space.machine, tp, self.memory_fraction, self.most_running)
+    def engine_load(self, candidate: RunCandidate) -> tuple[int, int]:
+        """Return (responses that an engine can run at one time, responses that it is asked for at one time)."""
+        requested = self._requests_per_engine(candidate.num_engines, candidate.mode)
+        return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
-    def parts(self, answer: Candidate) -> dict[str, float]:
-        """Seconds of a step by where they go: PARTS of the trainers, rollout, push, switch."""
-        trainers = answer.trainers
-        found = self._trainer(trainers.layout).times(np.array([trainers.replicas])).at(0)
-        rest = dict(rollout=answer.rollout_s, push=answer.push_s, switch=answer.switch_s)
-        return {name: found[name] for name in PARTS} | rest
+    def parts(self, candidate: RunCandidate) -> dict[str, float]:
+        """Return the seconds of a step by where they go: PARTS of the trainers, rollout, push, switch."""
+        trainers = candidate.trainers
+        of_trainers = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
+        others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)
+        return {name: of_trainers[name] for name in PARTS} | others
 
 
-MEANING = dict(
+PART_MEANING = dict(
     matmul="arithmetic of attention's projections, MLPs and the output layer",
     attention="arithmetic of attention",
     experts="arithmetic of experts, or reading their weights",
     tensor="tensor-parallel messages",
     context="gathering keys and values over context-parallel ranks",
-    dispatch="tokens on their way to experts and back",
-    pipeline="the pipeline's bubble, and messages between stages",
-    gradients="summing gradients, gathering weights",
+    dispatch="all-to-all of tokens to experts and back",
+    pipeline="the pipeline bubble, and messages between stages",
+    gradients="reducing gradients, gathering weights",
     optimizer="the optimizer's memory traffic",
     rollout="sampling",
-    push="bringing weights to engines",
-    switch="giving GPUs to each other",
+    push="pushing weights to engines",
+    switch="offloading and loading models on shared GPUs",
 )
-"""Parts of a step's seconds, as Search.parts has them."""
-NOTICED_S = 0.005  # share of a step below which a difference is not told
+"""Explanation of each part of `LayoutSearch.parts`."""
+MIN_SHARE_SHOWN = 0.005  # of a step; smaller differences are not reported
 
 
-def limits(search: Search, answer: Candidate) -> list[str]:
-    """What holds the best answer back, the largest first."""
-    return [_balance(answer), _sampling(search, answer), _training(search, answer)]
+def limits(search: LayoutSearch, best: RunCandidate) -> list[str]:
+    """Explain what limits the best candidate: the balance of both sides, sampling, and training."""
+    return [_balance(best), _sampling_limit(search, best), _training_limit(search, best)]
 
 
-def _balance(answer: Candidate) -> str:
-    rollout, train = answer.rollout_s, answer.trainers.seconds
-    if answer.mode == "sync":
-        shares = f"sampling {rollout / answer.step_s:.0%}, training {train / answer.step_s:.0%}"
-        rest = (answer.push_s + answer.switch_s) / answer.step_s
-        return f"in turns: {shares}, weights and switches {rest:.0%} of the step"
+def _balance(best: RunCandidate) -> str:
+    rollout, train = best.rollout_s, best.trainers.seconds
+    if best.mode == "sync":
+        shares = f"sampling {rollout / best.step_s:.0%}, training {train / best.step_s:.0%}"
+        rest = (best.push_s + best.switch_s) / best.step_s
+        return f"one after the other: {shares}, weights and switches {rest:.0%} of the step"
     longer, shorter = ("sampling", "training") if rollout >= train else ("training", "sampling")
-    waits = 1 - min(rollout, train) / max(rollout, train)
-    return f"beside each other: {longer} takes longer, {shorter} waits {waits:.0%} of that time"
+    idle = 1 - min(rollout, train) / max(rollout, train)
+    return f"in parallel: {longer} takes longer, {shorter} is idle {idle:.0%} of that time"
 
 
-def _sampling(search: Search, answer: Candidate) -> str:
-    running, asked = search.load(answer)
-    if asked > running:
-        return f"sampling: the KV cache of an engine holds {running:,} of {asked:,} responses at one time"
+def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
+    running, requested = search.engine_load(best)
+    if requested > running:
+        return f"sampling: the KV cache of an engine holds {running:,} of {requested:,} responses at one time"
     longest = search.work.lengths.longest_of(search.work.responses)
     return (
-        f"sampling: all {asked:,} responses of an engine run at once; the longest, {longest:,.0f} tokens, is waited for"
+        f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest, of "
+        f"{longest:,.0f} tokens"
     )
 
 
-def _training(search: Search, answer: Candidate) -> str:
-    parts = search.parts(answer)
-    named = sorted(((parts[name], name) for name in PARTS), reverse=True)[:3]
-    total = answer.trainers.seconds
-    return "training: " + ", ".join(f"{seconds / total:.0%} {MEANING[name]}" for seconds, name in named)
+def _training_limit(search: LayoutSearch, best: RunCandidate) -> str:
+    parts = search.parts(best)
+    largest = sorted(((parts[name], name) for name in PARTS), reverse=True)[:3]
+    total = best.trainers.seconds
+    return "training: " + ", ".join(f"{seconds / total:.0%} {PART_MEANING[name]}" for seconds, name in largest)
 
 
-def losses(search: Search, best: Candidate, other: Candidate) -> str:
-    """What another answer loses and wins against the best, the largest first."""
-    mine, theirs = search.parts(best), search.parts(other)
-    apart = sorted(((theirs[name] - mine[name], name) for name in mine), key=lambda pair: -abs(pair[0]))
-    told = [f"{name} {seconds:+.3g} s" for seconds, name in apart if abs(seconds) > NOTICED_S * best.step_s][:4]
-    return ", ".join([*_changes(best, other), *told]) or "as quick"
-
-
-def _changes(best: Candidate, other: Candidate) -> Iterator[str]:
-    if best.placement != other.placement:
-        yield other.placement
-    if best.mode != other.mode:
-        yield other.mode
-
-
-MEGATRON_PREFIX = "megatron."
-
-
-def fits_of(shape: ModelShape, machine: Machine, settings: TrainerSettings) -> Callable[[Layout, int], bool]:
-    """Whether the busiest phase of the busiest rank fits, by mrl.planner.memory, under a layout with so many replicas."""
-    room = machine.memory_bytes - SLOTS * settings.bucket_bytes
-
-    @cache
-    def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:
-        keys = Layout(last_layers=last_layers, recompute=recompute).overrides(1, False)
-        fields = {
-            key.removeprefix(MEGATRON_PREFIX): value for key, value in keys.items() if key.startswith(MEGATRON_PREFIX)
-        }
-        found = TrainerSettings.with_megatron(fields)
-        return replace(settings, recompute=found.recompute, uneven=found.uneven)
-
-    def fits(layout: Layout, replicas: int) -> bool:
-        asked = settings_of(layout.last_layers, layout.recompute)
-        return max(trainer_memory(shape, layout.dims(replicas), asked).by_phase.values()) <= room
-
-    return fits
+def compare(search: LayoutSearch, best: RunCandidate, other: RunCandidate) -> str:
+    """Describe in which parts of a step another candidate is slower (+) or faster (-) than the best; largest first."""
+    best_parts, other_parts = search.parts(best), search.parts(other)
+    differences = sorted(
+        ((other_parts[name] - best_parts[name], name) for name in best_parts), key=lambda pair: -abs(pair[0])
+    )
+    shown = [f"{name} {s:+.3g} s" for s, name in differences if abs(s) > MIN_SHARE_SHOWN * best.step_s][:4]
+    changed = [other.placement] if best.placement != other.placement else []
+    changed += [other.mode] if best.mode != other.mode else []
+    return ", ".join([*changed, *shown]) or "equally fast"

@@ -54,16 +54,16 @@ class GpuCluster:
             )
         if not hardware.network_gb_per_s and nodes > 1:
             raise ValueError("cluster.hardware.network_gb_per_s=0: more than one node needs a network; set its GB/s.")
-        efficiency = plan.efficiency["bandwidth"]
+        efficiency = plan.efficiency
         flops = hardware.tflops_bf16 * 1e12
         nvlink = hardware.nvlink_gb_per_s / 2 * 1e9 * efficiency["bandwidth"]
         return cls(
             gpus=nodes * per_node,
             per_node=per_node,
             memory_bytes=(hardware.gpu_memory_gb - PROCESSES_PER_GPU * plan.reserve_gb) * GIB,
-            matmul_flops=flops * plan.efficiency["matmul"],
-            attention_flops=flops * plan.efficiency["attention"],
-            expert_flops=flops * plan.efficiency["experts"],
+            matmul_flops=flops * efficiency["matmul"],
+            attention_flops=flops * efficiency["attention"],
+            expert_flops=flops * efficiency["experts"],
             hbm_bytes=hardware.hbm_gb_per_s * 1e9 * efficiency["bandwidth"],
             nvlink_bytes=nvlink,
             network_bytes=hardware.network_gb_per_s * 1e9 * efficiency["bandwidth"] or nvlink,
@@ -165,7 +165,7 @@ class LayoutSpace:
                             yield layout
 
     def engine_tps(self) -> list[int]:
-        """Return the possible GPUs of one engine: whole nodes, or a divisor of a node (rules of mrl/weight_sync/engine_layout.py)."""
+        """Return the possible GPUs of one engine by the rules of mrl/weight_sync/engine_layout.py: nodes, or parts of one."""
         t, per_node = self.arch.transformer, self.cluster.per_node
         heads = t["num_attention_heads"]
         groups = heads if self.arch.is_latent else t["num_query_groups"]

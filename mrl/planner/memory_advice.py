@@ -1,4 +1,4 @@
-"""What would fit where a run does not: the smallest changes to its config, each counted by the same model. Pure."""
+"""Finds the smallest changes to a config with which a run fits in memory. Each change is counted by the same account. Pure."""
 
 from __future__ import annotations
 
@@ -7,97 +7,103 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.config.schema import Config
-from mrl.planner.run_memory import FRACTION, RunMemory
+from mrl.planner.engine_memory import MEM_FRACTION
+from mrl.planner.run_memory import RunMemory
 
-DEPTH = 4  # changes together at most
-BREADTH = 6  # of the sets of changes so far, those that come nearest are changed further
-SHOWN = 6  # sets of changes at most
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MAX_CHANGES = 4  # changes that are combined at most
+BEAM_WIDTH = 6  # sets of changes that come nearest to fitting and are extended by one more change
+MAX_SHOWN = 6  # sets of changes that are returned at most
+FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
-Count = Callable[[Config], RunMemory]
-"""Memory of a config; raises ValueError where its layout cannot be."""
+CountMemory = Callable[[Config], RunMemory]
+"""Counts the memory of a config; raises ValueError if its layout is impossible."""
+ChangedConfig = tuple[tuple[str, ...], Config]
+"""(overrides of the command line, the config with them)"""
 
 
 @dataclass(frozen=True)
-class Change:
-    """Overrides of the command line, and what the run needs with them."""
+class MemoryAdvice:
+    """Overrides of the command line, and the memory that the run needs with them."""
 
     overrides: tuple[str, ...]
     config: Config
     memory: RunMemory
 
 
-def advice(config: Config, count: Count) -> list[Change]:
-    """The smallest sets of changes with which the run fits, those first that need the fewest GPUs; none within reach: empty."""
-    edge = [Change((), config, count(config))]
-    seen: set[tuple[str, ...]] = {()}
-    for _ in range(DEPTH):
-        found = list(_changed(edge, count, seen))
-        if fitting := [change for change in found if change.memory.fits]:
-            return sorted(fitting, key=lambda change: (change.memory.gpus, change.overrides))[:SHOWN]
-        edge = sorted(found, key=lambda change: (len(change.memory.problems), change.memory.excess))[:BREADTH]
+def advise(config: Config, count: CountMemory) -> list[MemoryAdvice]:
+    """Return the smallest sets of changes with which the run fits; those with the fewest GPUs first.
+
+    A beam search over sets of up to MAX_CHANGES changes. Returns an empty list if none of the sets that it reaches fits.
+    """
+    beam = [MemoryAdvice((), config, count(config))]
+    visited: set[tuple[str, ...]] = {()}
+    for _ in range(MAX_CHANGES):
+        extended = list(_extend(beam, count, visited))
+        if fitting := [advice for advice in extended if advice.memory.fits]:
+            return sorted(fitting, key=lambda advice: (advice.memory.gpus, advice.overrides))[:MAX_SHOWN]
+        beam = sorted(extended, key=lambda advice: (len(advice.memory.problems), advice.memory.excess))[:BEAM_WIDTH]
     return []
 
 
-def _changed(edge: list[Change], count: Count, seen: set[tuple[str, ...]]) -> Iterator[Change]:
-    """Each of these with one change more."""
-    for before in edge:
-        for override, config in neighbours(before.config):
-            overrides = (*_without(before.overrides, override), *override)
-            if (key := tuple(sorted(overrides))) not in seen:
-                seen.add(key)
+def _extend(beam: list[MemoryAdvice], count: CountMemory, visited: set[tuple[str, ...]]) -> Iterator[MemoryAdvice]:
+    """Yield each set of changes with one more change. Impossible layouts are skipped."""
+    for before in beam:
+        for override, config in single_changes(before.config):
+            overrides = (*_without_keys_of(override, before.overrides), *override)
+            if (key := tuple(sorted(overrides))) not in visited:
+                visited.add(key)
                 try:
-                    yield Change(overrides, config, count(config))
+                    yield MemoryAdvice(overrides, config, count(config))
                 except ValueError:
                     continue
 
 
-def _without(overrides: tuple[str, ...], later: tuple[str, ...]) -> tuple[str, ...]:
-    """What a later change to the same key leaves of these."""
-    again = {text.split("=")[0] for text in later}
-    return tuple(text for text in overrides if text.split("=")[0] not in again)
+def _without_keys_of(later: tuple[str, ...], overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Drop the overrides whose key is set again by `later`."""
+    keys = {text.split("=")[0] for text in later}
+    return tuple(text for text in overrides if text.split("=")[0] not in keys)
 
 
-def neighbours(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
-    """(overrides, config) of every single change that may save memory."""
+def single_changes(config: Config) -> Iterator[ChangedConfig]:
+    """Yield every single change that may save memory."""
     if config.megatron.get("recompute_granularity") != "full":
-        overrides = tuple(f"megatron.{name}={value}" for name, value in FULL.items())
-        yield overrides, replace(config, megatron=dict(config.megatron) | FULL)
+        overrides = tuple(f"megatron.{name}={value}" for name, value in FULL_RECOMPUTE.items())
+        yield overrides, replace(config, megatron=dict(config.megatron) | FULL_RECOMPUTE)
     tokens = config.trainer.max_tokens_per_micro_batch // 2
-    yield _set(config, "trainer", max_tokens_per_micro_batch=tokens)
+    yield _with(config, "trainer", max_tokens_per_micro_batch=tokens)
     if config.trainer.logprob_chunk > 256:
-        yield _set(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
-    yield from _layouts(config)
-    fraction = config.sglang.get("mem_fraction_static") or FRACTION
+        yield _with(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
+    yield from _layout_changes(config)
+    fraction = config.sglang.get("mem_fraction_static") or MEM_FRACTION
     for other in (round(fraction - 0.1, 2), round(fraction + 0.1, 2)):
         if 0.2 <= other <= 0.9:
             sglang = dict(config.sglang) | dict(mem_fraction_static=other)
             yield (f"sglang.mem_fraction_static={other}",), replace(config, sglang=sglang)
-    wider = config.rollout.engine_tp * 2
-    yield _set(config, "rollout", engine_tp=wider, num_engines=max(1, config.rollout.num_engines // 2))
+    engine_tp = config.rollout.engine_tp * 2
+    yield _with(config, "rollout", engine_tp=engine_tp, num_engines=max(1, config.rollout.num_engines // 2))
     if config.weight_sync.bucket_bytes > 64 << 20:
-        yield _set(config, "weight_sync", bucket_bytes=64 << 20)
+        yield _with(config, "weight_sync", bucket_bytes=64 << 20)
 
 
-def _layouts(config: Config) -> Iterator[tuple[tuple[str, ...], Config]]:
-    """Each axis doubled: over the same GPUs where replicas can be given up for it, and over twice as many."""
+def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
+    """Yield each parallel axis doubled: on the same GPUs where replicas can be given up for it, and on twice as many GPUs."""
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):
-        more = {axis: vars(p)[axis] * 2}
+        sizes = {axis: vars(p)[axis] * 2}
         if axis == "tp" and p.etp is None and p.ep > 1:
-            more["etp"] = 1  # experts stay whole, and are spread
+            sizes["etp"] = 1  # experts are spread over ranks, not sharded
         if p.world_size is not None or axis == "ep":
-            yield _set(config, "parallel", **more)
+            yield _with(config, "parallel", **sizes)
         if p.dp and p.dp % 2 == 0 and axis != "ep":
-            yield _set(config, "parallel", **more, dp=p.dp // 2)
+            yield _with(config, "parallel", **sizes, dp=p.dp // 2)
         if p.world_size is None and axis != "ep":
-            yield _set(config, "parallel", **more)
+            yield _with(config, "parallel", **sizes)
     if p.world_size is not None:
-        yield _set(config, "parallel", world_size=p.world_size * 2)
+        yield _with(config, "parallel", world_size=p.world_size * 2)
     else:
-        yield _set(config, "parallel", dp=(p.dp or 1) * 2)
+        yield _with(config, "parallel", dp=(p.dp or 1) * 2)
 
 
-def _set(config: Config, section: str, **values: Any) -> tuple[tuple[str, ...], Config]:
+def _with(config: Config, section: str, **values: Any) -> ChangedConfig:
     overrides = tuple(f"{section}.{name}={value}" for name, value in values.items())
     return overrides, replace(config, **{section: replace(vars(config)[section], **values)})

@@ -1,7 +1,7 @@
-"""What a run would take in another shape: its rollouts, training and weight pushes, event by event, without a process or a clock.
+"""Discrete-event simulation of a run's rollouts, training and weight pushes, and comparison of scenarios. Starts no process.
 
-Groups are admitted, chosen and dealt to engines by the very code that runs use, and engines are queues of
-mrl.planner.engine_queue; so what is predicted is the schedule, given how long tokens take.
+The code that admits groups, chooses them for a step and splits them over engines is the code that runs use. Engines are queues
+of mrl.planner.engine_queue. So the schedule is predicted exactly, given how long tokens take.
 """
 
 from collections import Counter
@@ -10,54 +10,53 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from math import inf
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.planner.engine_queue import Decoding, EngineSpeeds, Request
-from mrl.rollout.dealing import apart, together
-from mrl.rollout.lengths import Lengths
-from mrl.rollout.window import Chosen, Ticket, Window
-
-# FROM: The same work in other shapes: a table of what steps would take, and a picture of it.
+from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
+from mrl.rollout.buffer import StalenessBuffer
+from mrl.rollout.request_builder import PromptRequest, ResponseLengths, longest_first, split_over_engines
+from mrl.rollout.trajectory import StepGroups
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """Seconds of a run's parts."""
+class RunSpeeds:
+    """How fast the parts of a run are."""
 
     engine: EngineSpeeds
-    train_s: float  # of a step's training, whatever its size
-    train_token_s: float  # for each token of prompts and responses
-    push_s: float  # of bringing weights to the engines, which are paused meanwhile
+    train_s: float  # fixed seconds of a step's training
+    train_token_s: float  # additional seconds per token of prompts and responses
+    push_s: float  # of a weight push; engines are paused meanwhile
 
     def training(self, tokens: float, scale: float) -> float:
-        """Seconds to train so many tokens, with trainers that take `scale` as long for a token."""
+        """Return the seconds of training `tokens`, with trainers that take `scale` times as long per token."""
         return self.train_s + self.train_token_s * tokens * scale
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The shape of a run."""
+class RolloutSetup:
+    """Batch, engines and asynchrony of a run."""
 
     prompts_per_step: int  # N
     num_engines: int
     staleness: int  # K: 0 synchronous, 1 one step off
-    in_order: bool = False  # train groups in the order of drawing
-    extra: int = 0  # groups in the making beyond what steps need: over-sampling
-    train_scale: float = 1.0  # seconds that a token's training takes, over those of the speeds: replicas then / now
-    colocated: bool = False  # engines and trainers have the same GPUs, by turns
+    in_order: bool = False  # steps train groups in the order in which they were drawn
+    extra: int = 0  # groups in flight beyond what steps need: over-sampling
+    train_scale: float = (
+        1.0  # seconds per trained token over those of the measured run, because of more or fewer trainers
+    )
+    colocated: bool = False  # engines and trainers time-share the same GPUs
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Lengths of the groups that a run draws, by ticket; beyond the last they are drawn again, at random."""
+class GroupLengths:
+    """Lengths of the groups that a run draws, in order. After the last one, groups are drawn from them at random."""
 
     responses: NDArray[np.int64]  # [T, G] tokens
     prompts: NDArray[np.int64]  # [T] tokens
-    rows: NDArray[np.int64] | None = None  # [T] of the data set; None: all different
-    seed: int = 0  # of what is drawn again
+    rows: NDArray[np.int64] | None = None  # [T] rows of the data set; None: all different
+    seed: int = 0  # of the random draws
 
     def __post_init__(self) -> None:
         assert len(self.responses) == len(self.prompts) > 0, (
@@ -69,51 +68,54 @@ class Groups:
         return np.random.default_rng(self.seed)
 
     @cached_property
-    def _places(self) -> list[int]:
+    def _indices(self) -> list[int]:
+        """Index into `prompts` of every group drawn so far."""
         return list(range(len(self.prompts)))
 
-    def of(self, ticket: int) -> tuple[int, list[int]]:
-        """(prompt tokens, response tokens [G]) of a ticket."""
-        while len(self._places) <= ticket:
-            self._places.append(int(self._random.integers(len(self.prompts))))
-        place = self._places[ticket]
-        return int(self.prompts[place]), self.responses[place].tolist()
+    def of(self, number: int) -> tuple[int, list[int]]:
+        """Return (prompt tokens, response tokens [G]) of the group with this number in the order of drawing."""
+        while len(self._indices) <= number:
+            self._indices.append(int(self._random.integers(len(self.prompts))))
+        index = self._indices[number]
+        return int(self.prompts[index]), self.responses[index].tolist()
 
-    def row(self, ticket: int) -> int:
-        """Of the data set; those drawn again are rows that nobody has seen."""
-        return int(self.rows[ticket]) if self.rows is not None and ticket < len(self.rows) else -1 - ticket
+    def row(self, number: int) -> int:
+        """Return the row of the data set. Groups that are drawn at random count as new rows (negative numbers)."""
+        return int(self.rows[number]) if self.rows is not None and number < len(self.rows) else -1 - number
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a simulated run does."""
+    """Result of a simulated run."""
 
     step_s: NDArray[np.float64]  # [steps]
-    tokens: NDArray[np.int64]  # [steps] response tokens that were trained
-    best_possible_s: float  # of a mean step: what engines that are always full, or trainers that never wait, would take
-    engine_idle_fraction: float  # of the engines' time: nothing runs
-    occupancy: float  # mean of running requests over the most there can be
-    ages: dict[int, int]  # weight versions from admission to training -> groups
-    selection_ratio: float  # mean length of trained responses over that of all that were drawn
-    dropped: int  # groups given up by over-sampling
+    tokens: NDArray[np.int64]  # [steps] trained response tokens
+    best_possible_s: float  # of a mean step if engines were always full, or trainers always busy
+    engine_idle_fraction: float  # of the engines' time, in which nothing runs
+    occupancy: float  # mean number of running requests over the largest possible one
+    ages: dict[int, int]  # weight versions from admission to training -> number of groups
+    selection_ratio: float  # mean length of trained responses over that of all drawn ones
+    dropped: int  # groups dropped by over-sampling
 
     def seconds(self, skip: int = 0) -> float:
-        """Of a mean step, without the first ones."""
+        """Return the mean seconds of a step, without the first `skip` steps."""
         return float(self.step_s[skip:].mean())
 
     def tokens_per_s(self, skip: int = 0) -> float:
-        """Trained response tokens, without those of the first steps."""
+        """Return the trained response tokens per second, without the first `skip` steps."""
         return float(self.tokens[skip:].sum() / self.step_s[skip:].sum())
 
 
-def simulate(groups: Groups, speeds: Speeds, setup: Setup, steps: int) -> Prediction:
-    """Run so many steps."""
-    return _Run(groups, speeds, setup).run(steps)
+def simulate(groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, steps: int) -> Prediction:
+    """Simulate `steps` steps of a run."""
+    return _SimulatedRun(groups, speeds, setup).run(steps)
 
 
-def best_possible_s(tokens: float, train_s: float, speeds: Speeds, setup: Setup) -> float:
-    """Seconds that steps of so many response tokens and seconds of training take at least: engines always full, or trainers
-    always at work, each but for one push. In turns, where they share GPUs, both."""
+def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: RolloutSetup) -> float:
+    """Return a lower bound for the seconds of a step with `tokens` response tokens and `train_s` seconds of training.
+
+    Engines are always full, or trainers always busy, except during one push. On shared GPUs both times add up.
+    """
     full = speeds.engine.max_running
     engine_s = tokens * speeds.engine.token_s(full) / (full * setup.num_engines)
     both = (engine_s, train_s)
@@ -121,51 +123,53 @@ def best_possible_s(tokens: float, train_s: float, speeds: Speeds, setup: Setup)
 
 
 @dataclass
-class _Done:
-    """What happened so far."""
+class _StepLog:
+    """What the simulated steps did so far."""
 
-    ends: list[float] = field(default_factory=list)  # of steps, s
-    tokens: list[int] = field(default_factory=list)  # response tokens of steps
+    ends: list[float] = field(default_factory=list)  # [steps] s
+    tokens: list[int] = field(default_factory=list)  # [steps] response tokens
     ages: Counter[int] = field(default_factory=Counter)
     train_s: float = 0.0
     dropped: int = 0
 
 
 @dataclass(eq=False)
-class _Asked:
-    """One request: groups that are whole at one time."""
+class _EngineRequest:
+    """One request to an engine: groups that finish together."""
 
-    place: int  # of its engine
-    work: float  # that the engine is expected to have with it
-    numbers: list[int]  # its tickets
-    left: int  # responses
+    engine: int
+    work: float  # expected response tokens (or responses, if synchronous)
+    numbers: list[int]  # of its groups
+    unfinished: int  # responses
 
 
 @dataclass(eq=False)
-class _Run:
-    """The driver of a simulated run, step by step as mrl.controller.trainer has them."""
+class _SimulatedRun:
+    """The loop of a simulated run, with the steps of mrl.controller.trainer."""
 
-    groups: Groups
-    speeds: Speeds
-    setup: Setup
+    groups: GroupLengths
+    speeds: RunSpeeds
+    setup: RolloutSetup
     now: float = 0.0
-    _ready: int = 0  # groups finished and not trained
-    _asked: dict[Hashable, _Asked] = field(default_factory=dict)  # ticket -> its request, until that is done
-    _born: dict[int, int] = field(default_factory=dict)  # ticket -> version
-    _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # ticket -> tokens of (prompts, responses)
+    _ready: int = 0  # finished groups that no step has trained
+    _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # group -> its unfinished request
+    _admitted: dict[int, int] = field(default_factory=dict)  # group -> weight version at its admission
+    _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # group -> tokens of (prompts, responses)
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.window: Window[None] = Window(setup.prompts_per_step, setup.staleness, setup.extra, setup.in_order)
-        self.engines = [Decoding(self.speeds.engine) for _ in range(setup.num_engines)]
-        self._next = [inf] * len(self.engines)  # second of each engine's next response
-        self._work = [0.0] * len(self.engines)  # expected of each engine
-        self._expected = Lengths(float(self.groups.responses.mean()))
+        self.buffer: StalenessBuffer[None] = StalenessBuffer(
+            setup.prompts_per_step, setup.staleness, setup.extra, setup.in_order
+        )
+        self.engines = [EngineQueue(self.speeds.engine) for _ in range(setup.num_engines)]
+        self._next_finish = [inf] * len(self.engines)  # time of each engine's next finished response
+        self._expected_work = [0.0] * len(self.engines)
+        self._expected_lengths = ResponseLengths(float(self.groups.responses.mean()))
         self._rows = count()
 
     def run(self, steps: int) -> Prediction:
-        """Wait, train, push."""
-        done = _Done()
+        """Repeat: wait for the groups of a step, train, push."""
+        log = _StepLog()
         for step in range(steps):
             chosen = self._collect(step)
             self._drop(chosen.dropped)
@@ -173,235 +177,213 @@ class _Run:
             seconds = self.speeds.training(prompts + responses, self.setup.train_scale)
             self._train(seconds)
             self._push()
-            done.ends.append(self.now)
-            done.tokens.append(int(responses))
-            done.ages.update(step - self._born[number] for number in chosen.numbers)
-            done.train_s += seconds
-            done.dropped += len(chosen.dropped)
-        return self._prediction(done)
+            log.ends.append(self.now)
+            log.tokens.append(int(responses))
+            log.ages.update(step - self._admitted[number] for number in chosen.numbers)
+            log.train_s += seconds
+            log.dropped += len(chosen.dropped)
+        return self._prediction(log)
 
-    def _collect(self, step: int) -> Chosen[None]:
-        """Wait for the groups of a step."""
+    def _collect(self, step: int) -> StepGroups[None]:
+        """Admit groups while there is room, and wait until the step has its groups."""
         while True:
-            if room := self.window.room():
-                self._admit(self.window.admit([next(self._rows) for _ in range(room)], step))
-            if self._ready >= self.window.size and (chosen := self.window.choose(step)) is not None:
+            if room := self.buffer.room():
+                self._admit(self.buffer.admit([next(self._rows) for _ in range(room)], step))
+            if self._ready >= self.buffer.groups_per_step and (chosen := self.buffer.take_step(step)) is not None:
                 self._ready -= len(chosen.numbers)
                 return chosen
-            self._pass_until_ready()
+            self._wait_for_group()
 
-    def _pass_until_ready(self) -> None:
-        """Go on until another group is finished."""
+    def _wait_for_group(self) -> None:
+        """Advance the time until one more group is finished."""
         ready = self._ready
         while self._ready == ready:
-            assert min(self._next) < inf, "a step waits, and nothing is in the making"
-            self._pass(min(self._next))
+            assert min(self._next_finish) < inf, "a step waits for groups, and no engine has a request"
+            self._advance(min(self._next_finish))
 
-    def _admit(self, tickets: Sequence[Ticket]) -> None:
-        """Ask for these groups, each request of the engine that has least to do."""
-        for ticket in tickets:
-            prompt, responses = self.groups.of(ticket.number)
-            self._born[ticket.number] = ticket.born
-            self._lengths[ticket.number] = (prompt * len(responses), sum(responses))
-        for numbers, work in self._requests([ticket.number for ticket in tickets]):
-            place = self._work.index(min(self._work))
-            self._work[place] += work
-            asked = _Asked(place, work, numbers, sum(len(self.groups.of(number)[1]) for number in numbers))
-            self._asked |= dict.fromkeys(numbers, asked)
-            self.engines[place].advance(self.now)
+    def _admit(self, prompts: Sequence[PromptRequest]) -> None:
+        """Send these groups to the engines, each request to the engine with the least expected work."""
+        for drawn in prompts:
+            prompt, responses = self.groups.of(drawn.number)
+            self._admitted[drawn.number] = drawn.admitted_version
+            self._lengths[drawn.number] = (prompt * len(responses), sum(responses))
+        for numbers, work in self._split([drawn.number for drawn in prompts]):
+            engine = self._expected_work.index(min(self._expected_work))
+            self._expected_work[engine] += work
+            responses = sum(len(self.groups.of(number)[1]) for number in numbers)
+            self._requests |= dict.fromkeys(numbers, _EngineRequest(engine, work, numbers, responses))
+            self.engines[engine].advance(self.now)
             for number in numbers:
-                prompt, responses = self.groups.of(number)
-                for tokens in responses:
-                    self.engines[place].add(Request(number, number, prompt, tokens))
-        self._look()
+                prompt, lengths = self.groups.of(number)
+                for tokens in lengths:
+                    self.engines[engine].add(SimulatedRequest(number, number, prompt, tokens))
+        self._update_next_finish()
 
-    def _requests(self, tickets: Sequence[int]) -> Iterator[tuple[list[int], float]]:
-        """(tickets, expected work) of each request."""
+    def _split(self, numbers: Sequence[int]) -> Iterator[tuple[list[int], float]]:
+        """Yield (groups, expected work) of each request, as runs form them."""
         if self.setup.staleness or self.setup.extra:
-            for number in apart(tickets, lambda number: self._expected.expected(self.groups.row(number))):
-                _, responses = self.groups.of(number)
-                yield [number], len(responses) * self._expected.expected(self.groups.row(number))
+            for number in longest_first(numbers, self._expected_length):
+                yield [number], len(self.groups.of(number)[1]) * self._expected_length(number)
         else:
             size = self.groups.responses.shape[1]
-            for numbers in together(tickets, len(self.engines), size):
-                yield numbers, float(len(numbers) * size)
+            for together in split_over_engines(numbers, len(self.engines), size):
+                yield together, float(len(together) * size)
 
-    def _pass(self, until: float) -> None:
-        """Go on until then; what is finished is told in its order."""
-        while (then := min(self._next)) <= until:
-            place = self._next.index(then)
-            engine = self.engines[place]
+    def _expected_length(self, number: int) -> float:
+        return self._expected_lengths.expected(self.groups.row(number))
+
+    def _advance(self, until: float) -> None:
+        """Advance the time to `until`, and process finished responses in their order."""
+        while (then := min(self._next_finish)) <= until:
+            index = self._next_finish.index(then)
+            engine = self.engines[index]
             for request in engine.advance(then):
-                self._finished(request)
-            self._next[place] = engine.next_finish()
+                self._finish(request)
+            self._next_finish[index] = engine.next_finish()
         self.now = max(self.now, until)
 
-    def _finished(self, request: Request) -> None:
-        """A response is done; with the last of its request its groups are whole."""
-        asked = self._asked[request.key]
-        asked.left -= 1
-        if not asked.left:
-            self._work[asked.place] -= asked.work
-            for number in asked.numbers:
-                del self._asked[number]
-                self.window.finish(number, None, kept=True)
-                self._expected.learn(self.groups.row(number), self.groups.of(number)[1])
-            self._ready += len(asked.numbers)
+    def _finish(self, response: SimulatedRequest) -> None:
+        """Count a finished response; the last one of a request finishes the request's groups."""
+        request = self._requests[response.key]
+        request.unfinished -= 1
+        if not request.unfinished:
+            self._expected_work[request.engine] -= request.work
+            for number in request.numbers:
+                del self._requests[number]
+                self.buffer.finish(number, None, keep=True)
+                self._expected_lengths.learn(self.groups.row(number), self.groups.of(number)[1])
+            self._ready += len(request.numbers)
 
     def _train(self, seconds: float) -> None:
         if self.setup.colocated:
-            self._all(lambda engine: engine.pause("in_place"))
-        self._pass(self.now + seconds)
+            self._for_all_engines(lambda engine: engine.pause("in_place"))
+        self._advance(self.now + seconds)
 
     def _push(self) -> None:
-        """As a push does it: retract, new weights, an empty cache, go on."""
-        self._all(lambda engine: engine.pause("retract"))
-        self._all(Decoding.flush)
+        """Push weights as a run does: retract running requests, replace the weights, empty the prefix cache, resume."""
+        self._for_all_engines(lambda engine: engine.pause("retract"))
+        self._for_all_engines(EngineQueue.flush)
         self.now += self.speeds.push_s
-        self._all(Decoding.resume)
+        self._for_all_engines(EngineQueue.resume)
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Give groups up, whole or in the making."""
-        gone = {number for number in numbers if number in self._asked}
-        self._ready -= len(numbers) - len(gone)
-        for number in gone:
-            asked = self._asked.pop(number)
-            self._work[asked.place] -= asked.work
-        if gone:
-            self._all(lambda engine: engine.abort(lambda request: request.key in gone))
+        """Drop groups, finished or not."""
+        unfinished = {number for number in numbers if number in self._requests}
+        self._ready -= len(numbers) - len(unfinished)
+        for number in unfinished:
+            request = self._requests.pop(number)
+            self._expected_work[request.engine] -= request.work
+        if unfinished:
+            self._for_all_engines(lambda engine: engine.abort(lambda request: request.key in unfinished))
 
-    def _all(self, act: Callable[[Decoding], object]) -> None:
-        """Do something with every engine, now."""
+    def _for_all_engines(self, act: Callable[[EngineQueue], object]) -> None:
+        """Advance every engine to the current time, then call `act` on it."""
         for engine in self.engines:
             for request in engine.advance(self.now):
-                self._finished(request)
+                self._finish(request)
             act(engine)
-        self._look()
+        self._update_next_finish()
 
-    def _look(self) -> None:
-        self._next = [engine.next_finish() for engine in self.engines]
+    def _update_next_finish(self) -> None:
+        self._next_finish = [engine.next_finish() for engine in self.engines]
 
-    def _prediction(self, done: _Done) -> Prediction:
-        full_s = self.now * len(self.engines)
+    def _prediction(self, log: _StepLog) -> Prediction:
+        engine_s = self.now * len(self.engines)
         lengths = np.array([responses for _, responses in self._lengths.values()])
-        steps = len(done.ends)
+        steps, full = len(log.ends), self.speeds.engine.max_running
         return Prediction(
-            step_s=np.diff(done.ends, prepend=0.0),
-            tokens=np.array(done.tokens),
-            best_possible_s=best_possible_s(sum(done.tokens) / steps, done.train_s / steps, self.speeds, self.setup),
-            engine_idle_fraction=1 - sum(engine.busy_s for engine in self.engines) / full_s,
-            occupancy=sum(engine.request_seconds for engine in self.engines)
-            / (full_s * self.speeds.engine.max_running),
-            ages=dict(sorted(done.ages.items())),
-            selection_ratio=sum(done.tokens) / done.ages.total() / float(lengths.mean()),
-            dropped=done.dropped,
+            step_s=np.diff(log.ends, prepend=0.0),
+            tokens=np.array(log.tokens),
+            best_possible_s=best_possible_s(sum(log.tokens) / steps, log.train_s / steps, self.speeds, self.setup),
+            engine_idle_fraction=1 - sum(engine.busy_s for engine in self.engines) / engine_s,
+            occupancy=sum(engine.request_seconds for engine in self.engines) / (engine_s * full),
+            ages=dict(sorted(log.ages.items())),
+            selection_ratio=sum(log.tokens) / log.ages.total() / float(lengths.mean()),
+            dropped=log.dropped,
         )
 
 
-STALENESSES = (0, 1, 2, 4, 8)
-OVER_SAMPLINGS = (0.25, 0.5)  # shares of a step's groups
-MOST_SPLITS = 7
+STALENESS_VALUES = (0, 1, 2, 4, 8)
+OVER_SAMPLING_SHARES = (0.25, 0.5)  # of a step's groups
+MAX_SPLITS = 7  # divisions of the GPUs that are compared
 
 
 @dataclass(frozen=True)
-class Gpus:
-    """What a run has."""
+class GpuCounts:
+    """GPUs of a run."""
 
     engine: int  # of each engine
     trainer: int
 
     def total(self, engines: int) -> int:
-        """GPUs of so many engines and the trainer."""
+        """Return the GPUs of `engines` engines and the trainer."""
         return engines * self.engine + self.trainer
 
 
 @dataclass(frozen=True)
-class Row:
-    """A shape of the run and what it would do."""
+class Scenario:
+    """A setup of a run, and what it would do."""
 
     name: str
-    setup: Setup
-    found: Prediction
-    skip: int  # first steps, in which the window fills, and what is then ahead is used up
+    setup: RolloutSetup
+    prediction: Prediction
+    skip: int  # first steps that are left out of the means: the buffer fills, and its surplus is used up
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return self.found.seconds(self.skip)
+        """Mean seconds of a step."""
+        return self.prediction.seconds(self.skip)
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained response tokens."""
-        return self.found.tokens_per_s(self.skip)
+        """Trained response tokens per second."""
+        return self.prediction.tokens_per_s(self.skip)
 
     @property
-    def of_best(self) -> float:
-        """Share of what engines that are always full, or trainers that never wait, would do; of the whole run.
+    def share_of_best(self) -> float:
+        """Best possible over predicted seconds, of all steps.
 
-        What was sampled in the first steps may be trained in later ones, which may then be quicker than both.
+        The first steps are not left out: later steps may train what these have sampled, and may then be faster than possible.
         """
-        return self.found.best_possible_s / self.found.seconds()
+        return self.prediction.best_possible_s / self.prediction.seconds()
 
 
-def what_if(groups: Groups, speeds: Speeds, setup: Setup, gpus: Gpus, steps: int) -> list[Row]:
-    """The run as it is first, then with one thing changed in each row."""
+def compare_scenarios(
+    groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, gpus: GpuCounts, steps: int
+) -> list[Scenario]:
+    """Simulate the run as it is, then with one change in each scenario."""
     skip = steps // 2
-    named = [("as it is", setup), *_stale(setup), *_over_sampled(setup), *_split(setup, gpus)]
-    return [Row(name, shape, simulate(groups, speeds, shape, steps), skip) for name, shape in named]
+    named = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
+    return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in named]
 
 
-def _stale(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """By turns nothing is sampled while something is trained."""
-    for staleness in () if setup.colocated else STALENESSES:
+def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
+    """Yield other values of staleness; none on shared GPUs, where engines do not sample during training."""
+    for staleness in () if setup.colocated else STALENESS_VALUES:
         ordered = setup.in_order if setup.staleness > 1 else staleness < 2
         changed = replace(setup, staleness=staleness, in_order=ordered and not setup.extra)
         if changed != setup:
-            yield f"staleness {staleness}{', as drawn' if changed.in_order and staleness else ''}", changed
+            yield f"staleness {staleness}{', in order' if changed.in_order and staleness else ''}", changed
 
 
-def _over_sampled(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    for share in OVER_SAMPLINGS:
+def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
+    for share in OVER_SAMPLING_SHARES:
         changed = replace(setup, extra=round(share * setup.prompts_per_step), in_order=False)
         if changed != setup:
             yield f"over-sampling {share:g}", changed
 
 
-def _split(setup: Setup, gpus: Gpus) -> Iterator[tuple[str, Setup]]:
-    """Other shares of the same GPUs; a trainer of other size takes a token's time in proportion."""
-    apart = gpus.total(setup.num_engines)
-    total = max(gpus.trainer, apart - gpus.trainer) if setup.colocated else apart
-    possible = [count for count in range(1, total) if total - count * gpus.engine > 0]
-    every = -(-len(possible) // MOST_SPLITS) if possible else 1
+def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
+    """Yield other divisions of the same GPUs. A trainer's seconds per token are inversely proportional to its GPUs."""
+    disaggregated = gpus.total(setup.num_engines)
+    total = max(gpus.trainer, disaggregated - gpus.trainer) if setup.colocated else disaggregated
+    possible = [engines for engines in range(1, total) if total - engines * gpus.engine > 0]
+    every = -(-len(possible) // MAX_SPLITS) if possible else 1
     for engines in possible[::every]:
-        left = total - engines * gpus.engine
-        changed = replace(setup, num_engines=engines, train_scale=gpus.trainer / left, colocated=False)
+        trainers = total - engines * gpus.engine
+        changed = replace(setup, num_engines=engines, train_scale=gpus.trainer / trainers, colocated=False)
         if changed != setup:
-            yield f"{engines} engines, {left} GPUs to train", changed
+            yield f"{engines} engines, {trainers} GPUs to train", changed
     if not setup.colocated and total >= gpus.engine:
         shared = replace(setup, num_engines=total // gpus.engine, train_scale=gpus.trainer / total, colocated=True)
-        yield f"by turns on {total} GPUs, synchronous", replace(shared, staleness=0, in_order=not setup.extra)
-
-
-def draw(path: Path, rows: Sequence[Row], *, title: str) -> None:
-    """Seconds of a step in each shape, and the least they could be. Writes a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1.2 + 0.32 * len(rows)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    places = range(len(rows))
-    colours = ["#E45756" if not place else "#4C78A8" for place in places]
-    axes.barh(places, [row.seconds for row in rows], color=colours, label="predicted")
-    best = [row.found.best_possible_s for row in rows]
-    axes.plot(best, places, "|", color="black", markersize=12, markeredgewidth=2, label="best possible")
-    axes.set_yticks(places, [row.name for row in rows])
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds of a step")
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.grid(alpha=0.25, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
-    unfinished = path.with_suffix(".part.png")
-    figure.savefig(unfinished)
-    unfinished.replace(path)
+        yield f"colocated on {total} GPUs, synchronous", replace(shared, staleness=0, in_order=not setup.extra)

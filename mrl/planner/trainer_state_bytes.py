@@ -235,7 +235,7 @@ def _ends_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> 
 def buffer_numel(
     shape: ModelShape, virtual: VirtualStage, tp: int, ep: int, etp: int, head: HeadKind = "vocabulary"
 ) -> tuple[int, int]:
-    """Return the elements in a rank's flat buffers for one virtual stage: (dense, experts). The padding of the end is left out."""
+    """Return the elements in a rank's flat buffers for one virtual stage, without padding at the end: (dense, experts)."""
     moe = virtual.moe_layers(shape.moe)
     dense_layer, _ = _layer_numel(shape, False, tp, etp)
     moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)

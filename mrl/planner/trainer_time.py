@@ -1,7 +1,8 @@
-"""Seconds of the trainers' part of a step under a layout: arithmetic, memory traffic, messages and the pipeline's bubble. Pure.
+"""Seconds of the trainers' part of a step: arithmetic, memory traffic, messages and the pipeline bubble. Pure.
 
-Every formula takes the numbers of replicas as an array, so that a search asks for all of them at once. Nothing overlaps but what
-is stated to: mrl reduces gradients after the last backward pass, and gathers keys and values before attention.
+All formulas take the numbers of replicas as an array, so that a search evaluates them together. Communication overlaps with
+computation only where this is stated: mrl reduces gradients after the last backward pass, and gathers keys and values before
+attention.
 """
 
 from __future__ import annotations
@@ -13,154 +14,166 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.planner.layout_space import Layout, Machine
-from mrl.planner.sizes import ModelSizes
-from mrl.planner.step_workload import Workload
+from mrl.planner.layout_space import GpuCluster, ReplicaLayout
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.step_workload import StepWorkload
+from mrl.planner.trainer_memory import cached_pipeline_stages
+from mrl.planner.trainer_state_bytes import GRADIENT_BYTES, buffer_numel, optimizer_bytes_per_parameter
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 PARTS = ("matmul", "attention", "experts", "tensor", "context", "dispatch", "pipeline", "gradients", "optimizer")
-"""Where the trainers' seconds go. dispatch: experts' all-to-all; pipeline: bubble and messages between stages."""
+"""Where the trainers' seconds go. dispatch: all-to-all of experts; pipeline: bubble and messages between stages."""
 
 BACKWARD = dict(matmul=2.0, attention=2.0, experts=2.0, tensor=1.5, context=2.0, dispatch=1.0, pipeline=1.0)
 """Seconds of a backward pass over those of a forward pass. tensor: inputs are gathered again for the weights' gradients."""
 
-WEIGHT, GRADIENT = 2, 4  # bytes of a parameter in bfloat16, and of its summed gradient
-STATE_TRAFFIC = (
-    34  # bytes read and written for a parameter by AdamW: gradient, main weight and two moments, and the weight
-)
-STATE = 12  # bytes of a parameter's main weight and moments
+WEIGHT_BYTES = 2  # of a weight or an activation in bfloat16
+ADAMW_TRAFFIC_BYTES = 34  # read and written per parameter by AdamW: gradient, main weight, two moments, and the weight
 
 
 @dataclass(frozen=True)
-class TrainerTimes:
+class TrainingSeconds:
     """Seconds of a step's training, for each number of replicas."""
 
-    update_s: Array  # forward and backward passes, gradients and optimizer
-    score_s: Array  # forward passes for log-probabilities and values
-    parts: Mapping[str, Array]  # both together, by PARTS
+    update_s: FloatArray  # [R] forward and backward passes, gradients and optimizer
+    score_s: FloatArray  # [R] forward passes for log-probabilities and values
+    parts: Mapping[str, FloatArray]  # name in PARTS -> [R]: both together
 
     @cached_property
-    def total_s(self) -> Array:
+    def total_s(self) -> FloatArray:
         return self.update_s + self.score_s
 
-    def at(self, place: int) -> dict[str, float]:
-        """The parts of one number of replicas."""
-        return {name: float(seconds[place]) for name, seconds in self.parts.items()}
+    def at(self, index: int) -> dict[str, float]:
+        """Return the parts for the number of replicas at `index`."""
+        return {name: float(seconds[index]) for name, seconds in self.parts.items()}
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """One model under one layout; the layout must fit the model."""
+class TrainerTime:
+    """Predicts the seconds of one model under one layout. The layout must be valid for the model."""
 
-    sizes: ModelSizes
-    layout: Layout
-    machine: Machine
-    work: Workload
+    shape: ModelShape
+    layout: ReplicaLayout
+    cluster: GpuCluster
+    work: StepWorkload
 
-    def times(self, replicas: NDArray[np.int64]) -> TrainerTimes:
-        """Seconds with each number of replicas."""
+    def times(self, replicas: IntArray) -> TrainingSeconds:
+        """Return the seconds of a step for each number of replicas. `replicas`: [R]."""
         work = self.work
         scoring = self._passes(replicas, mini_batches=1, backward=False)
         update = self._passes(replicas, mini_batches=work.mini_batches, backward=True) | self._optimizer_step(replicas)
         forwards = work.scoring_passes + work.critic
         steps = work.mini_batches * work.epochs * (1 + work.critic)
         parts = {name: forwards * scoring.get(name, 0.0) + steps * seconds for name, seconds in update.items()}
-        update_s, score_s = (np.sum(list(found.values()), axis=0) for found in (update, scoring))
-        return TrainerTimes(steps * update_s, forwards * score_s, parts)
+        update_s, score_s = (np.sum(list(seconds.values()), axis=0) for seconds in (update, scoring))
+        return TrainingSeconds(steps * update_s, forwards * score_s, parts)
 
-    def _passes(self, replicas: NDArray[np.int64], *, mini_batches: int, backward: bool) -> dict[str, Array]:
-        """Parts of one pass over a mini-batch through the pipeline, which its slowest stage paces."""
+    def _passes(self, replicas: IntArray, *, mini_batches: int, backward: bool) -> dict[str, FloatArray]:
+        """Return the parts of one pipelined pass over a mini-batch. The slowest stage sets the pace."""
         work, layout = self.work, self.layout
-        share = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)  # sequences stay whole
+        # A replica trains at least one sequence: sequences are not divided among replicas.
+        tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
         multiple = layout.pp if layout.vpp > 1 else 1
-        count = np.ceil(np.ceil(share * work.packs / work.tokens) / multiple) * multiple
-        slots = self._slots(share / count, backward)
-        totals = np.array([sum(slot.values()) for slot in slots])  # [stages, replicas]
+        count = np.ceil(np.ceil(tokens * work.packs / work.tokens) / multiple) * multiple
+        stages = self._micro_batch(tokens / count, backward)
+        totals = np.array([sum(stage.values()) for stage in stages])  # [stages, R]
         slowest = totals.argmax(axis=0)[None]
         parts = {
-            name: count * np.take_along_axis(np.array([slot[name] for slot in slots]), slowest, 0)[0]
-            for name in slots[0]
+            name: count * np.take_along_axis(np.array([stage[name] for stage in stages]), slowest, 0)[0]
+            for name in stages[0]
         }
         parts["pipeline"] = parts["pipeline"] + (layout.pp - 1) / layout.vpp * totals.max(axis=0)
         return parts
 
-    def _slots(self, tokens: Array, backward: bool) -> list[dict[str, Array]]:
-        """Parts of one micro-batch of so many tokens in each stage unlike the others, all of its chunks together."""
-        kinds = [(*counts, False) for counts in self.layout.stages(self.sizes.moe)]
+    def _micro_batch(self, tokens: FloatArray, backward: bool) -> list[dict[str, FloatArray]]:
+        """Return the parts of one micro-batch of `tokens` [R] for each distinct stage, over all of its virtual stages."""
+        kinds = [(*counts, False) for counts in self.layout.stages(self.shape.moe)]
         kinds[-1] = (*kinds[-1][:2], True)
-        found = [self._forward(tokens, *kind) for kind in dict.fromkeys(kinds)]
+        forward = [self._forward(tokens, *kind) for kind in dict.fromkeys(kinds)]
         if not backward:
-            return found
+            return forward
         times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD.items()}
-        times["pipeline"] = 1 + BACKWARD["pipeline"]  # what is computed again is not sent again
-        return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in found]
+        times["pipeline"] = 1 + BACKWARD["pipeline"]  # recomputed activations are not sent again
+        return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
-    def _forward(self, tokens: Array, dense: int, moe: int, last: bool) -> dict[str, Array]:
-        """Parts of one micro-batch's forward pass in a stage of so many layers; `last` has the output layer."""
-        sizes, layout, machine = self.sizes, self.layout, self.machine
+    def _forward(self, tokens: FloatArray, dense: int, moe: int, is_last: bool) -> dict[str, FloatArray]:
+        """Return the parts of one micro-batch's forward pass in a stage with `dense` plus `moe` layers.
+
+        `is_last`: the stage has the output layer.
+        """
+        shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
-        own = tokens / (tp * cp)  # a GPU's share
-        hidden_bytes = sizes.hidden * WEIGHT
-        macs = dense * sizes.layer_parameters(False) + moe * sizes.layer_parameters(True) + last * sizes.output_macs
-        squares = self.work.squares / self.work.tokens  # of a token
-        held = sizes.experts / layout.ep * sizes.expert / layout.etp  # parameters of a layer's experts on one GPU
-        chosen = sizes.topk * own  # tokens that come to a GPU's experts, if these are chosen evenly
+        gpu_tokens = tokens / (tp * cp)
+        hidden_bytes = shape.hidden * WEIGHT_BYTES
+        macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True) + is_last * shape.output_macs
+        squares_per_token = self.work.squares / self.work.tokens
+        expert = shape.parameters_per_expert
+        local_experts = shape.num_experts / layout.ep * expert / layout.etp  # parameters of one layer on one GPU
+        expert_tokens = shape.topk * gpu_tokens  # that reach a GPU's experts if all experts are chosen equally often
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
-        cut = self._message(chosen * hidden_bytes * (layout.etp - 1), layout.etp)
-        keys_values = tokens * sizes.gathered_width / tp * WEIGHT * (cp - 1) / cp
-        expert_s = np.maximum(2 * sizes.expert * chosen / machine.expert_flops, WEIGHT * held / machine.hbm_bytes)
+        expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
+        keys_values = tokens * shape.gathered_kv_width / tp * WEIGHT_BYTES * (cp - 1) / cp
+        expert_s = np.maximum(
+            2 * expert * expert_tokens / cluster.expert_flops, WEIGHT_BYTES * local_experts / cluster.hbm_bytes
+        )
+        gathers = 4 * dense + (2 + 2 * (shape.shared_ffn > 0)) * moe
         return dict(
-            matmul=np.maximum(2 * macs * own / machine.matmul_flops, WEIGHT * macs / tp / machine.hbm_bytes),
-            attention=2 * layers * sizes.pair_macs * squares * own / machine.attention_flops,
+            matmul=np.maximum(
+                2 * macs * gpu_tokens / cluster.matmul_flops, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes
+            ),
+            attention=2 * layers * shape.attention_macs * squares_per_token * gpu_tokens / cluster.attention_flops,
             experts=moe * expert_s,
-            tensor=(4 * dense + (2 + 2 * sizes.has_shared) * moe) * gather + 2 * moe * cut,
+            tensor=gathers * gather + 2 * moe * expert_gather,
             context=layers * self._message(keys_values, tp * cp) * (cp > 1),
-            dispatch=2 * moe * self._all_to_all(chosen * hidden_bytes),
-            pipeline=layout.vpp * self._message(own * hidden_bytes, machine.gpus) * (layout.pp > 1),
+            dispatch=2 * moe * self._all_to_all(expert_tokens * hidden_bytes),
+            pipeline=layout.vpp * self._message(gpu_tokens * hidden_bytes, cluster.gpus) * (layout.pp > 1),
         )
 
-    def _message(self, size: Array, span: int) -> Array:
-        """Seconds of a collective of so many bytes of each of `span` neighbours; of one rank none."""
-        return (size / self.machine.link(span) + self.machine.latency_s) * (span > 1)
+    def _message(self, size: FloatArray, ranks: int) -> FloatArray:
+        """Return the seconds of a collective in which each of `ranks` neighboring GPUs sends `size` bytes; 0 for one rank."""
+        return (size / self.cluster.link_bytes(ranks) + self.cluster.latency_s) * (ranks > 1)
 
-    def _all_to_all(self, size: Array) -> Array:
-        """Seconds in which every GPU of an expert-parallel group gives the others their parts of so many bytes."""
-        ep, machine = self.layout.ep, self.machine
-        near = min(ep, max(1, machine.per_node // self.layout.etp))  # of its members, on one node
-        within, across = (near - 1) / ep / machine.nvlink_bytes, (ep - near) / ep / machine.network_bytes
-        return (size * max(within, across) + machine.latency_s) * (ep > 1)
+    def _all_to_all(self, size: FloatArray) -> FloatArray:
+        """Return the seconds of an all-to-all over an expert-parallel group, in which each GPU has `size` bytes to distribute."""
+        ep, cluster = self.layout.ep, self.cluster
+        on_node = min(ep, max(1, cluster.per_node // self.layout.etp))  # members of the group on one node
+        within, across = (on_node - 1) / ep / cluster.nvlink_bytes, (ep - on_node) / ep / cluster.network_bytes
+        return (size * max(within, across) + cluster.latency_s) * (ep > 1)
 
     @cached_property
-    def stage_parameters(self) -> tuple[float, float]:
-        """Parameters on one GPU of the fullest stage: (of what every replica has, of experts)."""
-        sizes, layout = self.sizes, self.layout
-        stages = layout.stages(sizes.moe)
-        dense = [n * sizes.layer_parameters(False) + m * sizes.layer_parameters(True) for n, m in stages]
-        dense[0] += sizes.embedding
-        dense[-1] += sizes.output if layout.pp > 1 else sizes.output - sizes.tied * sizes.embedding
-        experts = [m * sizes.experts * sizes.expert / (layout.ep * layout.etp) for _, m in stages]
-        return max(((d / layout.tp, e) for d, e in zip(dense, experts, strict=True)), key=sum)
+    def stage_parameters(self) -> tuple[int, int]:
+        """Elements in the flat buffers of one GPU of the fullest pipeline stage: (dense, experts)."""
+        shape, layout = self.shape, self.layout
+        stages = cached_pipeline_stages(shape.num_layers, layout.pp, layout.vpp, layout.uneven)
+        return max((self._buffer_numel(stage) for stage in stages), key=sum)
 
-    def _copies(self, replicas: NDArray[np.int64]) -> tuple[Array, Array]:
-        """Ranks that have the same part of (what every replica has, the experts)."""
+    def _buffer_numel(self, stage: list) -> tuple[int, int]:
+        layout = self.layout
+        numels = [buffer_numel(self.shape, virtual, layout.tp, layout.ep, layout.etp) for virtual in stage]
+        return sum(dense for dense, _ in numels), sum(experts for _, experts in numels)
+
+    def _copies(self, replicas: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Return the number of ranks with the same shard of (dense parameters, experts), for each number of replicas."""
         layout = self.layout
         ranks = replicas.astype(np.float64) * layout.cp
         return ranks, layout.tp * ranks / (layout.ep * layout.etp)
 
-    def state_bytes(self, replicas: NDArray[np.int64]) -> Array:
-        """Weights and optimizer state of one GPU: what leaves it and comes back where it is shared by turns."""
+    def state_bytes(self, replicas: IntArray) -> FloatArray:
+        """Return the bytes of weights and optimizer state on one GPU: what is offloaded and loaded where GPUs are shared."""
+        optimizer = optimizer_bytes_per_parameter(WEIGHT_BYTES)
         parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
-        return np.sum([parameters * (WEIGHT + STATE / copies) for parameters, copies in parts], axis=0)
+        return np.sum([parameters * (WEIGHT_BYTES + optimizer / copies) for parameters, copies in parts], axis=0)
 
-    def _optimizer_step(self, replicas: NDArray[np.int64]) -> dict[str, Array]:
-        """Gradients are summed by shares, each share's weights are stepped, and gathered; not beside any other work."""
-        machine, layout = self.machine, self.layout
-        ranks = layout.tp * layout.cp * replicas  # of a stage, which are neighbours
-        speed = np.where(ranks <= machine.per_node, machine.nvlink_bytes, machine.network_bytes)
-        gradients, share = np.zeros(len(replicas)), np.zeros(len(replicas))
+    def _optimizer_step(self, replicas: IntArray) -> dict[str, FloatArray]:
+        """Return the seconds of reduce-scattering gradients, stepping each shard, and all-gathering weights; nothing overlaps."""
+        cluster, layout = self.cluster, self.layout
+        ranks = layout.tp * layout.cp * replicas  # of a stage; they are neighbors
+        speed = np.where(ranks <= cluster.per_node, cluster.nvlink_bytes, cluster.network_bytes)
+        gradients, shard = np.zeros(len(replicas)), np.zeros(len(replicas))
         for parameters, copies in zip(self.stage_parameters, self._copies(replicas), strict=True):
-            sent = parameters * (GRADIENT + WEIGHT) * (copies - 1) / copies
-            gradients = gradients + np.where(sent > 0, sent / speed + 2 * machine.latency_s, 0.0)
-            share = share + parameters / copies
-        return dict(gradients=gradients, optimizer=share * STATE_TRAFFIC / machine.hbm_bytes)
+            sent = parameters * (GRADIENT_BYTES + WEIGHT_BYTES) * (copies - 1) / copies
+            gradients = gradients + np.where(sent > 0, sent / speed + 2 * cluster.latency_s, 0.0)
+            shard = shard + parameters / copies
+        return dict(gradients=gradients, optimizer=shard * ADAMW_TRAFFIC_BYTES / cluster.hbm_bytes)

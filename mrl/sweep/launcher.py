@@ -27,7 +27,7 @@ from mrl.config import hydra_entry
 from mrl.config.hydra_entry import is_override_to, override_key
 from mrl.config.schema import Config
 from mrl.controller.memory_check import plan_fitting_run
-from mrl.core.preemption import REQUEUE
+from mrl.core.run_errors import REQUEUE
 from mrl.launch import slurm_job
 from mrl.launch.supervisor import end_with_parent
 from mrl.placement.resource_pools import with_node_count
@@ -58,7 +58,7 @@ class PointFailedError(RuntimeError):
 class PointLauncher(Launcher):
     """Launcher `mrl` of Hydra (conf/hydra/launcher/mrl.yaml)."""
 
-    __module__ = "hydra_plugins.mrl"  # Hydra accepts launchers of this namespace only
+    __module__ = "hydra_plugins.mrl"  # see register_plugins in mrl/sweep/sweepers.py
 
     def __init__(self, n_jobs: int = 1) -> None:
         """`n_jobs`: points that run at one time."""

@@ -1,7 +1,10 @@
 """Hydra sweepers of `mrl train -m`: all combinations of the values, or values that Optuna chooses."""
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
@@ -17,15 +20,25 @@ MAX_REJECTED = 20  # consecutive proposals that cannot run before the sweep ends
 
 
 def register_plugins() -> None:
-    """Register launcher and sweepers; conf/hydra selects them by name."""
+    """Register launcher and sweepers in Hydra; conf/hydra selects them by name.
+
+    Hydra instantiates plug-ins from its namespace package `hydra_plugins` only, so the classes get a module there.
+    """
+    try:
+        namespace = importlib.import_module("hydra_plugins")
+    except ImportError:  # no other plug-in is installed
+        namespace = sys.modules["hydra_plugins"] = ModuleType("hydra_plugins")
+    module = sys.modules["hydra_plugins.mrl"] = ModuleType("hydra_plugins.mrl")
+    vars(namespace)["mrl"] = module
     for plugin in (PointLauncher, GridSweeper, OptunaSweeper):
+        vars(module)[plugin.__name__] = plugin
         Plugins.instance().register(plugin)
 
 
 class GridSweeper(Sweeper):
     """Sweeper `grid` of Hydra (conf/hydra/sweeper/grid.yaml): launches all combinations at once."""
 
-    __module__ = "hydra_plugins.mrl"  # Hydra accepts sweepers of this namespace only
+    __module__ = "hydra_plugins.mrl"  # see register_plugins
 
     def __init__(self, params: DictConfig | None = None) -> None:
         """`params`: key -> values, as on the command line, which takes precedence."""

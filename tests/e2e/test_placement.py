@@ -20,7 +20,7 @@ from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.hosts import HostedEngine
-from mrl.rollout.engines.server import default_server_args
+from mrl.rollout.engines.server_args import default_server_args
 
 pytestmark = pytest.mark.extended
 

@@ -1,4 +1,4 @@
-"""Configs of runs that are only planned: a model's folder with nothing but its config.json."""
+"""Configs for tests of `mrl plan`: published models, whose folders contain only a config.json."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ MODELS = {
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "DeepSeek-V3": DEEPSEEK_V3,
 }
-assert QWEN.items() <= QWEN3_235B_A22B.items(), "its family's tokens and rope"
+assert QWEN.items() <= QWEN3_235B_A22B.items(), "fields of the Qwen family"
 FULL = [
     "megatron.recompute_granularity=full",
     "megatron.recompute_method=uniform",
@@ -32,19 +32,19 @@ FULL = [
 
 
 def folder_of(model: str, folder: Path) -> Path:
-    """A folder with the model's published config alone."""
+    """Write a folder with the model's published config.json."""
     (folder / model).mkdir(exist_ok=True)
     (folder / model / "config.json").write_text(json.dumps(ANY | MODELS[model]))
     return folder / model
 
 
 def config_of(model: str | None, folder: Path, *overrides: str, experiment: str = "gsm8k") -> Config:
-    """What `mrl plan experiment=... model.path=... OVERRIDES` would plan; without `model`, the experiment's own."""
+    """Return the config of `mrl plan experiment=... model.path=... OVERRIDES`. `model=None`: the experiment's own model."""
     keys = hydra_entry.check_overrides([f"experiment={experiment}", "run.dir=out", *overrides])
     path = [f"++model.path={folder_of(model, folder)}"] if model else []
     return hydra_entry.compose_config([*keys, *path])
 
 
 def memory_of(config: Config) -> RunMemory:
-    """As `mrl plan memory` counts it."""
+    """Return the memory that `mrl plan memory` shows."""
     return MemoryEstimator.of(config).estimate(config)

@@ -1,0 +1,152 @@
+"""`mrl plan memory`: memory of runs, advice, and its output as text and JSON."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from planned_runs import FULL, config_of, memory_of
+
+from mrl.commands import plan
+from mrl.config import hydra_entry
+from mrl.controller.memory_check import MemoryEstimator
+from mrl.data.synthetic_tasks import make_doubling_task
+from mrl.planner.memory_advice import advise
+from mrl.planner.run_memory import GIB
+
+GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")
+FILES = sorted(f"{group}={path.stem}" for group in GROUPS for path in (hydra_entry.CONF / group).glob("*.yaml"))
+BLANKS = {  # values that a file of conf leaves to the user
+    "algorithm=distill": ["teacher.path=${model.path}"],
+    "reward=function": ["reward.path=mine.py"],
+    "reward=judge": ["reward.url=http://judge:30000", "reward.model=judge"],
+    "reward=reward_model": ["reward.url=http://rewards:30000", "reward.tokenizer=${model.path}"],
+}
+EXPERIMENTS = sorted(path.stem for path in (hydra_entry.CONF / "experiment").glob("*.yaml"))
+SHARED = ["cluster=h100", "placement=colocated", "rollout.engine_tp=4", "rollout.num_engines=2"]
+TRAINED = ["parallel.tp=4", "parallel.ep=8", "parallel.etp=1", "parallel.dp=2"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_can_be_planned(tmp_path, monkeypatch, experiment):
+    """An experiment that names no model is planned with Qwen3-8B on a node of eight GPUs."""
+    monkeypatch.chdir(tmp_path)
+    own = "path:" in (hydra_entry.CONF / "experiment" / f"{experiment}.yaml").read_text()
+    layout = [] if own else ["parallel.tp=4", "parallel.dp=2"]
+    memory = memory_of(config_of(None if own else "Qwen3-8B", tmp_path, "cluster=h100", *layout, experiment=experiment))
+    assert memory.fits, memory.problems
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    make_doubling_task(folder := tmp_path_factory.mktemp("inputs") / "made")
+    return folder
+
+
+@pytest.mark.parametrize("choice", FILES)
+def test_every_file_of_conf_can_be_planned(inputs, capsys, choice):
+    words = ["experiment=quickstart", f"data.inputs.folder={inputs}", choice, *BLANKS.get(choice, [])]
+    assert plan.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "actor: " in printed and ("It fits." in printed or "GPU memory is unknown" in printed)
+
+
+def test_a_run_that_does_not_fit_exits_with_status_1_and_shows_advice(tmp_path, capsys):
+    config = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED)
+    with pytest.raises(SystemExit) as ended:
+        plan.explain_memory(config)
+    out = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "It does not fit" in out and "actor during update" in out
+    assert "megatron.recompute_granularity=full" in out
+
+
+def test_a_run_that_fits_says_so(tmp_path, capsys):
+    plan.explain_memory(config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED, *FULL))
+    out = capsys.readouterr().out
+    assert "It fits." in out and "30.53 billion parameters" in out
+
+
+def test_json_output_has_the_estimated_numbers(tmp_path, capsys):
+    config = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED)
+    with pytest.raises(SystemExit):
+        plan.explain_memory(config, as_json=True)
+    printed, memory = json.loads(capsys.readouterr().out), memory_of(config)
+    assert [moment["total"] for moment in printed["phases"]] == [moment.total for moment in memory.phases]
+    assert not printed["fits"] and printed["alternatives"] and all(change["fits"] for change in printed["alternatives"])
+
+
+def test_advice_has_the_memory_of_its_config(tmp_path):
+    estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED))
+    changes = advise(estimator.config, estimator.estimate)
+    assert changes
+    for change in changes:
+        assert change.memory.fits
+        assert estimator.estimate(change.config) == change.memory
+        again = config_of("Qwen3-30B-A3B", tmp_path, *SHARED, *TRAINED, *change.overrides)
+        assert memory_of(again).phases == change.memory.phases
+
+
+def test_advice_combines_changes_if_one_is_not_enough(tmp_path):
+    layout = ["cluster=h100", "parallel.world_size=16", "cluster.nodes=3", "rollout.engine_tp=8"]
+    estimator = MemoryEstimator.of(config_of("Qwen3-30B-A3B", tmp_path, *layout))
+    changes = advise(estimator.config, estimator.estimate)
+    assert changes and len(changes[0].overrides) > 1
+    assert all(change.memory.gpus <= 24 for change in changes)
+
+
+def test_too_few_nodes_are_a_problem(tmp_path):
+    memory = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h200", "cluster.nodes=1", "parallel.dp=16"))
+    assert any("the run needs 17 GPUs, the cluster has 8" in problem for problem in memory.problems)
+
+
+def test_no_sequence_is_longer_than_the_context(tmp_path):
+    """By default a prompt is as long as a response, limited by the rest of the context."""
+    config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "rollout.max_response_tokens=30000")
+    assert memory_of(config).sequence == 40_960
+    assert memory_of(config_of("Qwen3-8B", tmp_path, "rollout.max_response_tokens=1000")).sequence == 2000
+
+
+def test_without_hardware_there_is_no_limit(tmp_path):
+    memory = memory_of(config_of("Qwen3-8B", tmp_path))
+    assert memory.fits and all(moment.limit == 0 for moment in memory.phases)
+    assert memory.engine is not None and memory.engine.tokens == 65536
+
+
+def test_colocated_roles_are_counted_in_the_phases_in_which_they_work(tmp_path):
+    apart = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8"))
+    shared = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", "placement=colocated"))
+    assert {(m.role, m.phase) for m in apart.phases} >= {("actor", "weight_sync"), ("engines", "rollout")}
+    assert {(m.role, m.phase) for m in shared.phases} >= {("actor, engines", "weight_sync"), ("engines", "rollout")}
+    assert shared.gpus == 8 and apart.gpus == 9
+    of = {m.phase: m for m in shared.phases}
+    assert of["update"].parts["context"] == 4 * GIB
+    assert shared.host.offloaded > 0 and apart.host.offloaded == 0
+
+
+def test_a_critic_and_a_reference_are_counted(tmp_path):
+    ppo = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h100", "parallel.dp=8", "algorithm=ppo"))
+    assert {m.role for m in ppo.phases} == {"actor", "critic", "engines"}
+    kl = memory_of(config_of("Qwen3-8B", tmp_path, "parallel.dp=8", "++algorithm.kl_in_loss.coef=0.1"))
+    assert kl.host.reference > 0
+
+
+def test_an_impossible_layout_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"parallel\.tp=3 does not divide"):
+        memory_of(config_of("Qwen3-8B", tmp_path, "parallel.tp=3"))
+
+
+def test_a_small_kv_cache_is_a_problem(tmp_path):
+    long = ["rollout.max_response_tokens=30000", "sglang.mem_fraction_static=0.2"]
+    memory = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=a100", "parallel.dp=8", *FULL, *long))
+    assert any("the KV cache holds" in problem for problem in memory.problems)
+
+
+def test_the_memory_of_a_run_can_be_copied_and_written_as_json(tmp_path):
+    memory = memory_of(config_of("Qwen3-8B", tmp_path))
+    assert replace(memory, nodes=2).nodes == 2
+    json.dumps(memory.as_json())
+
+
+def test_only_the_memory_is_printed_as_json(capsys):
+    assert plan.main(["sync", "--json"]) == 2
+    assert "--json" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""Memory of trainers and engines: compared with formulas of papers and of Megatron, and with SGLang's layouts."""
+
+import time
+from argparse import Namespace
+from dataclasses import replace
+from math import prod
+
+import pytest
+from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
+from tiny_families import FAMILIES, SIZES
+
+from models.families import family_of
+from models.hf_config import HFConfig
+from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
+from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
+from mrl.planner.model_shape import ModelShape
+from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
+from mrl.planner.trainer_state_bytes import pipeline_stages
+from mrl.weight_sync.engine_layout import EngineLayout, Topology
+from parallel.dims import ParallelDims
+
+FULL = Recompute("full", "uniform", 1)
+# hidden size, layers, heads of the models of Korthikanti et al. 2022, table 3
+GPT = {"22B": (6144, 48, 64), "175B": (12288, 96, 96), "530B": (20480, 105, 128), "1T": (25600, 128, 160)}
+
+
+def published(fields) -> tuple[ModelShape, HFConfig]:
+    config = HFConfig("config.json", ANY | fields)
+    family = family_of(config)
+    return ModelShape.of(family, family.read(config)), config
+
+
+def gpt(name: str) -> ModelShape:
+    """A model of the paper: ungated MLP, no rotary embedding, as many key heads as query heads, dropout."""
+    hidden, layers, heads = GPT[name]
+    return ModelShape(
+        moe=(False,) * layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        value_dim=hidden // heads,
+        ffn=4 * hidden,
+        num_experts=0,
+        topk=0,
+        moe_ffn=0,
+        shared_ffn=0,
+        vocab=51200,
+        qk_norm=False,
+        gated=False,
+        dropout=True,
+    )
+
+
+@pytest.mark.parametrize("name", GPT)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_layer_keeps_the_bytes_of_the_papers_equation_4(name, tp):
+    """s b h 34 / t, with attention scores recomputed. The paper leaves out the statistics of norms."""
+    shape, batch = gpt(name), MicroBatchShape.of(ParallelDims(tp=tp), 2048, 2)
+    statistics = 2 * batch.rows * 4
+    found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - statistics
+    assert found == 34 * 2048 * shape.hidden // tp
+
+
+def test_without_sequence_parallelism_activations_outside_of_matrices_are_not_sharded():
+    """Equation 2 of the paper: s b h (10 + 24 / t)."""
+    shape, batch = gpt("175B"), MicroBatchShape.of(ParallelDims(tp=8, sp=False), 2048, 2)
+    found = layer_bytes(shape, False, batch, frozenset(["core_attn"])) - 2 * 2048 * 4
+    assert found == 2048 * shape.hidden * (10 + 24 // 8)
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_a_layer_keeps_the_bytes_of_megatrons_estimate(name):
+    from megatron.training.theoretical_memory_usage import compute_activation_memory
+
+    hidden, layers, _ = GPT[name]
+    sizes = dict(seq_length=2048, micro_batch_size=1, hidden_size=hidden, ffn_hidden_size=4 * hidden)
+    layout = dict(tensor_model_parallel_size=8, pipeline_model_parallel_size=1)
+    more = dict(virtual_pipeline_model_parallel_size=None, padded_vocab_size=51200)
+    theirs = [compute_activation_memory(Namespace(**sizes, **layout, **more, num_layers=n), 1) for n in (0, layers)]
+    batch = MicroBatchShape.of(ParallelDims(tp=8), 2048, 2)
+    ours = virtual_stage_bytes(
+        gpt(name), batch, (False,) * layers, Recompute("selective", modules=frozenset(["core_attn"]))
+    )
+    assert ours == pytest.approx(theirs[1] - theirs[0], rel=1e-4)
+
+
+def test_a_recomputed_layer_keeps_only_its_input():
+    shape, batch = gpt("22B"), MicroBatchShape.of(ParallelDims(tp=8), 2048, 2)
+    assert virtual_stage_bytes(shape, batch, (False,) * 48, FULL) == 48 * 2 * 2048 // 8 * 6144
+    every_third = replace(FULL, num_layers=3)
+    assert virtual_stage_bytes(shape, batch, (False,) * 48, every_third) == 16 * 2 * 2048 // 8 * 6144
+    some = virtual_stage_bytes(shape, batch, (False,) * 48, Recompute("full", "block", 8))
+    assert some == 8 * 2 * 2048 // 8 * 6144 + 40 * layer_bytes(shape, False, batch)
+
+
+def test_micro_batches_in_flight_are_those_of_the_paper():
+    """Section 4.2.3: the first stage keeps p micro-batches; interleaved, activations of L (1 + (p - 1) / (p m)) layers."""
+    dims = ParallelDims(pp=4)
+    assert [in_flight(dims, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(dims, 0, micro_batches=2) == 2
+    p, m, layers = 4, 3, 48
+    kept = in_flight(ParallelDims(pp=p, vpp=m), 0) * layers // (p * m)
+    assert kept == layers * (1 + (p - 1) / (p * m))
+
+
+def test_published_models_have_their_published_number_of_parameters():
+    assert published(QWEN3_8B)[0].num_parameters == 8_190_735_360
+    assert published(QWEN3_30B_A3B)[0].num_parameters == 30_532_122_624
+    assert published(DEEPSEEK_V3)[0].num_parameters == 671_026_419_200 - 58 * 256  # without the correction biases
+
+
+def test_ranks_hold_all_parameters_and_share_one_copy_of_the_optimizer_state():
+    shape, _ = published(QWEN3_30B_A3B)
+    dims = ParallelDims(tp=4, dp=8, ep=8, etp=1)
+    (rank,) = trainer_memory(shape, dims, TrainerSettings()).stages
+    experts = 48 * 128 * 3 * 2048 * 768
+    held = experts // 8 + (shape.num_parameters - experts) / 4
+    assert rank.state.weights == pytest.approx(2 * held, rel=0.01)
+    assert rank.state.gradients == 2 * rank.state.weights
+    assert rank.state.optimizer == pytest.approx(12 * shape.num_parameters / dims.world_size, rel=0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (4, 1, 1), (4, 2, 1)], ids=str)
+def test_an_engine_rank_holds_the_weights_that_sglang_allocates(name, sizes):
+    prefix, fields = FAMILIES[name]
+    config = HFConfig("config.json", SIZES | fields | dict(architectures=[f"{prefix}ForCausalLM"]))
+    family, topology = family_of(config), Topology(*sizes)
+    arch = family.read(config)
+    if topology.ep > 1 and arch.num_experts % topology.ep:
+        pytest.skip("the number of experts is not a multiple of ep")
+    shapes = EngineLayout.of(family, arch, topology).param_shapes(topology.tp - 1)
+    exact = sum(prod(s) * (4 if "correction_bias" in param else 2) for param, s in shapes.items())
+    assert engine_weights(ModelShape.of(family, arch), topology, 2) == exact
+
+
+def test_the_kv_cache_of_a_token_has_the_published_size():
+    qwen, _ = published(QWEN3_8B)
+    deepseek, _ = published(DEEPSEEK_V3)
+    assert kv_bytes(qwen, Topology(1), 2) == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert kv_bytes(qwen, Topology(8), 2) == kv_bytes(qwen, Topology(16), 2) == 147_456 // 8
+    assert kv_bytes(deepseek, Topology(8), 2) == 61 * (512 + 64) * 2  # the published 70 KB, on every rank
+
+
+def test_an_engine_allocates_its_memory_fraction():
+    qwen, _ = published(QWEN3_8B)
+    found = engine_memory(qwen, Topology(1), 2, free=80 << 30, fraction=0.8)
+    assert found.total == int((80 << 30) * 0.8)
+    assert found.tokens == found.kv_cache // 147_456
+    assert engine_memory(qwen, Topology(1), 2, free=16 << 30, fraction=0.8).tokens == 0
+
+
+def test_more_ranks_never_need_more_memory_per_rank():
+    shape, _ = published(QWEN3_30B_A3B)
+    peaks = [
+        trainer_memory(shape, ParallelDims(tp=4, dp=dp, ep=8, etp=1), TrainerSettings()).by_phase["update"]
+        for dp in (2, 4, 8, 16)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    tokens = [
+        trainer_memory(shape, ParallelDims(dp=8, ep=8), TrainerSettings(max_tokens=n)).by_phase["update"]
+        for n in (2048, 4096, 8192)
+    ]
+    assert tokens == sorted(tokens)
+
+
+def test_uneven_stages_have_the_layers_that_megatron_gives_them():
+    shape, _ = published(QWEN3_30B_A3B)
+    uneven = dict(num_layers_in_first_pipeline_stage=6, num_layers_in_last_pipeline_stage=10)
+    stages = pipeline_stages(shape.num_layers, ParallelDims(pp=4), uneven)
+    assert [chunk.layers for (chunk,) in stages] == [6, 16, 16, 10]
+    assert [chunk.first for (chunk,) in stages] == [0, 6, 22, 38]
+    with pytest.raises(ValueError, match=r"do not divide over 3 pipeline stages"):
+        pipeline_stages(shape.num_layers, ParallelDims(pp=4), dict(num_layers_in_first_pipeline_stage=7))
+
+
+def test_a_search_can_ask_for_a_hundred_thousand_layouts_a_minute():
+    shape, _ = published(QWEN3_30B_A3B)
+    layouts = [
+        ParallelDims(tp=tp, pp=pp, dp=dp, ep=ep, etp=1)
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4, 8, 16)
+        for dp in (8, 16, 32)
+        for ep in (1, 2, 4, 8)
+    ]
+    start = time.process_time()
+    for dims in layouts:
+        trainer_memory(shape, dims, TrainerSettings(max_tokens=8192))
+    assert (time.process_time() - start) / len(layouts) < 60 / 100_000
