@@ -137,7 +137,8 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     from models.hf_config import HFConfig
     from models.model_builder import build_model
     from mrl.config.schema import WeightSyncConfig
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
     from mrl.weight_sync.engine_layout import EngineLayout
     from mrl.weight_sync.session import LiveSync
     from parallel import groups

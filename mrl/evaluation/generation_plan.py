@@ -21,7 +21,7 @@ from mrl.evaluation.response_store import ResponseStore
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines.server import check_server_args, default_server_args
+from mrl.rollout.engines.server_args import check_server_args, default_server_args
 from mrl.rollout.engines.server_args import DETERMINISTIC
 
 CONVERTED = "model"  # subfolder of the output with a converted Megatron checkpoint, until the generation is finished

@@ -1,1 +1,1 @@
-"""SGLang engines and the workers that sample from them."""
+"""Rollout: the driver's manager, the worker that samples and scores, and the SGLang engines."""

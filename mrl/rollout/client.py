@@ -6,7 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "EngineClient", "EngineError", "EngineFault", "EngineGone", "SamplingParams"]
 
-BUSY = (408, 425, 429)  # HTTP answers, besides 5xx, for which the request is not to blame
+BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, do not blame the request
 
 
 class EngineFault(EngineError):
-    """The engine is to blame, not the request: another engine may answer it, or this one a little later."""
+    """The engine failed, not the request: another engine, or this one a little later, may answer it."""
 
 
 class EngineGone(EngineError):
-    """Nobody listens where the engine was; nothing was sent."""
+    """No process listens at the engine's address; the request was not sent."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response."""
+    """Sampling parameters of one response."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = -1  # tokens; -1: all
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end of sequence
-    ignore_eos: bool = False  # go on to max_new_tokens
-    seed: int | None = None  # 63 bits; heeded by servers with enable_deterministic_inference, which take 42 for None
+    top_k: int = -1  # -1: all tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end of sequence
+    ignore_eos: bool = False  # sample max_new_tokens
+    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it, and use 42 for None
 
     def body(self) -> dict[str, Any]:
-        """As SGLang's sampling_params."""
+        """The fields of SGLang's sampling_params."""
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         if self.top_p != 1.0:
             body["top_p"] = self.top_p
@@ -70,18 +70,17 @@ class Completion:
     token_ids: list[int]  # [R], the end-of-sequence token included
     logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
     finish_reason: str  # stop, length or abort
-    weight_version: str  # of the weights that made the first token; an update may have come in between
-    # [P+R-1, layers, topk] experts that each token of prompt and response went to, the last excepted: nothing was computed
-    # for it. None where it was not asked for.
+    weight_version: str  # of the weights that sampled the first token; a weight update may follow
+    # [P+R-1, layers, topk] experts of each token of prompt and response except the last, for which nothing was computed.
+    # None if it was not requested.
     routed_experts: NDArray[np.int16] | None = None
-    cached_tokens: int = 0  # of the prompt, found in the engine's prefix cache
-    versions: tuple[
-        tuple[int, int], ...
-    ] = ()  # (version, tokens) in order, where an update came in between; else empty
+    cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
+    # (weight version, tokens) in order, if a weight update came between the tokens; else empty
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 class EngineClient(EngineControl):
-    """One server: sampling, and the control plane it inherits. Safe to use from several threads."""
+    """HTTP client of one server: sampling, and the control requests that it inherits. Safe to use from several threads."""
 
     def generate(
         self,
@@ -91,12 +90,11 @@ class EngineClient(EngineControl):
         logprobs: bool = True,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """One response to each prompt, in order, all in one request. Repeat a prompt for several responses to it:
-        SGLang's own `n` sends the prompts through one by one first.
+        """Sample one response to each prompt, in order, with one request, and wait for it.
 
-        `sampling`: of all prompts, or one for each.
-        `routed_experts` needs a mixture of experts on a server with `enable_return_routed_experts`; raises EngineError
-        where it does not report them.
+        For several responses to a prompt, repeat the prompt: SGLang's own parameter `n` first prefills the prompts one by
+        one. `sampling`: for all prompts, or one for each. `routed_experts`: also return the experts of each token; the server
+        needs a mixture of experts and `enable_return_routed_experts`. Raises EngineError if it does not return them.
         """
         if not input_ids:
             return []
@@ -114,33 +112,34 @@ class EngineClient(EngineControl):
         *,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """As `generate`, for many requests at one time; waits as long as it takes.
+        """Sample like `generate`, for many concurrent requests; has no deadline of its own.
 
-        Raises EngineGone or EngineFault where the engine is to blame, EngineError where the request is.
+        Raises EngineGone or EngineFault if the engine failed, and EngineError if it refused the request.
         """
-        import aiohttp  # half a second, for who asks many things at one time only
+        import aiohttp  # takes half a second to import; only callers with many concurrent requests need it
 
         body = orjson.dumps(_body(input_ids, sampling, True, routed_experts))
         headers = {"content-type": "application/json"} | authorization()
         try:
-            async with http.post(f"{self.url}/generate", data=body, headers=headers) as answer:
-                status, content = answer.status, await answer.read()
+            async with http.post(f"{self.url}/generate", data=body, headers=headers) as response:
+                status, content = response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
             raise EngineGone(f"takes no connections: {error}") from error
         except (OSError, aiohttp.ClientError) as error:
             raise EngineFault(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
-        if status in BUSY or status >= 500:
+        if status in BUSY_STATUSES or status >= 500:
             raise EngineFault(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
         answers = self._read("/generate", status, content)
-        done = [self._completion(a, prompt, routed_experts) for a, prompt in zip(answers, input_ids, strict=True)]
-        if given_up := [one.finish_reason for one in done if one.finish_reason == "abort" or not one.token_ids]:
-            raise EngineFault(f"{self.url}/generate gave {len(given_up)} of {len(done)} responses up ({given_up[0]}).")
-        return done
+        pairs = zip(answers, input_ids, strict=True)
+        completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
+        if cut := [one.finish_reason for one in completions if one.finish_reason == "abort" or not one.token_ids]:
+            raise EngineFault(f"{self.url}/generate aborted {len(cut)} of {len(completions)} responses ({cut[0]}).")
+        return completions
 
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
-        """What changes whenever the scheduler has computed something; None where the server does not answer.
+        """A value that changes whenever the scheduler has computed something; None if the server does not answer.
 
-        Of a server that does not tell (another version of SGLang) it changes with every look.
+        If the server does not report it (another version of SGLang), the value changes with every call.
         """
         import aiohttp
 
@@ -158,20 +157,29 @@ class EngineClient(EngineControl):
             return time.monotonic()
 
     def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
-        done = _completion(answer)
-        if not routed_experts:
-            return done
-        return replace(done, routed_experts=self._routing(answer, len(prompt) + len(done.token_ids) - 1))
+        info = answer["meta_info"]
+        spans = info.get("weight_versions")  # [{version, start, end}], oldest first
+        parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
+        token_ids = answer["output_ids"]
+        return Completion(
+            token_ids,
+            [entry[0] for entry in info.get("output_token_logprobs") or ()],
+            info["finish_reason"]["type"],
+            spans[0]["version"] if spans else info["weight_version"],
+            self._routing(info, len(prompt) + len(token_ids) - 1) if routed_experts else None,
+            info.get("cached_tokens", 0),
+            tuple((int(version), tokens) for version, tokens in parts) if len(parts) > 1 else (),
+        )
 
-    def _routing(self, answer: Mapping[str, Any], num_tokens: int) -> NDArray[np.int16] | None:
-        """SGLang 0.5.23 sends int32 [tokens, layers, topk] as base64."""
-        encoded = answer["meta_info"].get("routed_experts")
+    def _routing(self, info: Mapping[str, Any], num_tokens: int) -> NDArray[np.int16] | None:
+        """Decode routed experts [tokens, layers, topk], which SGLang 0.5.23 sends as int32 in base64."""
+        encoded = info.get("routed_experts")
         if encoded is None:
-            if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            if info["finish_reason"]["type"] == "abort":
                 return None
             raise EngineError(
                 f"{self.url} reports no routed experts; start it with enable_return_routed_experts=True on a mixture of "
-                f"experts."
+                "experts."
             )
         flat = np.frombuffer(base64.b64decode(encoded), np.int32)
         shape = (num_tokens, *self._routing_shape)
@@ -183,7 +191,7 @@ class EngineClient(EngineControl):
 
     @cached_property
     def _routing_shape(self) -> tuple[int, int]:
-        """(layers, experts per token) of the engine's model; the engine does not say, its model folder does."""
+        """(layers, experts per token) of the engine's model, from its model folder: the engine does not report them."""
         path = Path(self.model_info()["model_path"]) / "config.json"
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
@@ -196,22 +204,7 @@ def _body(
     logprobs: bool,
     routed_experts: bool,
 ) -> dict[str, Any]:
-    """As SGLang's /generate takes it."""
+    """The JSON body of SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
     body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
     return body | {"return_routed_experts": True} if routed_experts else body
-
-
-def _completion(answer: Mapping[str, Any]) -> Completion:
-    info = answer["meta_info"]
-    spans = info.get("weight_versions")  # [{version, start, end}], oldest first
-    parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]
-    versions = tuple((int(version), tokens) for version, tokens in parts) if len(parts) > 1 else ()
-    return Completion(
-        answer["output_ids"],
-        [entry[0] for entry in info.get("output_token_logprobs") or ()],
-        info["finish_reason"]["type"],
-        spans[0]["version"] if spans else info["weight_version"],
-        cached_tokens=info.get("cached_tokens", 0),
-        versions=versions,
-    )

@@ -43,8 +43,8 @@ class FixedEngines:
 class RolloutWorkerHandle:
     """The rollout worker's Ray actor behind deadlines; knows nothing of its engines' memory or weights.
 
-    Every call raises StalledError when its deadline passes, WorkerLost when the worker died (see mrl.hang_report), and whatever
-    the worker raised.
+    Every call raises StalledError when its deadline passes, RolloutWorkerLostError when the worker died (see mrl.hang_report),
+    and whatever the worker raised.
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
@@ -56,28 +56,23 @@ class RolloutWorkerHandle:
         self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer reaches its own deadline first
         self._start_timeout_s = 600.0  # of an engine; `wait_ready` sets it
 
-    def call[**P, T](self, method: Callable[Concatenate[RolloutWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """ToolCall a method of the worker, given as `RolloutWorker.method`, and wait for its result."""
-        return self._wait(method.__name__, self.timeout_s, *args, **kwargs)
-
-    def _wait(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        future = getattr(self.actor, method).remote(*args, **kwargs)
-        return self._waiter.get([future], timeout_s, f"{method}() on the rollout worker")[0]
-
-    def send[**P](
-        self, method: Callable[Concatenate[RolloutWorker, P], object], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """ToolCall a method of the worker without waiting for it."""
-        getattr(self.actor, method.__name__).remote(*args, **kwargs)
+    def call[T](
+        self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
+    ) -> T:
+        """Call a method of the worker, given as `RolloutWorker.method`, and wait for its result."""
+        future = getattr(self.actor, method.__name__).remote(*args)
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        return self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait until all engines take requests; returns their URLs."""
         self._start_timeout_s = timeout_s
-        return self._wait("wait_ready", timeout_s + 60, timeout_s)
+        return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
     def replace_engines(self, urls: Sequence[str]) -> list[str]:
         """End these engines, start new ones in their place, and wait for them; returns the URLs of all engines."""
-        return self._wait("replace_engines", self._start_timeout_s + 60, list(urls), self._start_timeout_s)
+        start_s = self._start_timeout_s
+        return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def set_paused(self, paused: bool) -> None:
         """Say whether engines are paused on purpose. While they are, an engine that computes nothing has not failed."""
@@ -101,7 +96,7 @@ class RolloutWorkerHandle:
         return True
 
     def restart(self) -> None:
-        """Kill the actor, which ends its engines, and ask Ray for another. ToolCall `wait_ready` next."""
+        """Kill the actor, which ends its engines, and ask Ray for another. Call `wait_ready` next."""
         ray.kill(self.actor)
         self.actor = self._create()
 
@@ -150,10 +145,8 @@ class RolloutManager:
         """Mean reward on the held-out prompts: of each named test set, and of all prompts under ""."""
         return self._call_engines(RolloutWorker.evaluate, temperature)
 
-    def _call_engines[**P, T](
-        self, method: Callable[Concatenate[RolloutWorker, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """ToolCall a worker method that needs engines, and have engines that failed meanwhile replaced.
+    def _call_engines[T](self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any) -> T:
+        """Call a worker method that needs engines, and have engines that failed meanwhile replaced.
 
         Calls again when all engines were lost. Raises EngineError after `fault_tolerance.max_response_attempts` such losses.
         """
@@ -161,7 +154,7 @@ class RolloutManager:
         for _ in range(self._tries):
             self._engines.load()
             try:
-                result = self.worker.call(method, *args, **kwargs)
+                result = self.worker.call(method, *args)
             except NoEngineError as error:
                 lost, failed = error, self._replace_failed()
             else:
@@ -183,7 +176,7 @@ class RolloutManager:
 
     def discard_log(self, before_step: int) -> None:
         """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait."""
-        self.worker.send(RolloutWorker.discard_log, before_step)
+        self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:
         """The prompt requests that are drawn and not trained, as plain values."""

@@ -176,11 +176,11 @@ class RolloutWorker:
             **columns,
             digests=sample_digests([sample for group in groups for sample in group.samples]),
             spans=version_spans(groups),
-            tickets=np.array(numbers[: len(groups)] or np.arange(len(groups))),
+            request_numbers=np.array(numbers[: len(groups)] or np.arange(len(groups))),
             rewards=self._collected[0].rewards,
             waiting=[(request.number, request.row, request.admitted_version) for request in waiting],
             drawn=self._pipeline.buffer.drawn,
-            numbers={
+            sampling_metrics={
                 **sampled.metrics(),
                 **self.engines.take_metrics(),
                 "rollout/waiting_groups": float(len(waiting)),
@@ -198,7 +198,7 @@ class RolloutWorker:
         result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
         all_columns = {**computed, **result.columns}
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put(all_columns), result.without_advantage, rejected, result.numbers)
+        return AdvantageResult(ray.put(all_columns), result.without_advantage, rejected, result.metrics)
 
     def _keeps(self, group: Group) -> bool:
         """Whether a group is trained."""

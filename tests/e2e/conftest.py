@@ -198,7 +198,8 @@ def engine(qwen3_folder, tmp_path_factory):
     from transformers import Qwen3ForCausalLM
 
     from mrl.rollout.client import EngineClient
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}
     with EngineServer(args, tmp_path_factory.mktemp("engine") / "engine.log") as server:

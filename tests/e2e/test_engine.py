@@ -49,7 +49,8 @@ def test_refusal_carries_the_engines_words(engine):
 
 START_AND_WAIT = """
 import json, sys
-from mrl.rollout.engines.server import EngineServer, default_server_args
+from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server_args import default_server_args
 server = EngineServer(default_server_args("float32", 512) | {"model_path": sys.argv[1]}, sys.argv[2])
 server.start()
 server.wait_ready(480)
@@ -105,7 +106,8 @@ def alive(pid: int) -> bool:
 @pytest.mark.extended
 def test_stop_leaves_nothing(qwen3_folder, tmp_path):
     """A server that is stopped while it still starts: no process, no scratch folder."""
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     server = EngineServer(default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}, tmp_path / "log")
     server.start()
@@ -120,7 +122,8 @@ def test_stop_leaves_nothing(qwen3_folder, tmp_path):
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     (tmp_path / "config.json").write_text("{broken")
     args = default_server_args("float32", 512) | {"model_path": str(tmp_path)}

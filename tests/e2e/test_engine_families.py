@@ -34,7 +34,8 @@ def gap(client: EngineClient, folder) -> float:
 def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_path, name):
     from safetensors.torch import load_file
 
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     sizes: dict[str, Any] = dict(intermediate_size=64)  # on a CPU, SGLang pads others with zeros, in its checksums too
     sizes |= EXPERTS.get(name, {})

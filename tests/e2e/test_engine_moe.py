@@ -30,7 +30,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(folders, tmp_path_factory):
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 128) | {
         "model_path": str(folders[0]),

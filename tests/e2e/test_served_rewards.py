@@ -12,7 +12,8 @@ from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.remote_models import Judge, RewardModel
 from mrl.rewards.reward_types import Response, Turn
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.engines.server import EngineServer, default_server_args
+from mrl.rollout.engines.server import EngineServer
+from mrl.rollout.engines.server_args import default_server_args
 
 pytestmark = pytest.mark.extended
 

@@ -21,7 +21,8 @@ def served_gap(folder, model, prompt: list[int]) -> float:
     import torch
 
     from mrl.rollout.client import EngineClient, SamplingParams
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 64) | {"model_path": str(folder)}
     with EngineServer(args, folder.parent / "logs/fresh_engine.log") as server:

@@ -217,7 +217,8 @@ def test_running_requests_are_paused_as_asked(engine, connect, mode):
 @pytest.fixture
 def new_engine(engine, tmp_path):
     """`new_engine()` starts another server on the first weights."""
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     servers = []
 
@@ -242,7 +243,8 @@ def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp
 
     Before, a table that swaps two matrices of one shape is refused: the engine's own files say otherwise.
     """
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     groups = dict(tp_size=2, dp_size=2, enable_dp_attention=True)
     args = default_server_args("float32", 512) | groups | {"model_path": str(engine.folder)}
@@ -308,7 +310,8 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
 @pytest.mark.extended
 def test_engines_outside_take_weights_from_disk(start_mrl, quickstart, warm, tmp_path):
     """A server that somebody else started, without anything of ours in it, goes on after the run."""
-    from mrl.rollout.engines.server import EngineServer, default_server_args
+    from mrl.rollout.engines.server import EngineServer
+    from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 32) | {"model_path": str(warm), "custom_weight_loader": []}
     with EngineServer(args, tmp_path / "engine.log") as server:

@@ -5,37 +5,37 @@ import sys
 
 import pytest
 
-from mrl.rollout.engines.server_args import OURS, check_server_args, default_server_args, server_arg_names
+from mrl.rollout.engines.server_args import RESERVED_ARGS, check_server_args, default_server_args, server_arg_names
 
 
-def test_names_read_from_the_source_are_those_of_the_class():
+def test_argument_names_from_the_source_are_those_of_the_class():
     from sglang.srt.server_args import ServerArgs
 
     assert server_arg_names() == {name for name in ServerArgs.__struct_fields__ if not name.startswith("_")}
 
 
-def test_unknown_argument_names_its_nearest_match():
+def test_an_unknown_argument_is_refused_with_its_nearest_match():
     with pytest.raises(
         ValueError, match=r"sglang\.mem_fraction_sttic is not an argument.*did you mean sglang\.mem_fraction_static"
     ):
         check_server_args({"mem_fraction_sttic": 0.5})
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_arguments_that_mrl_owns_are_refused(name):
+@pytest.mark.parametrize("name", RESERVED_ARGS)
+def test_arguments_that_mrl_sets_are_refused(name):
     with pytest.raises(ValueError, match=rf"sglang\.{name}=1 is set by mrl; use"):
         check_server_args({name: 1})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_defaults_are_arguments_and_users_may_change_them(device):
+def test_defaults_are_arguments_that_users_may_change(device):
     defaults = default_server_args("bfloat16", 4096, device=device)
     check_server_args(defaults)
     assert (defaults["dtype"], defaults["context_length"], defaults["device"]) == ("bfloat16", 4096, device)
 
 
-def test_checking_does_not_import_sglang_or_torch():
-    """The driver checks arguments before it starts anything; those imports would cost it seconds."""
+def test_the_check_does_not_import_sglang_or_torch():
+    """The driver checks arguments before it starts anything, and these imports take seconds."""
     code = (
         "import sys; from mrl.rollout.engines.server_args import *; check_server_args({'tp_size_x': 1} if 0 else {'log_level': 'info'});"
         "default_server_args('float32', 64); from mrl.rollout import client; from mrl.rollout.engines import server;"

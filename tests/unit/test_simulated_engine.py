@@ -121,7 +121,7 @@ def test_a_pause_that_aborts_gives_up_what_runs(client):
 def test_what_nobody_waits_for_any_more_leaves_the_queue(client):
     async def give_up():
         async with aiohttp.ClientSession() as http:
-            asking = asyncio.create_task(client.ask(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
+            asking = asyncio.create_task(client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
             await asyncio.to_thread(until, client, 1)
             asking.cancel()
 
@@ -180,10 +180,10 @@ def test_recorded_completions_are_said_again(tmp_path):
 def test_a_lost_engine_is_a_fault_of_the_engine(client):
     async def ask():
         async with aiohttp.ClientSession() as http:
-            asking = asyncio.create_task(client.ask(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
+            asking = asyncio.create_task(client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
             await asyncio.to_thread(until, client, 1)
             client._call("/abort_request", abort_all=True)
             await asking
 
-    with pytest.raises(EngineFault, match="gave 1 of 1 responses up"):
+    with pytest.raises(EngineFault, match="aborted 1 of 1 responses"):
         asyncio.run(ask())

@@ -1,4 +1,4 @@
-"""Tools and calls: arithmetic without eval, malformed calls, tools that raise or hang."""
+"""Tools and parsers of tool calls: arithmetic without eval, malformed calls, tools that raise or hang."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ from mrl.rollout.agents.tools import Calculator, ToolResult, run_call
         ("9" * 150, "9" * 150),
     ],
 )
-def test_arithmetic(expression, value):
+def test_the_calculator_computes_arithmetic(expression, value):
     assert Calculator()(expression) == value
 
 
@@ -56,18 +56,18 @@ def test_arithmetic(expression, value):
         "\x00",
     ],
 )
-def test_what_is_no_arithmetic_or_too_large_is_refused_at_once(expression):
+def test_other_code_and_large_numbers_are_refused_without_being_computed(expression):
     start = time.process_time()
     with pytest.raises((ValueError, ArithmeticError)):
         Calculator()(expression)
     assert time.process_time() - start < 0.5
 
 
-def test_deep_brackets_and_long_sums_within_the_limits_are_answered():
+def test_a_long_sum_within_the_limits_is_computed():
     assert Calculator(max_characters=2000)("1+" * 400 + "1") == "401"
 
 
-def test_division_by_zero_is_told():
+def test_the_model_sees_a_division_by_zero():
     result = asyncio.run(run_call({"c": Calculator()}, ToolCall("c", "1/0"), 5))
     assert result == ToolResult("error: ZeroDivisionError: division by zero", failed=True)
 
@@ -81,7 +81,7 @@ class Hangs:
         return text
 
 
-def test_a_tool_that_hangs_is_given_up_in_time_and_others_go_on():
+def test_a_hanging_tool_is_abandoned_at_its_timeout_while_others_go_on():
     tools = {"slow": Hangs(threading.Event()), "quick": Calculator()}
 
     async def both() -> list[ToolResult]:
@@ -105,12 +105,12 @@ class Raises:
 
 
 @pytest.mark.parametrize("what", [ValueError("no"), KeyError("k"), SystemExit(3), RecursionError(), AssertionError()])
-def test_a_tool_that_raises_costs_its_own_call_an_error(what):
+def test_a_tool_that_raises_fails_its_call_only(what):
     result = asyncio.run(run_call({"t": Raises(what)}, ToolCall("t", {}), 5))
     assert result.failed and result.text.startswith(f"error: {type(what).__name__}")
 
 
-def test_calls_by_unknown_names_or_with_wrong_arguments_are_errors():
+def test_calls_with_unknown_names_or_wrong_arguments_are_errors():
     tools = {"calculator": Calculator()}
     unknown = asyncio.run(run_call(tools, ToolCall("abacus", "1"), 5))
     assert unknown == ToolResult("error: no tool 'abacus'; there is calculator", failed=True)
@@ -120,7 +120,7 @@ def test_calls_by_unknown_names_or_with_wrong_arguments_are_errors():
     assert unread == ToolResult("error: the call is not JSON", failed=True)
 
 
-def test_what_is_no_text_becomes_text():
+def test_a_result_is_converted_to_text():
     assert asyncio.run(run_call({"length": len}, ToolCall("length", "four"), 5)) == ToolResult("4")
 
 
@@ -136,11 +136,11 @@ def test_what_is_no_text_becomes_text():
         ("<call>1<call>2</call>", ["1<call>2"]),
     ],
 )
-def test_markers(text, found):
+def test_marker_parser_finds_the_text_between_markers(text, found):
     assert MarkerParser("calculator")(text) == [ToolCall("calculator", argument) for argument in found]
 
 
-def test_markers_may_be_any_text_but_not_empty():
+def test_markers_may_be_any_text_except_the_empty_one():
     assert MarkerParser("t", start="(((", end=".*")("(((a.*") == [ToolCall("t", "a")]
     assert MarkerParser("t", end="=").stops == ("=",)
     with pytest.raises(ValueError, match="both markers"):
@@ -172,7 +172,7 @@ def test_a_malformed_hermes_call_is_an_error_that_the_model_sees(inner, why):
 
 @pytest.fixture
 def python():
-    """The Python tool, where this machine can lock programs in."""
+    """PythonTool, if this machine supports the sandbox."""
     sandbox = pytest.importorskip("mrl.rewards.sandbox")
     if lacks := sandbox.why_unavailable():
         pytest.skip(lacks)
@@ -196,6 +196,6 @@ def test_programs_run_in_the_sandbox(python, code, text):
     assert result.text.startswith(text) and result.failed == text.startswith("error")
 
 
-def test_limits_that_do_not_exist_are_refused(python):
+def test_unknown_sandbox_limits_are_refused(python):
     with pytest.raises(ValueError, match="'wall' is no limit of the sandbox; did you mean 'wall_s'"):
         type(python)({"wall": 5.0})

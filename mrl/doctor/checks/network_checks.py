@@ -13,7 +13,7 @@ from mrl.hang_report.network_interfaces import (
     is_virtual,
     nccl_interfaces,
 )
-from mrl.rollout.engines.leases import LAST as LAST_ENGINE_PORT
+from mrl.rollout.engines.leases import LAST_PORT as LAST_ENGINE_PORT
 
 PORTS = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
 MIN_OUTGOING_PORTS = 10_000

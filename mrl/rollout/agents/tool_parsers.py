@@ -1,4 +1,4 @@
-"""How a tool call is recognised in what an assistant says. A parser is a plug-in: `__call__` and `stops`."""
+"""Parsers of tool calls in assistant turns. A parser is a plug-in with `__call__` and `stops`."""
 
 import json
 import re
@@ -10,34 +10,34 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call: a tool's name, and its arguments by name, or its only argument as text."""
+    """One tool call: the tool's name, and its arguments by name or its only argument as text."""
 
     tool: str
     arguments: Mapping[str, Any] | str
 
 
 class ToolCallError(ValueError):
-    """What was meant as a call cannot be read; the model is told why."""
+    """A malformed tool call; the model sees the message."""
 
 
 class ToolParser(Protocol):
-    """Any callable of this form can be named in `rollout.agent.parser._target_`."""
+    """Interface of a parser, which `rollout.agent.parser._target_` names."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts of single tokens that end a turn, besides the model's own end."""
+        """Texts of one token each that end a turn, in addition to the model's end of turn."""
         ...
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """The calls of one assistant turn, in order; none: the conversation is over. `text` holds special tokens."""
+        """Parse the calls of an assistant turn, in order; without calls the response ends. `text` includes special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class MarkerParser:
-    """A call is the text between two markers, for one tool: <call>12*34</call>. Its end stops the turn."""
+    """Calls of one tool as text between two markers, such as <call>12*34</call>. The end marker ends the turn."""
 
-    tool: str  # the name under which rollout.agent.tools has it
+    tool: str  # name of the tool in rollout.agent.tools
     start: str = "<call>"
     end: str = "</call>"
 
@@ -47,11 +47,11 @@ class MarkerParser:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The end of a call."""
+        """The end marker."""
         return (self.end,)
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """The text between each start and the next end; a start without an end is no call."""
+        """Parse the text between each start marker and the next end marker. A start without an end is not a call."""
         return [ToolCall(self.tool, found.strip()) for found in self._pattern.findall(text)]
 
     @cached_property
@@ -64,15 +64,15 @@ _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class HermesParser:
-    """Calls as HermesParser and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, several in one turn."""
+    """Calls in the format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, several per turn."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """None: the model ends its turn behind its calls."""
+        """Empty: the model ends its turn after its calls."""
         return ()
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Every tagged call; one that is no JSON of this form is a ToolCallError."""
+        """Parse every tagged call. One that is not JSON of this form becomes a ToolCallError."""
         return [_from_json(found) for found in _TAGGED.findall(text)]
 
 

@@ -1,4 +1,4 @@
-"""Tools: callables from a call's arguments to text. What goes wrong in one is told to the model, and harms nothing else."""
+"""Tools: callables that turn a call's arguments into text. The model sees the errors of a tool; nothing else is affected."""
 
 import ast
 import asyncio
@@ -13,10 +13,11 @@ from mrl.rollout.agents.tool_parsers import ToolCall, ToolCallError
 
 
 class Tool(Protocol):
-    """Any callable of this form can be named in `rollout.agent.tools.NAME._target_`.
+    """Interface of a tool, which `rollout.agent.tools.NAME._target_` names.
 
-    It is called from a thread of its own, several at a time. An exception is shown to the model as an error. One that does
-    not return in time is left behind in its thread; code that could seize the interpreter belongs in a process.
+    Each call runs in a thread of its own, and several run at the same time. The model sees an exception as an error message.
+    A call that does not return in time is abandoned and its thread goes on, so code that could block the interpreter must run
+    in another process.
     """
 
     def __call__(self, *args: Any, **arguments: Any) -> str: ...
@@ -24,14 +25,14 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call came to, as the model reads it."""
+    """Result of a tool call, as the model reads it."""
 
     text: str
     failed: bool = False
 
 
 async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, timeout_s: float) -> ToolResult:
-    """Run one call; ends within `timeout_s` seconds, and never raises."""
+    """Run one call. Returns within `timeout_s` seconds, and never raises."""
     if isinstance(call, ToolCallError):
         return ToolResult(f"error: {call}", failed=True)
     if call.tool not in tools:
@@ -41,7 +42,7 @@ async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, ti
 
     def work() -> None:
         result = _run(tools[call.tool], call.arguments)
-        with suppress(RuntimeError):  # too late: the loop is closed
+        with suppress(RuntimeError):  # the event loop is closed by now
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
 
     threading.Thread(target=work, name=f"tool-{call.tool}", daemon=True).start()
@@ -55,7 +56,7 @@ def _run(tool: Tool, arguments: Mapping[str, Any] | str) -> ToolResult:
     try:
         text = tool(arguments) if isinstance(arguments, str) else tool(**arguments)
         return ToolResult(text if isinstance(text, str) else str(text))
-    except BaseException as error:  # a tool's failure is the model's to deal with, also SystemExit
+    except BaseException as error:  # the model sees any failure of a tool, even SystemExit
         return ToolResult(
             f"error: {type(error).__name__}: {error}" if str(error) else f"error: {type(error).__name__}", True
         )
@@ -76,13 +77,13 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Calculator:
-    """Arithmetic on numbers: + - * / // % ** and brackets; nothing else is evaluated."""
+    """Tool that computes + - * / // % ** and brackets on numbers, and evaluates nothing else."""
 
-    max_characters: int = 200  # of an expression
-    max_bits: int = 1024  # of any whole number on the way
+    max_characters: int = 200  # longest expression
+    max_bits: int = 1024  # size of any intermediate integer
 
     def __call__(self, expression: str) -> str:
-        """The value of an expression. Raises: ValueError where it is no arithmetic or too large, ArithmeticError."""
+        """Compute an expression. Raises ValueError if it is not arithmetic or too large, and ArithmeticError."""
         if len(expression) > self.max_characters:
             raise ValueError(f"longer than {self.max_characters} characters")
         try:
@@ -104,7 +105,7 @@ class Calculator:
         raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
 
     def _check_power(self, base: int | float, exponent: int | float) -> None:
-        """Raise ValueError before a power is computed that would be too large."""
+        """Raise ValueError if a power would be too large to compute."""
         if (
             isinstance(base, int)
             and isinstance(exponent, int)
@@ -115,29 +116,29 @@ class Calculator:
     def _bounded(self, value: Any) -> int | float:
         if isinstance(value, int) and value.bit_length() > self.max_bits:
             raise ValueError("the number is too large")
-        if not isinstance(value, int | float):  # the root of a negative number
+        if not isinstance(value, int | float):  # complex: the root of a negative number
             raise ValueError("the result is no real number")
         return value
 
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Runs a program in the sandbox of code rewards, each in a process of its own, and gives what it prints.
+    """Tool that runs a program in the sandbox of code rewards, in a process of its own, and returns what it prints.
 
-    `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError for one that there is not, and where the machine cannot
-    lock a program in.
+    `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError for an unknown field, and if this machine does not
+    support the sandbox.
     """
 
     limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from mrl.rewards import sandbox  # it asks what the kernel offers: only where code is run
+        from mrl.rewards import sandbox  # the import queries kernel features, so only users of this tool pay for it
 
         sandbox.require()
         object.__setattr__(self, "_limits", sandbox.SandboxLimits.of(self.limits))
 
     def __call__(self, code: str) -> str:
-        """Standard output of the program. Raises: RuntimeError with why it ended, where it did not end well."""
+        """Run a program and return its standard output. Raises RuntimeError with the reason if it fails."""
         from mrl.rewards import sandbox
 
         outcome = sandbox.run(code, "", vars(self)["_limits"])

@@ -1,4 +1,4 @@
-"""Names that both a driver without SGLang and the processes inside SGLang need."""
+"""SGLang on a CPU: a platform plug-in with attention and operators in torch. The driver can import this without SGLang."""
 
 ATTENTION_BACKEND = "mrl_batched_sdpa"
-"""Under which `cpu_attention` registers itself with SGLang."""
+"""Name under which `sdpa_attention` registers itself with SGLang."""

@@ -1,9 +1,9 @@
 """Attention for SGLang on a CPU: many sequences per SDPA call.
 
-SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per sequence and layer; with hundreds of short
-sequences the Python loop costs far more than the arithmetic. Here a *plan* is made once per forward pass and used by all
-layers: queries are cut into rows (one sequence, up to `MAX_QUERY_ROWS` consecutive query tokens), rows of like size are
-grouped into *tiles*, and each tile is one gather of keys and values plus one SDPA call with a mask.
+SGLang's `torch_native` backend calls `scaled_dot_product_attention` once per sequence and layer. With hundreds of short
+sequences, the Python loop costs far more than the arithmetic. Here, all layers of a forward pass share one *plan*: queries
+are cut into rows (one sequence, up to `MAX_QUERY_ROWS` consecutive query tokens), and rows of similar size are grouped into
+*tiles*. A tile is one gather of keys and values and one SDPA call with a mask.
 
 Shapes: T query tokens, H query heads, K key/value heads, D head size, N rows of a tile, Q query tokens per row,
 L keys per row.
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_QUERY_ROWS = 512
-"""Query tokens of one sequence that share a row: bounds the mask of a long prompt and skips its upper triangle."""
+"""Most query tokens of one sequence in a row. It limits the mask of a long prompt and skips its upper triangle."""
 
 MAX_TILE_KEYS = 1 << 16
-"""Keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 numbers of K * D)."""
+"""Most keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 elements of K * D)."""
 
 MAX_TILE_SCORES = 1 << 23
-"""Mask elements of one tile (float32: 32 MiB)."""
+"""Most mask elements of one tile (float32: 32 MiB)."""
 
 MAX_WASTE = 2.0
-"""Padded scores of a tile are at most this many times the scores asked for, plus SLACK_SCORES."""
+"""Padded scores of a tile are at most this multiple of the needed scores, plus SLACK_SCORES."""
 
 SLACK_SCORES = 1 << 13
-"""Padding that is cheaper than one more SDPA call."""
+"""Padded scores that cost less than one more SDPA call."""
 
 
-class Row(NamedTuple):
+class QueryRow(NamedTuple):
     """Consecutive query tokens of one sequence and the keys that the last of them sees."""
 
     sequence: int
@@ -54,19 +54,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Tile:
-    """Rows that share one SDPA call. Padding repeats the last valid query and key of a row, so it is always finite."""
+    """Rows that share one SDPA call. Padding repeats the last valid query and key of a row, so its scores are finite."""
 
     num_rows: int
     queries_per_row: int
-    tokens: Tensor | None  # [N * Q] query token of each place; None when the places are exactly the batch's tokens
-    kept_places: Tensor | None  # places that are not padding; None when all are kept
+    tokens: Tensor | None  # [N * Q] query token of each place; None if the places are exactly the tokens of the batch
+    kept_places: Tensor | None  # places that are not padding; None if none is padding
     kept_tokens: Tensor | None  # the query token of each kept place
     slots_NL: Tensor
     query_positions_NQ: Tensor
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [N, 1, Q, L]; with `window`, a query sees that many keys before itself."""
+        """Additive causal mask [N, 1, Q, L]; with `window`, a query sees only that many keys before itself."""
         if window not in self.masks:
             keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
             hidden = keys_L > queries_NQ1
@@ -77,44 +77,44 @@ class Tile:
         return self.masks[window]
 
 
-def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Row]:
+def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[QueryRow]:
     """Cut each sequence's queries (its last `query_lens[i]` of `key_lens[i]` tokens) into rows."""
     rows, first = [], 0
     for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
         step = max(1, min(MAX_QUERY_ROWS, MAX_TILE_SCORES // keys))
         for start in range(0, queries, step):
             count = min(step, queries - start)
-            rows.append(Row(i, first + start, count, keys - queries + start + count))
+            rows.append(QueryRow(i, first + start, count, keys - queries + start + count))
         first += queries
     return rows
 
 
-def fits(num_rows: int, widest_Q: int, widest_L: int, wanted_scores: int) -> bool:
-    """Whether rows of these extremes may share a tile: bounded waste, bounded memory."""
+def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -> bool:
+    """Whether rows with these maxima may share a tile, given the limits on padding and memory."""
     scores = num_rows * widest_Q * widest_L
     return (
-        scores <= MAX_WASTE * wanted_scores + SLACK_SCORES
+        scores <= MAX_WASTE * needed_scores + SLACK_SCORES
         and scores <= MAX_TILE_SCORES
         and num_rows * widest_L <= MAX_TILE_KEYS
     )
 
 
-def group_rows(rows: list[Row]) -> list[list[Row]]:
-    """Group rows of like size into tiles, longest sequences last. A single row is always allowed."""
-    groups: list[list[Row]] = []
-    widest_Q = widest_L = wanted = 0
+def group_rows(rows: list[QueryRow]) -> list[list[QueryRow]]:
+    """Group rows of similar size into tiles, longest sequences last. A single row always makes a tile."""
+    groups: list[list[QueryRow]] = []
+    widest_Q = widest_L = needed = 0
     for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):
         widest_Q, widest_L = max(widest_Q, row.num_queries), max(widest_L, row.num_keys)
-        wanted += row.num_queries * row.num_keys
-        if not groups or not fits(len(groups[-1]) + 1, widest_Q, widest_L, wanted):
+        needed += row.num_queries * row.num_keys
+        if not groups or not fits_tile(len(groups[-1]) + 1, widest_Q, widest_L, needed):
             groups.append([])
-            widest_Q, widest_L, wanted = row.num_queries, row.num_keys, row.num_queries * row.num_keys
+            widest_Q, widest_L, needed = row.num_queries, row.num_keys, row.num_queries * row.num_keys
         groups[-1].append(row)
     return groups
 
 
 def build_tile(rows_N4: Tensor, slots: Tensor, req_pool_indices: Tensor, num_tokens: int) -> Tile:
-    """Index tensors of one tile. rows_N4: columns as in `Row`; slots: [requests, context] slot of each token."""
+    """Make the index tensors of one tile. rows_N4: columns as in `QueryRow`; slots: [requests, context] slot of each token."""
     sequence, first, num_queries, num_keys = rows_N4.unbind(1)
     widest_Q = int(num_queries.max())
     query_NQ = torch.arange(widest_Q)
@@ -137,16 +137,14 @@ def build_tile(rows_N4: Tensor, slots: Tensor, req_pool_indices: Tensor, num_tok
 
 
 def make_plan(query_lens: Tensor, key_lens: Tensor, slots: Tensor, req_pool_indices: Tensor) -> list[Tile]:
-    """Tiles of one forward pass over sequences whose last `query_lens[i]` of `key_lens[i]` tokens are queried.
+    """Make the tiles of one forward pass over sequences whose last `query_lens[i]` of `key_lens[i]` tokens are queries.
 
     query_lens, key_lens, req_pool_indices: [sequences], int64. slots: [requests, context].
     """
     ends = query_lens.cumsum(0)
-    num_tokens, wanted = int(ends[-1]), int((query_lens * key_lens).sum())
+    num_tokens, needed = int(ends[-1]), int((query_lens * key_lens).sum())
     widest_Q, widest_L = int(query_lens.max()), int(key_lens.max())
-    if widest_Q <= MAX_QUERY_ROWS and fits(
-        len(query_lens), widest_Q, widest_L, wanted
-    ):  # the usual case, without a loop
+    if widest_Q <= MAX_QUERY_ROWS and fits_tile(len(query_lens), widest_Q, widest_L, needed):  # usual case: no loop
         rows_N4 = torch.stack([torch.arange(len(query_lens)), ends - query_lens, query_lens, key_lens], 1)
         groups = [rows_N4]
     else:
@@ -164,7 +162,7 @@ def run_tile(
     scaling: float | None,
     window: int | None,
 ) -> None:
-    """Write the attention of the tile's query tokens into `output`.
+    """Compute the attention of the tile's query tokens and write it to `output`.
 
     query, output: [T, H, D]; k_cache, v_cache: [slots, K, D].
     """
@@ -172,7 +170,7 @@ def run_tile(
     keys, values = (_gather(cache, tile.slots_NL, query.dtype) for cache in (k_cache, v_cache))
     picked = query if tile.tokens is None else query.index_select(0, tile.tokens)
     mask = tile.mask(window, query.dtype)
-    if Q == 1:  # query heads that share a key head become its queries: keys are not repeated
+    if Q == 1:  # query heads of one key head become its queries, so keys are not repeated
         picked = picked.reshape(N, K, H // K, -1)
         result = scaled_dot_product_attention(picked, keys, values, attn_mask=mask, scale=scaling)
     else:
@@ -190,14 +188,14 @@ def run_tile(
 
 
 def _gather(cache: Tensor, slots_NL: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a cache [slots, K, D] as [N, K, L, D]."""
+    """Gather rows of a cache [slots, K, D] as [N, K, L, D]."""
     N, L = slots_NL.shape
     picked = cache.flatten(1).index_select(0, slots_NL.view(-1)).to(dtype)
     return picked.view(N, L, *cache.shape[1:]).transpose(1, 2)
 
 
 class BatchedSdpaBackend(TorchNativeAttnBackend):
-    """Stock `torch_native`, with causal self-attention run tile by tile. All else is left to the stock code."""
+    """SGLang's `torch_native` backend, with causal self-attention computed tile by tile. All else is SGLang's own code."""
 
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)
@@ -227,7 +225,7 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
         return self._run(super()._run_sdpa_forward_extend, tensors, options)
 
     def _run(self, stock: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
-        """The planned tiles where there is a plan, else the stock loop. Arguments as sglang 0.5.23 passes them."""
+        """Run the planned tiles, or SGLang's loop if there is no plan. Takes the arguments that sglang 0.5.23 passes."""
         if self.plan is None or options["is_cross_attn"]:
             return stock(*tensors, **options)
         query, output, k_cache, v_cache = tensors[:4]

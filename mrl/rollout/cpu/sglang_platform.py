@@ -1,7 +1,7 @@
-"""SGLang platform plug-in: stock SGLang on a machine without a GPU.
+"""SGLang platform plug-in: unmodified SGLang on a machine without a GPU.
 
-SGLang finds it through the entry point `sglang.srt.platforms` (setup.py); nothing else refers to it by import. Where a GPU or
-another accelerator is available `activate()` declines and SGLang picks its own platform.
+SGLang finds it through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
+`activate()` returns None and SGLang chooses its own platform.
 """
 
 import os
@@ -21,25 +21,24 @@ from torch import Tensor
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, dump_stacks_on_signal
 from mrl.rollout.cpu import ATTENTION_BACKEND
 
-# FROM: Random numbers that follow from a request's own seed, for SGLang on a CPU: its hash there is part of another package.
-
 
 def activate() -> str | None:
-    """Name of the platform class, or None where there is an accelerator."""
-    if (
-        REGISTRY_FOLDER_ENV in os.environ
-    ):  # this runs in every process of SGLang, also in those that it spawns where there is CUDA
+    """Return the name of the platform class, or None if there is an accelerator.
+
+    SGLang calls this in each of its processes, including those that it spawns on CUDA.
+    """
+    if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])  # it draws no random numbers
+        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])  # attention draws no random numbers
     return f"{__name__}.CpuPlatform"
 
 
 class CpuPlatform(SRTPlatform):
-    """Torch operators on host memory; no graphs, no Triton, no pinned memory."""
+    """Torch operators on host memory, without graphs, Triton or pinned memory."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -61,7 +60,7 @@ class CpuPlatform(SRTPlatform):
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """Every rank shares the one CPU device."""
+        """Do nothing: all ranks share the one CPU device."""
 
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"
@@ -79,8 +78,8 @@ class CpuPlatform(SRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Called once in each scheduler process, when SGLang's layers can be imported."""
-        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # importing them earlier would be a cycle
+        """Register attention, operators and allocator. SGLang calls this once in each scheduler process."""
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # an earlier import would be circular
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
@@ -89,13 +88,15 @@ class CpuPlatform(SRTPlatform):
         assert sdpa_attention.BatchedSdpaBackend, "importing it registers it"
         torch_ops.register(self.get_dispatch_key_name())
         ALLOC_MEMORY_FUNCS[self.device_type] = allocate
-        # Latent attention always over the cache, which holds the short vectors: the other ways have kernels of their own.
+        # Compute latent attention always on the compressed cache: the alternatives need their own kernels.
         AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
-    """Host memory as it is. SGLang's default pins it through the CUDA runtime, also where there is no GPU to read it; the
-    table of routed experts lives in such memory."""
+    """Allocate plain host memory, for example for the table of routed experts.
+
+    SGLang's default pins the memory through the CUDA runtime, even without a GPU.
+    """
     return torch.empty(dims, dtype=dtype, device=device)
 
 
@@ -105,6 +106,7 @@ _LOW = 0xFFFFFFFF
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
 
+    SGLang draws the random number of a token from it, with the seed of the request. For a CPU its hash is in another package.
     seed [N] 64 bits, positions [N] and col_indices [V] 32 bits; returns [N, V] int64 from 0 to 2**32 - 1.
     """
     seed_N, positions_N = seed.view(torch.int64), positions.to(torch.int64) & _LOW
@@ -115,7 +117,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:
-    """Take 4 bytes into the state; products wrap, and their low 32 bits are right."""
+    """Mix 4 bytes into the state. Products overflow int64, but their low 32 bits are right."""
     block = _rotate((block * 0xCC9E2D51) & _LOW, 15)
     return (_rotate(state ^ ((block * 0x1B873593) & _LOW), 13) * 5 + 0xE6546B64) & _LOW
 
@@ -125,7 +127,7 @@ def _rotate(x: Tensor, bits: int) -> Tensor:
 
 
 def _finish(state: Tensor) -> Tensor:
-    state = state ^ 16  # bytes that were hashed
+    state = state ^ 16  # number of bytes that were hashed
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _LOW
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _LOW
     return state ^ (state >> 16)

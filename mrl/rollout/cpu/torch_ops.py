@@ -1,7 +1,7 @@
-"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's own torch versions.
+"""RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
 
-Registered through SGLang's operator registry for our platform. They take the plain float32 cases and leave all others to
-`forward_native`; results differ by float32 rounding.
+They are registered in SGLang's operator registry for mrl's platform. They handle the plain float32 cases and leave all others
+to `forward_native`. Results differ by float32 rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-_ROTATION = "_mrl_rotation"  # attribute of a RotaryEmbedding: (its cos_sin_cache, the same as `_rotation` wants it)
+_ROTATION = (
+    "_mrl_rotation"  # attribute of a RotaryEmbedding: (its cos_sin_cache, the table that `_rotation` made of it)
+)
 
 
 def rms_norm(
@@ -27,7 +29,7 @@ def rms_norm(
     post_residual_addition: Tensor | None = None,
     quant_linear: torch.nn.Module | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalise x [..., hidden], after adding `residual`; returns the new residual too if one was given."""
+    """Normalise x [..., hidden] after adding `residual`. With a residual, also returns the new residual."""
     plain = x.dtype == torch.float32 and self.variance_size_override is None and post_residual_addition is None
     if not plain or self.override_orig_dtype is not None or x.size(-1) != self.hidden_size:
         return self.forward_native(x, residual, post_residual_addition, quant_linear)
@@ -55,12 +57,12 @@ def rotary(
 
 
 def _rotation(rope: RotaryEmbedding) -> Tensor:
-    """[positions, 2 * D]: cosines of both halves, then sines with the first half's sign turned."""
-    memo = rope.__dict__.get(_ROTATION)
-    if memo is None or memo[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
+    """[positions, 2 * D]: cosines of both halves, then sines, negated in the first half."""
+    cached = rope.__dict__.get(_ROTATION)
+    if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
-        memo = rope.__dict__[_ROTATION] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
-    return memo[1]
+        cached = rope.__dict__[_ROTATION] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
+    return cached[1]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
@@ -72,9 +74,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Sum of each token's experts, weighted: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
+    """Weighted sum of each token's experts: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
 
-    Experts of another rank have the number -1 and are left out; SGLang's own version cannot do that.
+    Experts of other ranks have the number -1 and are skipped, which SGLang's torch version does not support.
     """
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if x.dtype != torch.float32 or self.with_bias or not _is_plain(self.moe_runner_config):
@@ -84,7 +86,7 @@ def experts(
     tokens, weights = order // ids.size(1), weights.flatten()[order].unsqueeze(1)
     counts = (flat + 1).bincount(minlength=layer.num_local_experts + 1).tolist()
     parts = zip(x.index_select(0, tokens).split(counts), tokens.split(counts), weights.split(counts), strict=True)
-    next(parts)  # those of other ranks
+    next(parts)  # tokens of experts on other ranks
     output = torch.zeros_like(x)
     for expert, (rows, tokens_of, weights_of) in enumerate(parts):
         if len(rows):
@@ -95,7 +97,7 @@ def experts(
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Whether these experts are gated SiLU MLPs and nothing else."""
+    """Whether these experts are plain gated SiLU MLPs."""
     return (
         config.activation == "silu"
         and config.is_gated
@@ -106,7 +108,7 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
 
 
 def register(platform_key: str) -> None:
-    """Use these operators on the platform that dispatches by `platform_key`."""
+    """Register these operators for the platform with dispatch key `platform_key`."""
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)

@@ -1,6 +1,6 @@
 """The engine servers of a rollout worker, and where they run: child processes, Ray actors on device slots, or external.
 
-On a cluster each engine gets slots (GPUs) of its own. On each node of the engine a Ray actor, EngineHost, starts the server
+On a cluster each engine gets slots (GPUs) of its own. On each node of the engine a Ray actor, EngineNodeActor, starts the server
 with exactly these GPUs visible. On a single machine without GPUs, engines are child processes of the rollout worker.
 """
 
@@ -127,7 +127,7 @@ def listen_address() -> str:
     return ray.util.get_node_ip_address() if len(nodes) > 1 else "127.0.0.1"
 
 
-class EngineHost:
+class EngineNodeActor:
     """Ray actor that runs one node's processes of an engine. They end with the actor (mrl.rollout.engines.supervisor)."""
 
     def __init__(self, arguments: Mapping[str, Any], log_path: str, env: Mapping[str, str]) -> None:
@@ -184,9 +184,11 @@ class HostedEngine:
         """`slots`: one for each tensor-parallel rank. Logs of further nodes have the node's number in their names."""
         self._slots, self._arguments, self.log_path, self._env = slots, arguments, log_path, env
         self.url = f"{log_path.stem}, which is not ready"
-        self._hosts: list[Any] = []  # EngineHost actors, one per node
+        self._hosts: list[Any] = []  # EngineNodeActor actors, one per node
         self._started: list[Any] = []  # futures of URLs
-        self._ended: list[Any] = []  # futures that resolve when a node's processes, or their EngineHost, have ended
+        self._ended: list[
+            Any
+        ] = []  # futures that resolve when a node's processes, or their EngineNodeActor, have ended
 
     def start(self) -> None:
         """Start the processes on every node. Returns at once. Raises if Ray has no room for the slots."""
@@ -203,7 +205,7 @@ class HostedEngine:
         multi_node = dict(nnodes=num_nodes, node_rank=number) if num_nodes > 1 else {}
         log_path = self.log_path.with_stem(f"{self.log_path.stem}_node_{number}") if number else self.log_path
         env = visible_devices_env(slots) | dict(self._env)
-        actor_class = ray.remote(EngineHost).options(max_concurrency=4, **slots[0].options)
+        actor_class = ray.remote(EngineNodeActor).options(max_concurrency=4, **slots[0].options)
         return actor_class.remote(dict(self._arguments, **multi_node), str(log_path), env)
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -232,7 +234,7 @@ class HostedEngine:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it ended by SIGKILL, or together with its node or its EngineHost."""
+        """Whether it ended by SIGKILL, or together with its node or its EngineNodeActor."""
         ended = ray.wait(self._ended, timeout=0)[0] if self._ended else []
         try:
             return any(ray.get(ended))
@@ -242,14 +244,14 @@ class HostedEngine:
             return False
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of its live processes; 0 if an EngineHost does not answer."""
+        """User and system CPU seconds of its live processes; 0 if an EngineNodeActor does not answer."""
         with suppress(RayError):
             return sum(ray.get([host.cpu_seconds.remote() for host in self._hosts], timeout=RPC_MARGIN_S))
         return 0.0
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """End it on every node. Safe to call twice."""
-        with suppress(RayError):  # if an EngineHost is gone, so are its processes
+        with suppress(RayError):  # if an EngineNodeActor is gone, so are its processes
             ray.get([host.stop.remote(timeout_s) for host in self._hosts], timeout=timeout_s + RPC_MARGIN_S)
         for host in self._hosts:
             ray.kill(host)

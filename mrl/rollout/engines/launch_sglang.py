@@ -1,9 +1,9 @@
-"""Entry point of one SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
+"""Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-It starts the stock HTTP server with the stock arguments; only the start differs. SGLang launches its scheduler and
-detokenizer with `spawn`, so each imports torch, transformers and sglang again (8 CPU-seconds a process). Without CUDA
-nothing forbids `fork`: here everything is imported once, by a process with one thread, and the children are forked from it.
-All of it goes through SGLang's own hook registry.
+It runs SGLang's own HTTP server with SGLang's own arguments; only the way it starts differs. SGLang spawns its scheduler and
+detokenizer, and each of them imports torch, transformers and sglang again (8 CPU-seconds per process). Without CUDA, forking
+is safe, so here one process with one thread imports everything, and the others are forked from it. All changes to SGLang go
+through its hook registry.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ LISTEN_TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    """Serve until killed. The one argument names a JSON file of ServerArgs fields."""
+    """Serve until the process is killed. The argument is the path of a JSON file of ServerArgs fields."""
     arguments = Path(sys.argv[1])
     fields: dict[str, Any] = json.loads(arguments.read_text())
-    arguments.unlink()  # it holds the key
-    make_known()
+    arguments.unlink()  # it contains the API key
+    register_server()
     limit_model_imports(Path(fields["model_path"]))
     if fields.get("device") == "cpu":
-        check_installed()
+        check_plugin_installed()
     serve(fields)
 
 
-def make_known() -> None:
-    """Have this server found when a run stands still; children that it forks write their stacks to the file of the server."""
+def register_server() -> None:
+    """Register the process for hang reports. Forked children write their stacks to the same file."""
     if REGISTRY_FOLDER_ENV in os.environ:
         name = os.environ[REGISTRY_NAME_ENV]
         register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
 
 
-def check_installed() -> None:
-    """Raise RuntimeError when SGLang cannot find our platform plug-in: it would start, and fail much later."""
+def check_plugin_installed() -> None:
+    """Raise RuntimeError if SGLang cannot find mrl's platform plug-in. It would start anyway and fail much later."""
     if not entry_points(group="sglang.srt.platforms", name="mrl_cpu"):
         raise RuntimeError(
-            "SGLang needs mrl's plug-in to run on a CPU, and finds plug-ins of installed packages only; "
+            "SGLang needs mrl's plug-in to run on a CPU, and finds only plug-ins of installed packages; "
             "run `pip install --no-deps -e .` in the checkout."
         )
 
 
 def limit_model_imports(model_path: Path) -> None:
-    """Have SGLang import only the model files that define this checkpoint's architecture, not all of its 250.
+    """Let SGLang import only the model files that define this checkpoint's architecture, instead of all 250.
 
-    Does nothing when none does (SGLang then falls back to Transformers) or the user already chose.
+    Does nothing if no file defines it (SGLang then falls back to Transformers), or if the user set the variable.
     """
     config, package = model_path / "config.json", find_spec("sglang")
     if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():
@@ -75,14 +75,14 @@ def limit_model_imports(model_path: Path) -> None:
     architectures = json.loads(config.read_text()).get("architectures") or ["(none)"]
     files = {f.stem: f for f in Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")}
     definition = re.compile(rf"^class (?:{'|'.join(map(re.escape, architectures))})\(", re.MULTILINE)
-    wanted = {name for name, file in files.items() if definition.search(file.read_text())}
-    if wanted:
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(files.keys() - wanted))
+    needed = {name for name, file in files.items() if definition.search(file.read_text())}
+    if needed:
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(files.keys() - needed))
 
 
 def serve(fields: dict[str, Any]) -> None:
     """Import SGLang and run its HTTP server."""
-    import torch  # these take seconds of CPU; the checks above come first
+    import torch  # these imports take seconds, so the checks come first
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -92,7 +92,7 @@ def serve(fields: dict[str, Any]) -> None:
     HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
-        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  once, before the fork
+        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported before the fork, so once
         from mrl.rollout.cpu.sglang_platform import murmur_hash32
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
@@ -107,41 +107,43 @@ def serve(fields: dict[str, Any]) -> None:
 
 
 def hide_secrets(fields: dict[str, Any], *_: object) -> dict[str, Any]:
-    """After SGLang collected its arguments for a log or for /server_info: leave the key out, and what else is secret."""
+    """Hook after SGLang collects its arguments for a log or for /server_info: remove the API key and other secrets."""
     return redacted(fields)
 
 
 def use_fork(result: None, *_: object) -> None:
-    """After SGLang chose `spawn`: fork. Only valid while this process has one thread and no CUDA context."""
+    """Hook after SGLang chose `spawn`: fork instead. Valid only while this process has one thread and no CUDA context."""
     multiprocessing.set_start_method("fork", force=True)
-    gc.freeze()  # a collection in a child would copy the pages it shares with us
+    gc.freeze()  # a garbage collection in a child would copy the pages that it shares with this process
 
 
 def reset_signals(*_: object) -> None:
-    """First thing in a forked child: drop the parent's signal handlers, which end the parent's whole tree."""
+    """Hook at the start of a forked child: remove the parent's signal handlers, which end the parent's process tree."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def keep_kernels(*_: object) -> None:
-    """In place of SGLang's batch-invariant kernels, which are Triton's: deterministic inference means seeded sampling here."""
+    """Replace the switch to batch-invariant kernels, which need Triton: on a CPU, deterministic means seeded sampling."""
 
 
 def cpu_module(*_: object) -> Any:
-    """In place of torch's answer, which is torch.cuda also where there is no GPU: its `synchronize()` would end a scheduler
-    that gives its memory back."""
-    import torch  # by now loaded
+    """Replace torch.get_device_module, which returns torch.cuda even without a GPU.
+
+    A scheduler that releases its memory calls `synchronize()` of the module, which would raise there.
+    """
+    import torch  # loaded already
 
     return torch.cpu
 
 
 def sleep_paused(result: None, scheduler: Any) -> None:
-    """In a paused scheduler's loop: wait for the next request. The stock loop spins, on a core that the weight sync needs."""
+    """Hook in the loop of a paused scheduler: wait for the next request. SGLang would spin, on a core that weight sync needs."""
     scheduler.maybe_sleep_on_idle()
 
 
 def wait_listening(server_args: Any) -> None:
-    """Before SGLang asks its own HTTP server for something: without a warm-up it asks before the socket listens, and fails."""
+    """Hook before SGLang calls its own HTTP server: wait for its socket, which without a warm-up may not listen yet."""
     deadline = time.monotonic() + LISTEN_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((server_args.host, server_args.port), timeout=1):
@@ -150,7 +152,7 @@ def wait_listening(server_args: Any) -> None:
 
 
 def note_shared_memory(ports: Any, *_: object, **__: object) -> None:
-    """Tell the supervisor which file under /dev/shm to remove, should the scheduler be killed."""
+    """Hook after SGLang chose its ports: note for the supervisor which file in /dev/shm to remove if the scheduler is killed."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     scratch = os.environ.get("MRL_ENGINE_SCRATCH")

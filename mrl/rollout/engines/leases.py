@@ -1,4 +1,4 @@
-"""Ports that nobody else takes between choosing and binding."""
+"""Leases of a server: ports, and a scratch directory, each held by a lock file that ends with the server's processes."""
 
 import contextlib
 import fcntl
@@ -9,31 +9,29 @@ import socket
 import tempfile
 from pathlib import Path
 
-# FROM: A server's scratch folder. It goes with its server; that of one whose supervisor was killed goes when the next is made.
-
-FIRST, LAST = 20000, 32000
-"""Below the kernel's range for outgoing connections (32768 and up), so no client socket can take a chosen port."""
+FIRST_PORT, LAST_PORT = 20000, 32000
+"""Ports below the kernel's range for outgoing connections (32768 and up), so no client socket can take a leased port."""
 
 
 class PortLease:
-    """A port of this machine held by a lock file: among our processes, whoever holds the lock may bind the port.
+    """A free port of this machine, reserved by a lock file among all mrl processes of this user.
 
-    SGLang binds its ports seconds after they are chosen; a socket kept open meanwhile would be in its way, a lock is not.
-    The lock belongs to the file descriptor: pass it to a child to let the child keep the lease.
+    SGLang binds its ports seconds after they are chosen. A socket that reserved a port until then would be in its way; a lock
+    file is not. The lock belongs to the file descriptor: a child process that inherits it keeps the lease.
     """
 
     def __init__(self) -> None:
-        """Lease a free port. Raises RuntimeError when none is free."""
+        """Lease a free port. Raises RuntimeError if no port is free."""
         folder = Path(tempfile.gettempdir()) / f"mrl-ports-{os.getuid()}"
         folder.mkdir(exist_ok=True)
-        candidates = range(FIRST, LAST)
+        candidates = range(FIRST_PORT, LAST_PORT)
         for port in random.SystemRandom().sample(candidates, len(candidates)):
             fd = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             if self._lock(fd) and _is_free(port):
                 self.port, self.fd = port, fd
                 return
             os.close(fd)
-        raise RuntimeError(f"no free port in {FIRST}-{LAST}: all are bound or leased (locks in {folder}).")
+        raise RuntimeError(f"no free port in {FIRST_PORT}-{LAST_PORT}: all are bound or leased (locks in {folder}).")
 
     @staticmethod
     def _lock(fd: int) -> bool:
@@ -43,7 +41,7 @@ class PortLease:
         return False
 
     def close(self) -> None:
-        """Let go; the lease ends when every process that was given the descriptor let go."""
+        """Close the descriptor. The lease ends when every process that inherited it has closed it, too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -59,40 +57,44 @@ def _is_free(port: int) -> bool:
 
 
 SCRATCH_PREFIX = "mrl-engine-"
-HELD = "held"  # locked for as long as the server's supervisor lives
-MAX_PATH = 60  # characters: SGLang puts Unix sockets (at most 107 characters) below it
+LOCK_FILE = "held"  # locked while the server's supervisor lives
+MAX_PATH = 60  # characters of the parent: SGLang puts Unix sockets below it, whose paths have at most 107 characters
 
 
 class ScratchDir:
-    """A new folder, held by a lock. The lock belongs to the file descriptor: pass it to the process the folder is for."""
+    """Temporary directory of one server, held by a lock file. A server removes its own.
+
+    If its supervisor was killed, the next ScratchDir on this machine removes it. The lock belongs to the file descriptor: the
+    process that inherits it holds the directory.
+    """
 
     def __init__(self) -> None:
-        """Make the folder, and remove those that nobody holds any more."""
+        """Create the directory, and remove directories whose holders have ended."""
         parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PATH else "/tmp")
         for folder in parent.glob(f"{SCRATCH_PREFIX}*"):
-            with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
+            with contextlib.suppress(OSError):  # of another user, or removed meanwhile
                 if not _is_held(folder):
                     remove_scratch(folder)
         self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
-        unnamed = self.path / "new"
-        self.fd = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        unlocked = self.path / "new"
+        self.fd = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(self.path / HELD)  # locked before anybody looks for it
+        unlocked.rename(self.path / LOCK_FILE)  # it is locked before another process can find it
 
     def release(self) -> None:
-        """Let go; the folder is held on by who was given the descriptor."""
+        """Close the descriptor; the process that inherited it holds the directory from now on."""
         os.close(self.fd)
 
     def remove(self) -> None:
-        """Remove what is still there."""
+        """Remove the directory if it is still there."""
         if self.path.exists():
             remove_scratch(self.path)
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a process holds it, or it is so new that none does yet."""
+    """Whether a process holds the directory, or it is so new that its lock file does not exist yet."""
     try:
-        file = (folder / HELD).open("rb+")
+        file = (folder / LOCK_FILE).open("rb+")
     except FileNotFoundError:
         return True
     with file:
@@ -104,7 +106,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a folder, and what its server noted as left by it in shared memory."""
+    """Remove a directory, and the files in shared memory that its server listed there."""
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / "shared_memory").read_text().splitlines():
             path = Path(line)

@@ -1,4 +1,4 @@
-"""One SGLang server as a child that is always ended with us."""
+"""SGLang servers: one that is started here as a child process and always ends with this process, and an external one."""
 
 from __future__ import annotations
 
@@ -21,25 +21,22 @@ import psutil
 
 from mrl.config.secrets import engine_key
 from mrl.rollout.engines.leases import PortLease, ScratchDir
-from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
+from mrl.rollout.engines.server_args import DETERMINISTIC
 from mrl.weight_sync.engine_control import EngineControl
 
-# FROM: A server that somebody else runs: used, never started nor ended.
-
-__all__ = ["EngineServer", "check_server_args", "default_server_args"]
-
-POLL_S = 0.05  # between looks at a server that starts
-LOG_TAIL_BYTES = 4000  # of the log in an error
+POLL_INTERVAL_S = 0.05  # between checks of a server that starts
+EXTERNAL_POLL_INTERVAL_S = 0.2  # between checks of an external server
+LOG_TAIL_BYTES = 4000  # end of the log that an error message quotes
 
 
 class EngineServer:
-    """Starts one server in a session of its own, under a supervisor that ends it when this process ends, however it ends.
+    """One server in a session of its own, under a supervisor that ends it when this process ends, even by SIGKILL.
 
         with EngineServer(default_server_args("float32", 512) | {"model_path": path}, log_path) as server:
             server.wait_ready(timeout_s=120)
             client = EngineClient(server.url)
 
-    `start()` does not wait, so several servers and the trainer can start side by side.
+    `start()` does not wait, so several servers and the trainer can start at the same time.
     """
 
     def __init__(
@@ -50,9 +47,9 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
         grace_s: float = 1.0,
     ) -> None:
-        """`server_args`: ServerArgs fields, `model_path` at least; ports are chosen here, and `host` defaults to loopback.
+        """`server_args`: ServerArgs fields, at least `model_path`. Ports are chosen here; `host` defaults to loopback.
 
-        `env` adds to this process's environment. `grace_s` is how long `stop()` waits between SIGTERM and SIGKILL.
+        `env` is added to this process's environment. `grace_s`: seconds between SIGTERM and SIGKILL in `stop()`.
         """
         self._leases = [PortLease(), PortLease()]
         self.port = self._leases[0].port
@@ -66,15 +63,17 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """Where the server listens, or will."""
+        """URL at which the server listens once it is ready."""
         return f"http://{self.server_args['host']}:{self.port}"
 
     def start(self) -> None:
-        """Start the server's processes and return at once."""
+        """Start the server's processes. Returns at once."""
         assert self._supervisor is None, f"the server at {self.url} was already started"
         self._scratch = ScratchDir()
         arguments = self._scratch.path / "server_args.json"
-        arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))  # the folder is ours alone
+        arguments.write_text(
+            json.dumps(self.server_args | {"api_key": engine_key()})
+        )  # only this user can read the directory
         spec = dict(
             command=[sys.executable, "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
             env=self._environment(self._scratch.path),
@@ -101,34 +100,32 @@ class EngineServer:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         env = os.environ | {
-            "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they go with the folder
+            "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they are removed with the directory
             "MRL_ENGINE_SCRATCH": str(scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
-            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon it notices that a response was given up
-            "SPT_NOENV": "1",  # its processes take other titles, and keep the environment that they are found by
-            "MASTER_ADDR": "127.0.0.1",  # with the port, what its kernels name their shared memory by
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon it notices that the client disconnected
+            "SPT_NOENV": "1",  # setproctitle must not overwrite the environment, by which the processes are found
+            "MASTER_ADDR": "127.0.0.1",  # with the port, part of the names of its kernels' shared memory
             "MASTER_PORT": str(self._leases[1].port),
         }
-        if "dist_init_addr" not in self.server_args:  # all on this node
-            # Its ranks meet in a file: torch's store would listen on every interface, and unpickle.
+        if "dist_init_addr" not in self.server_args:  # all ranks are on this node
+            # A rendezvous file, because torch's TCP store would listen on every interface and unpickle what it receives.
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
-        # Importing SGLang without byte code costs 12 CPU-seconds more, each time.
+        # Each import of SGLang without cached byte code costs 12 CPU-seconds more.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
             if not self.server_args.get("enable_torch_compile"):
-                env.setdefault(
-                    "TORCHDYNAMO_DISABLE", "1"
-                )  # or importing SGLang imports the compiler, which nothing uses
+                env.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the import of SGLang imports the compiler, unused
             cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
-            if ranks > 1:  # SGLang asserts on one binding per rank
+            if ranks > 1:  # SGLang asserts that there is one binding per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
                 env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
         return env | self._extra_env
 
     def alive(self) -> bool:
-        """Whether the server's processes run (they may not answer yet)."""
+        """Whether the server's processes run. They may not take requests yet."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     @property
@@ -137,17 +134,17 @@ class EngineServer:
         return self._supervisor is not None and self._supervisor.poll() in (signal.SIGKILL, -signal.SIGKILL)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server takes requests. Raises RuntimeError when it ended, TimeoutError at the deadline."""
+        """Wait until the server takes requests. Raises RuntimeError if it ended, TimeoutError at the deadline."""
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
+        while not self._is_ready():
             server = f"the SGLang server at {self.url}"
             if not self.alive():
                 raise RuntimeError(f"{server} ended before it was ready; {self._log_tail()}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{server} was not ready after {timeout_s} s; {self._log_tail()}")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
-    def _answers(self) -> bool:
+    def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
                 return answer.status == 200
@@ -159,7 +156,7 @@ class EngineServer:
         return f"end of {self.log_path}:\n{text}"
 
     def cpu_seconds(self) -> float:
-        """User and system seconds used so far by the server's live processes and their ended children."""
+        """User and system CPU seconds of the server's live processes and their ended children."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -168,7 +165,7 @@ class EngineServer:
         return total
 
     def processes(self) -> list[psutil.Process]:
-        """The supervisor and everything below it."""
+        """The supervisor and all its descendants."""
         if self._supervisor is None:
             return []
         with contextlib.suppress(psutil.Error):
@@ -177,7 +174,7 @@ class EngineServer:
         return []
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End the server: SIGTERM, after `grace_s` SIGKILL, done by the supervisor. Safe to call twice."""
+        """Let the supervisor end the server: SIGTERM, then SIGKILL after `grace_s`. Safe to call twice."""
         for lease in self._leases:
             lease.close()
         if self._supervisor is None:
@@ -185,7 +182,7 @@ class EngineServer:
         processes = self.processes()
         assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):
-            self._supervisor.stdin.close()  # the supervisor ends everything at end of file
+            self._supervisor.stdin.close()  # at end of file the supervisor ends everything
         try:
             self._supervisor.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -194,7 +191,7 @@ class EngineServer:
                     process.send_signal(signal.SIGKILL)
             self._supervisor.wait(timeout_s)
         if self._scratch is not None:
-            self._scratch.remove()  # only there when the supervisor itself was killed
+            self._scratch.remove()  # the supervisor removes it, unless it was killed
 
     def __enter__(self) -> Self:
         self.start()
@@ -206,20 +203,17 @@ class EngineServer:
         self.stop()
 
 
-EXTERNAL_POLL_S = 0.2
-
-
 def check_seed_support(control: EngineControl, key: str) -> None:
-    """Raise ValueError where a server that somebody else started heeds no seeds; `key` is what asks for them."""
+    """Raise ValueError if an external server ignores seeds; `key`: the config key that needs them."""
     if not control.server_info().get(DETERMINISTIC):
         raise ValueError(
-            f"rollout.engine_urls: {control.url} was started without --enable-deterministic-inference and heeds no seeds; "
-            f"start it with that, or set {key}=false."
+            f"rollout.engine_urls: {control.url} was started without --enable-deterministic-inference and ignores seeds; "
+            f"start it with that flag, or set {key}=false."
         )
 
 
 class ExternalEngine:
-    """Has what a rollout worker asks of an EngineServer."""
+    """A server that the user runs; used, but never started nor ended. Has the interface of EngineServer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -231,15 +225,15 @@ class ExternalEngine:
             while not control.health():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rollout.engine_urls: {self.url} did not answer within {timeout_s} s.")
-                time.sleep(EXTERNAL_POLL_S)
+                time.sleep(EXTERNAL_POLL_INTERVAL_S)
 
     def alive(self) -> bool:
-        """Not known of processes that are not ours; it may come back by itself."""
+        """Return True: its processes are unknown here, and it may come back by itself."""
         return True
 
     def stop(self) -> None:
-        """It goes on: it is not ours."""
+        """Do nothing: the user ends it."""
 
     def cpu_seconds(self) -> float:
-        """Not known."""
+        """Return 0: its processes are unknown here."""
         return 0.0

@@ -1,4 +1,4 @@
-"""SGLang's server arguments: which exist, which are ours, and good defaults for a device."""
+"""SGLang's server arguments: which exist, which mrl sets itself, and defaults for a device."""
 
 import ast
 import ctypes
@@ -13,26 +13,26 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
 DETERMINISTIC = "enable_deterministic_inference"
-"""What makes a server heed seeds of requests, and use kernels whose rounding does not depend on the batch."""
+"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on the batch."""
 
-OURS: dict[str, str] = {
+RESERVED_ARGS: dict[str, str] = {
     "model_path": "model.path",
     "tp_size": "rollout.engine_tp",
-    "host": "nothing: engines listen where their worker can reach them",
+    "host": "nothing: engines listen where the rollout worker can reach them",
     "port": "nothing: a free port is chosen",
     "nccl_port": "nothing: a free port is chosen",
-    "nnodes": "rollout.engine_tp: an engine is on as many nodes as its GPUs are",
-    "node_rank": "nothing: it follows from where its GPUs are",
+    "nnodes": "rollout.engine_tp: an engine spans the nodes of its GPUs",
+    "node_rank": "nothing: it follows from the nodes of its GPUs",
     "dist_init_addr": "nothing: a free port is chosen",
-    "api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
-    "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it a key is chosen",
+    "api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
+    "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
 }
-"""Arguments that mrl fills in, and what a user sets instead."""
+"""Arguments that mrl sets, and what a user sets instead."""
 
 
 @cache
 def server_arg_names() -> frozenset[str]:
-    """Every field of ServerArgs, read from the source: importing SGLang costs the driver 8 CPU-seconds."""
+    """Names of all fields of ServerArgs, read from its source: importing SGLang would cost the driver 8 CPU-seconds."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed here; install the locked requirements (README).")
@@ -43,7 +43,7 @@ def server_arg_names() -> frozenset[str]:
                 names.update(
                     s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
                 )
-    if "model_path" not in names:  # another layout of the package: ask it
+    if "model_path" not in names:  # this SGLang has another layout, so import it
         from sglang.srt.server_args import ServerArgs  # heavy; only for versions that moved the fields
 
         names.update(ServerArgs.__struct_fields__)
@@ -51,10 +51,10 @@ def server_arg_names() -> frozenset[str]:
 
 
 def check_server_args(overrides: Mapping[str, Any]) -> None:
-    """Raise ValueError when a user's `sglang:` section names an argument that does not exist or that mrl owns."""
+    """Raise ValueError if a user's `sglang:` section has an argument that does not exist or that mrl sets."""
     for name in overrides:
-        if name in OURS:
-            raise ValueError(f"sglang.{name}={overrides[name]!r} is set by mrl; use {OURS[name]}.")
+        if name in RESERVED_ARGS:
+            raise ValueError(f"sglang.{name}={overrides[name]!r} is set by mrl; use {RESERVED_ARGS[name]}.")
         if name not in server_arg_names():
             close = difflib.get_close_matches(name, server_arg_names(), n=1)
             hint = f"did you mean sglang.{close[0]}?" if close else "see `python -m sglang.launch_server --help`."
@@ -62,7 +62,7 @@ def check_server_args(overrides: Mapping[str, Any]) -> None:
 
 
 def has_cuda() -> bool:
-    """Whether the CUDA driver sees a device (it heeds CUDA_VISIBLE_DEVICES); does not import torch."""
+    """Whether the CUDA driver sees a device, given CUDA_VISIBLE_DEVICES. Does not import torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -72,7 +72,7 @@ def has_cuda() -> bool:
 
 
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
-    """ServerArgs fields of an engine that gives its memory back by turns; a CPU's (None: this machine's) needs none."""
+    """ServerArgs fields of an engine whose GPU memory is offloaded; a CPU engine needs none. `device`: None detects it."""
     return dict(enable_memory_saver=True) if (device or ("cuda" if has_cuda() else "cpu")) == "cuda" else {}
 
 
@@ -84,22 +84,22 @@ def default_server_args(
     mem_fraction_static: float = 0.8,
     max_total_tokens: int = 65536,
 ) -> dict[str, Any]:
-    """ServerArgs fields for rollouts on this device (default: cuda where there is one, else cpu).
+    """ServerArgs fields for rollout on this device; None: cuda if there is a GPU, else cpu.
 
-    `mem_fraction_static` bounds weights and KV cache on a GPU; `max_total_tokens` is the KV cache on a CPU.
+    `mem_fraction_static` limits weights and KV cache on a GPU; `max_total_tokens` is the size of the KV cache on a CPU.
     """
     device = device or ("cuda" if has_cuda() else "cpu")
     common = dict(
         device=device,
         dtype=dtype,
         context_length=context_length,
-        skip_tokenizer_init=True,  # ids in, ids out: no tokenizer or detokenizer work; stop by token id, not by text
+        skip_tokenizer_init=True,  # requests and responses are token ids; responses stop at token ids, not at text
         skip_server_warmup=True,
-        sleep_on_idle=True,  # SGLang's scheduler otherwise spins on a core while the trainer works
+        sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a core busy while the trainer works
         weight_version="0",
-        load_snapshot_publish_interval=5,  # passes between two signs of life, by which a hung engine is told from a slow one
-        disable_shared_experts_fusion=True,  # they stay apart from the routed ones, as the trainer has them
-        custom_weight_loader=[WEIGHT_LOADER],  # how live weight syncs reach the processes that hold the model
+        load_snapshot_publish_interval=5,  # forward passes between heartbeats, which tell a hung engine from a slow one
+        disable_shared_experts_fusion=True,  # keep them separate from routed experts, as in the trainer
+        custom_weight_loader=[WEIGHT_LOADER],  # through which the live weight sync reaches the scheduler processes
         log_level="warning",
     )
     if device == "cuda":
@@ -111,7 +111,7 @@ def default_server_args(
         max_total_tokens=max_total_tokens,
         page_size=1,
         disable_overlap_schedule=True,
-        disable_radix_cache=True,  # its bookkeeping costs more than the short prefills it saves here
+        disable_radix_cache=True,  # its bookkeeping costs more than the short prefills that it saves on a CPU
         cuda_graph_backend_decode="disabled",
         cuda_graph_backend_prefill="disabled",
     )

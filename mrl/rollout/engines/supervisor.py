@@ -1,10 +1,11 @@
-"""A small process between us and an SGLang server, so that no end of ours, not even SIGKILL, leaves the server running.
+"""Supervisor process between a rollout process and an SGLang server: the server never outlives the rollout process.
 
-Run as a file with `python -I -S`, so it starts in milliseconds and imports nothing of ours. It leads a session of its own,
-starts the command it reads from stdin as one line of JSON, and ends everything below it when the command ends, when stdin
-closes (our process is gone, or asks for the end), when its parent changes, or on SIGTERM or SIGINT. As a subreaper it sees
-every descendant, also one that left the process group. If it is killed itself, the kernel kills the command, whose children
-watch the command in turn (SGLang sets their parent-death signal).
+It runs as a file with `python -I -S`, so it starts in milliseconds and must not import anything from mrl. It leads a session
+of its own and starts the command that it reads from stdin as one line of JSON. It ends the command and all its descendants
+when the command ends, when stdin closes (the parent is gone, even by SIGKILL, or wants the end), when its parent changes, and
+on SIGTERM or SIGINT. As a subreaper it sees every descendant, including those that left the process group. If the supervisor
+itself is killed, the kernel kills the command, and the command's children watch the command (SGLang sets their parent-death
+signal).
 """
 
 import contextlib
@@ -19,15 +20,21 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-POLL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake us at once
-KILL_S = 10.0  # how long killed processes may take to disappear
-SHARED_MEMORY = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")  # names under /dev/shm that a server may leave behind
+POLL_INTERVAL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake the supervisor at once
+KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
+SHARED_MEMORY_PREFIXES = (
+    "sglang_",
+    "torch_",
+    "sem.mp-",
+    "psm_",
+    "nccl-",
+)  # of files that a server may leave in /dev/shm
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def descendants() -> list[int]:
-    """Process ids below this process."""
+    """Ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -43,16 +50,20 @@ def descendants() -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files under /dev/shm that these processes have mapped and would leave behind."""
+    """Files in /dev/shm that these processes have mapped and would leave behind."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
             found.update(line.rsplit(maxsplit=1)[-1] for line in file if " /dev/shm/" in line)
-    return {path for path in found if path.startswith("/dev/shm/") and os.path.basename(path).startswith(SHARED_MEMORY)}
+    return {
+        path
+        for path in found
+        if path.startswith("/dev/shm/") and os.path.basename(path).startswith(SHARED_MEMORY_PREFIXES)
+    }
 
 
 def reap() -> dict[int, int]:
-    """Collect ended children; returns exit statuses by process id."""
+    """Reap ended children; returns their exit statuses by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -67,21 +78,21 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def end_all(grace_s: float) -> None:
-    """SIGTERM to all descendants, SIGKILL to those that live on, until none is left."""
+    """Send SIGTERM to all descendants, and SIGKILL after `grace_s`, until none is left."""
     signal_all(descendants(), signal.SIGTERM)
     now = time.monotonic()
     while descendants() and time.monotonic() < now + grace_s:
         reap()
         time.sleep(0.02)
     now = time.monotonic()
-    while (pids := descendants()) and time.monotonic() < now + KILL_S:
+    while (pids := descendants()) and time.monotonic() < now + KILL_TIMEOUT_S:
         signal_all(pids, signal.SIGKILL)
         reap()
         time.sleep(0.02)
 
 
 def start(spec: dict) -> int:
-    """Start the command in a process group of its own; returns its process id."""
+    """Start the command in its own process group; returns its process id."""
 
     def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -92,15 +103,15 @@ def start(spec: dict) -> int:
         cwd=spec["cwd"],
         stdin=subprocess.DEVNULL,
         process_group=0,
-        preexec_fn=die_with_parent,  # this process has one thread
+        preexec_fn=die_with_parent,  # safe: this process has one thread
     )
     return process.pid
 
 
 def watch(pid: int, parent: int, stopping: list[int], wake_fd: int) -> int | None:
-    """Until there is a reason to end: the command's exit status, or None when we were told to."""
+    """Wait for a reason to end; returns the command's exit status, or None if the command still runs."""
     while True:
-        readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_S)
+        readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_INTERVAL_S)
         if wake_fd in readable:
             os.read(wake_fd, 4096)
         status = reap().get(pid)

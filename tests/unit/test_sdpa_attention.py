@@ -1,4 +1,4 @@
-"""The batched attention of the CPU engine against SGLang's own, sequence by sequence."""
+"""Batched attention on a CPU gives the results of SGLang's attention, which runs sequence by sequence."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -32,10 +32,10 @@ class Case:
     def random(cls, query_lens: list[int], prefix_lens: list[int], heads: int = 4, kv_heads: int = 2, size: int = 32):
         queries = torch.tensor(query_lens)
         keys = queries + torch.tensor(prefix_lens)
-        rows = len(query_lens) + 3  # more requests than this batch has
+        rows = len(query_lens) + 3  # the pool has more requests than this batch
         slots = torch.randint(1, NUM_SLOTS, (rows, int(keys.max()) + 5), dtype=torch.int32)
         caches = [torch.randn(NUM_SLOTS, kv_heads, size) for _ in range(2)]
-        caches[0][0] = caches[1][0] = float("nan")  # SGLang's padding slot: must never be read
+        caches[0][0] = caches[1][0] = float("nan")  # SGLang's padding slot: must not be read
         requests = torch.randperm(rows)[: len(query_lens)]
         query = torch.randn(int(queries.sum()), heads, size)
         return cls(queries, keys, query, *caches, slots, requests, size**-0.5)
@@ -67,19 +67,19 @@ def seed():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 32), (4, 4, 16), (8, 1, 64), (6, 2, 24)])
-def test_decode_equals_stock(heads, kv_heads, size):
+def test_decode_equals_sglangs_attention(heads, kv_heads, size):
     case = Case.random([1] * 50, random_lens(50, 0, 40), heads, kv_heads, size)
     torch.testing.assert_close(case.ours(), case.stock(), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (8, 1)])
-def test_prefill_with_and_without_prefix_equals_stock(heads, kv_heads):
+def test_prefill_with_and_without_prefix_equals_sglangs_attention(heads, kv_heads):
     case = Case.random(random_lens(40, 1, 30), [0] * 10 + random_lens(30, 0, 60), heads, kv_heads)
     torch.testing.assert_close(case.ours(), case.stock(), atol=2e-6, rtol=1e-5)
 
 
-def test_skewed_lengths_equal_stock():
-    """One long sequence among many short ones, in both phases, and a prompt cut into several rows."""
+def test_skewed_lengths_equal_sglangs_attention():
+    """One long sequence among many short ones, in prefill and decode, and a prompt that is cut into several rows."""
     decode = Case.random([1] * 65, [3000] + random_lens(64, 0, 8))
     torch.testing.assert_close(decode.ours(), decode.stock(), atol=2e-6, rtol=1e-5)
     prefill = Case.random([1300, *random_lens(30, 1, 8)], [70, *random_lens(30, 0, 8)])
@@ -100,8 +100,8 @@ def test_one_sequence_of_one_token():
     torch.testing.assert_close(case.ours(), case.stock())
 
 
-def test_tiles_hold_every_row_once_within_bounds():
-    """Padding and memory stay bounded however lengths are skewed; a row too large for the bounds stands alone."""
+def test_every_row_is_in_one_tile_and_tiles_stay_within_their_limits():
+    """Padding and memory are limited for any lengths; a row above the limits gets a tile of its own."""
     lens = [1, 1, 2, 3, 5, 9, 800, 5000, 70_000] * 30
     rows = sdpa_attention.split_rows([min(n, 700) for n in lens], lens)
     groups = sdpa_attention.group_rows(rows)
@@ -109,11 +109,11 @@ def test_tiles_hold_every_row_once_within_bounds():
     for group in groups:
         widest_Q, widest_L = max(r.num_queries for r in group), max(r.num_keys for r in group)
         wanted = sum(r.num_queries * r.num_keys for r in group)
-        assert len(group) == 1 or sdpa_attention.fits(len(group), widest_Q, widest_L, wanted)
+        assert len(group) == 1 or sdpa_attention.fits_tile(len(group), widest_Q, widest_L, wanted)
     assert len(groups) < len(rows), "nothing was batched"
 
 
-def test_rows_of_a_prompt_are_its_tokens():
+def test_the_rows_of_a_prompt_cover_its_tokens():
     rows = sdpa_attention.split_rows([1200, 1], [1300, 7])
     assert [r.num_queries for r in rows] == [512, 512, 176, 1]
     assert [r.num_keys for r in rows] == [612, 1124, 1300, 7]
@@ -126,7 +126,7 @@ def test_sglang_finds_the_backend_by_name():
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_rms_norm_equals_stock(with_residual):
+def test_rms_norm_equals_sglangs(with_residual):
     norm = RMSNorm(64)
     norm.weight.data.normal_()
     x, residual = torch.randn(30, 64), torch.randn(30, 64) if with_residual else None
@@ -134,6 +134,6 @@ def test_rms_norm_equals_stock(with_residual):
     torch.testing.assert_close(ours, stock, atol=5e-6, rtol=1e-5)
 
 
-def test_rms_norm_leaves_other_dtypes_to_stock():
+def test_rms_norm_leaves_other_dtypes_to_sglang():
     norm, x = RMSNorm(64), torch.randn(30, 64, dtype=torch.bfloat16)
     assert torch.equal(torch_ops.rms_norm(norm, x), norm.forward_native(x))

@@ -1,4 +1,4 @@
-"""What a server leaves behind is removed also where its supervisor was killed; what is in use is not."""
+"""Scratch directories are removed even if their supervisor was killed, but not while they are in use."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from mrl.rollout.engines.server import EngineServer
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("mrl.rollout.engines.leases.MAX_PATH", 1000)
 
@@ -28,7 +28,7 @@ def left_over():
     path.unlink(missing_ok=True)
 
 
-def test_a_folder_whose_holder_was_killed_goes_when_the_next_is_made(left_over, tmp_path):
+def test_the_next_scratch_dir_removes_one_whose_holder_was_killed(left_over, tmp_path):
     scratch = ScratchDir()
     kept = tmp_path / "not_ours"
     kept.touch()
@@ -36,7 +36,7 @@ def test_a_folder_whose_holder_was_killed_goes_when_the_next_is_made(left_over, 
     holder = subprocess.Popen(["sleep", "60"], pass_fds=[scratch.fd])
     scratch.release()
     ScratchDir().release()
-    assert scratch.path.exists() and left_over.exists(), "its holder lives"
+    assert scratch.path.exists() and left_over.exists(), "its holder is alive"
     holder.kill()
     holder.wait()
     new = ScratchDir()
@@ -45,18 +45,18 @@ def test_a_folder_whose_holder_was_killed_goes_when_the_next_is_made(left_over, 
     new.release()
 
 
-def test_a_folder_that_is_just_being_made_is_left_alone(tmp_path):
-    made = tmp_path / "mrl-engine-new"
-    made.mkdir()
+def test_a_directory_without_a_lock_file_yet_is_not_removed(tmp_path):
+    new = tmp_path / "mrl-engine-new"
+    new.mkdir()
     os.close(ScratchDir().fd)
-    assert made.exists()
+    assert new.exists()
 
 
-def test_the_ranks_of_a_server_meet_in_its_own_folder(tmp_path, monkeypatch):
-    """Not in one that every server of the host shares, and any user of it can write to."""
+def test_the_rendezvous_file_of_a_server_is_in_its_own_scratch_dir(tmp_path, monkeypatch):
+    """Not in a directory that all servers of the host share and any user can write to."""
     written = {}
     server = EngineServer({"model_path": "m"}, tmp_path / "engine.log")
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: Supervisor(written))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: FakeSupervisor(written))
     server.start()
     (server._scratch.path / "rendezvous").touch()
     assert written["env"]["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{written['scratch']}/rendezvous"
@@ -64,14 +64,14 @@ def test_the_ranks_of_a_server_meet_in_its_own_folder(tmp_path, monkeypatch):
     server.stop()
 
 
-class Supervisor:
-    """Takes what a server's supervisor is told; there is no server."""
+class FakeSupervisor:
+    """Stands for the supervisor process; records what it is sent."""
 
-    def __init__(self, told: dict) -> None:
-        self.pid, self.stdin, self._told = 2**22 + 1, self, told
+    def __init__(self, sent: dict) -> None:
+        self.pid, self.stdin, self._sent = 2**22 + 1, self, sent
 
     def write(self, line: bytes) -> None:
-        self._told |= json.loads(line)
+        self._sent |= json.loads(line)
 
     def flush(self) -> None: ...
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The hash behind seeded sampling on a CPU is the published one, and the numbers it gives look random."""
+"""Seeded sampling on a CPU uses MurmurHash3 as published, and its numbers look random."""
 
 import struct
 
@@ -24,7 +24,7 @@ def murmur3(data: bytes) -> int:
     return state ^ state >> 16
 
 
-def test_the_hash_is_murmurs():
+def test_the_hash_equals_a_reference_implementation():
     assert murmur3(b"test") == 0xBA6BD213, "the published value"
     seeds, positions, columns = [0, 1, 2**62 + 12345, 2**63 - 1], [0, 5, 4095, 2**31 - 1], [0, 1, 151_935]
     found = murmur_hash32(
@@ -34,10 +34,10 @@ def test_the_hash_is_murmurs():
     assert found.tolist() == expected
 
 
-def test_columns_and_seeds_next_to_each_other_are_independent():
+def test_neighbouring_columns_and_seeds_are_independent():
     seeds = torch.arange(2000, dtype=torch.int64).to(torch.uint64)
     uniform = murmur_hash32(seeds, torch.full((2000,), 7), torch.arange(50)).double().numpy() / 2**32
     assert abs(uniform.mean() - 0.5) < 0.005 and abs(uniform.var() - 1 / 12) < 0.002
     between = np.corrcoef(uniform.T) - np.eye(50)
-    assert np.abs(between).max() < 0.12, "columns of 2000 seeds: five standard errors"
-    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.02, "a seed and the next"
+    assert np.abs(between).max() < 0.12, "five standard errors for 2000 seeds"
+    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.02, "neighbouring seeds"

@@ -1,4 +1,4 @@
-"""Our experts for SGLang on a CPU against SGLang's own."""
+"""Experts on a CPU give the results of SGLang's own version."""
 
 from types import SimpleNamespace
 
@@ -49,8 +49,8 @@ def test_experts_equal_sglangs(layer, num_tokens):
     assert torch.allclose(run(layer, x, weights, ids), stock(layer, x, weights, ids), atol=1e-5)
 
 
-def test_ranks_with_some_experts_each_add_up(layer):
-    """An expert of another rank has the number -1."""
+def test_the_sum_over_ranks_with_some_experts_each_is_the_result_of_all(layer):
+    """On each rank, experts of other ranks have the number -1."""
     x, weights, ids = routed(20)
     total = torch.zeros_like(x)
     for first in (0, E // 2):

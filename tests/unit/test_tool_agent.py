@@ -1,4 +1,4 @@
-"""Responses of several turns on token ids: nothing is tokenised twice, what tools say is not the policy's, limits hold."""
+"""Multi-turn responses: sampled tokens are never tokenised again, tool results are not sampled tokens, limits hold."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ PROMPT = [1, 2, 3]
 
 
 def merging_tokenizer():
-    """Bytes, and one merge: the text 12 is a token of its own, so that 1 and 2 sampled one by one read back as another."""
+    """Byte tokenizer with one merge: "12" is one token, so sampled tokens 1 and 2 would be tokenised again as another."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     plain = byte_tokenizer()
@@ -43,7 +43,7 @@ def tokenizer():
 
 
 def letters(tokenizer, text: str) -> list[int]:
-    """Tokens of a text, one by one: never merged."""
+    """Tokens of a text, one character or special token at a time, never merged."""
     marks = ("<|start|>", "<|end|>", "<call>", "</call>", "<eos>")
     ids = []
     while text:
@@ -54,8 +54,8 @@ def letters(tokenizer, text: str) -> list[int]:
 
 
 @dataclass
-class Engine:
-    """Says what it was given to say, token by token, and remembers what it was asked."""
+class ScriptedEngine:
+    """Returns the given lines as completions, one per turn, and records the requests."""
 
     tokenizer: object
     lines: list[str]
@@ -81,7 +81,7 @@ AGENT = ToolAgent({"calculator": Calculator()}, MarkerParser("calculator"))
 
 
 def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, reason: str = "stop"):
-    engine = Engine(tokenizer, list(lines), reason=reason)
+    engine = ScriptedEngine(tokenizer, list(lines), reason=reason)
     conversation: Conversation = agent.prepare(tokenizer)
 
     async def run() -> Trajectory:
@@ -94,81 +94,85 @@ def respond(tokenizer, *lines: str, agent: ToolAgent = AGENT, room: int = 200, r
 RESULT = "\n<|start|>tool\n{}<|end|>\n<|start|>assistant\n"
 
 
-def test_what_the_engine_emitted_is_appended_and_sent_back_as_it_came(tokenizer):
-    path, engine = respond(tokenizer, "12: <call>12+30</call>", "42<|end|>")
+def test_sampled_tokens_are_appended_and_sent_back_unchanged(tokenizer):
+    response, engine = respond(tokenizer, "12: <call>12+30</call>", "42<|end|>")
     first, second = letters(tokenizer, "12: <call>12+30</call>"), letters(tokenizer, "42<|end|>")
     between = tokenizer("<|end|>" + RESULT.format("42"), add_special_tokens=False)["input_ids"]
-    assert path.token_ids == first + between + second
+    assert response.token_ids == first + between + second
     assert engine.inputs == [PROMPT, PROMPT + first + between]
-    retokenised = tokenizer(tokenizer.decode(path.token_ids), add_special_tokens=False)["input_ids"]
-    assert len(retokenised) < len(path.token_ids), "the tokenizer would have merged: the test can see the difference"
-    assert path.turns == (Turn("assistant", "12: 12+30"), Turn("tool", "42"), Turn("assistant", "42"))
+    retokenised = tokenizer(tokenizer.decode(response.token_ids), add_special_tokens=False)["input_ids"]
+    assert len(retokenised) < len(response.token_ids), (
+        "tokenising again would have merged tokens, so this test would fail"
+    )
+    assert response.turns == (Turn("assistant", "12: 12+30"), Turn("tool", "42"), Turn("assistant", "42"))
 
 
-def test_masks_and_logprobs_are_those_of_each_turns_own_request(tokenizer):
-    path, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
+def test_mask_and_logprobs_come_from_the_request_of_each_turn(tokenizer):
+    response, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
     sizes = [5, 5, 2]
-    mine = [token for token, chosen in zip(path.token_ids, path.sampled, strict=True) if chosen]
+    mine = [token for token, chosen in zip(response.token_ids, response.sampled, strict=True) if chosen]
     assert mine == letters(tokenizer, "<call>1+1</call><call>2+2</call>4<|end|>")
-    assert path.logprobs == [-(turn + 1) - place / 1000 for turn, size in enumerate(sizes) for place in range(size)]
-    assert path.turn_ends == (4, 9, 11) and path.num_sampled == 12
-    assert path.weight_version == 7, "of the first token"
-    assert not path.truncated
-    assert [chosen for chosen, _ in path.spans] == [True, False, True, False, True]
+    assert response.logprobs == [-(turn + 1) - place / 1000 for turn, size in enumerate(sizes) for place in range(size)]
+    assert response.turn_ends == (4, 9, 11) and response.num_sampled == 12
+    assert response.weight_version == 7, "of the first token"
+    assert not response.truncated
+    assert [chosen for chosen, _ in response.spans] == [True, False, True, False, True]
 
 
-def test_a_turn_that_the_policy_closed_itself_gets_no_second_end(tokenizer):
+def test_a_turn_that_the_policy_ended_itself_gets_no_second_end(tokenizer):
     tools, line = (
         {"calculator": Calculator()},
         '<tool_call>{"name": "calculator", "arguments": {"expression": "2*3"}}</tool_call>',
     )
-    path, engine = respond(tokenizer, line + "<|end|>", "6<|end|>", agent=ToolAgent(tools, HermesParser()))
+    response, engine = respond(tokenizer, line + "<|end|>", "6<|end|>", agent=ToolAgent(tools, HermesParser()))
     assert tokenizer.decode(engine.inputs[1][3:]) == line + "<|end|>" + RESULT.format("6")
-    assert engine.params[0].stop_token_ids == (), "the model's own end is enough"
+    assert engine.params[0].stop_token_ids == (), "the model's end of turn is enough"
     other, engine = respond(tokenizer, line + "<eos>", "6<|end|>", agent=ToolAgent(tools, HermesParser()))
     assert tokenizer.decode(engine.inputs[1][3:]) == line + "<eos>" + RESULT.format("6"), (
         "nor one that it closed otherwise"
     )
-    assert [turn.text for turn in other.turns if turn.role == "tool"] == ["6"] and path.turns[-1].text == "6"
+    assert [turn.text for turn in other.turns if turn.role == "tool"] == ["6"] and response.turns[-1].text == "6"
 
 
-def test_generation_stops_at_the_end_of_a_call_with_what_room_is_left(tokenizer):
-    path, engine = respond(tokenizer, "<call>1+1</call>", "2<|end|>", room=100)
+def test_a_turn_stops_at_the_end_of_a_call_and_gets_the_remaining_tokens(tokenizer):
+    response, engine = respond(tokenizer, "<call>1+1</call>", "2<|end|>", room=100)
     end = tokenizer.convert_tokens_to_ids("</call>")
     assert [params.stop_token_ids for params in engine.params] == [(end,), (end,)]
     assert [params.temperature for params in engine.params] == [0.5, 0.5]
     assert [params.max_new_tokens for params in engine.params] == [100, 100 - len(engine.inputs[1]) + len(PROMPT)]
-    assert len(path.token_ids) <= 100
+    assert len(response.token_ids) <= 100
 
 
 def test_a_response_without_a_call_is_one_turn(tokenizer):
-    path, engine = respond(tokenizer, "9<|end|>")
-    assert len(engine.inputs) == 1 and path.sampled is None and path.turns == (Turn("assistant", "9"),)
-    assert path.usage.tool_calls == 0 and path.usage.turns == 1
+    response, engine = respond(tokenizer, "9<|end|>")
+    assert len(engine.inputs) == 1 and response.sampled is None and response.turns == (Turn("assistant", "9"),)
+    assert response.usage.tool_calls == 0 and response.usage.turns == 1
 
 
 @pytest.mark.parametrize("room", range(1, 60))
-def test_all_behind_the_prompt_fits_and_ends_with_the_policys_own_words(tokenizer, room):
-    path, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>", room=room)
-    whole, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
-    assert len(path.token_ids) <= room and path.token_ids == whole.token_ids[: len(path.token_ids)]
-    assert path.sampled is None or path.sampled[-1]
-    assert path.truncated == (len(path.token_ids) < len(whole.token_ids) or room == len(whole.token_ids))
-    assert len(path.logprobs) == (sum(path.sampled) if path.sampled else len(path.token_ids))
+def test_a_response_fits_the_limit_and_ends_with_a_sampled_token(tokenizer, room):
+    response, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>", room=room)
+    unlimited, _ = respond(tokenizer, "<call>1+1</call>", "<call>2+2</call>", "4<|end|>")
+    assert len(response.token_ids) <= room and response.token_ids == unlimited.token_ids[: len(response.token_ids)]
+    assert response.sampled is None or response.sampled[-1]
+    assert response.truncated == (
+        len(response.token_ids) < len(unlimited.token_ids) or room == len(unlimited.token_ids)
+    )
+    assert len(response.logprobs) == (sum(response.sampled) if response.sampled else len(response.token_ids))
 
 
 def test_a_call_in_the_last_turn_is_not_answered(tokenizer):
-    path, engine = respond(tokenizer, *["<call>1+1</call>"] * 5, agent=replace(AGENT, max_turns=3))
-    assert len(engine.inputs) == 3 and path.truncated
-    assert path.usage.turns == 3 and path.usage.tool_calls == 2
-    assert [turn.role for turn in path.turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    response, engine = respond(tokenizer, *["<call>1+1</call>"] * 5, agent=replace(AGENT, max_turns=3))
+    assert len(engine.inputs) == 3 and response.truncated
+    assert response.usage.turns == 3 and response.usage.tool_calls == 2
+    assert [turn.role for turn in response.turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
 
 
 def test_a_long_result_is_cut(tokenizer):
-    path, engine = respond(tokenizer, "<call>9**90</call>", "?<|end|>", agent=replace(AGENT, max_tool_tokens=8))
-    (between,) = [ids for chosen, ids in path.spans if not chosen]
+    response, engine = respond(tokenizer, "<call>9**90</call>", "?<|end|>", agent=replace(AGENT, max_tool_tokens=8))
+    (between,) = [ids for chosen, ids in response.spans if not chosen]
     assert tokenizer.decode(between) == "<|end|>" + RESULT.format(str(9**90)[:5] + "...")
-    assert path.usage.tool_errors == 0 and len(engine.inputs) == 2
+    assert response.usage.tool_errors == 0 and len(engine.inputs) == 2
 
 
 @dataclass
@@ -180,25 +184,27 @@ class Stuck:
         return text
 
 
-def test_a_tool_that_raises_or_hangs_is_seen_by_the_model_and_counted(tokenizer):
+def test_the_model_sees_failures_of_tools_and_they_are_counted(tokenizer):
     stuck = Stuck(threading.Event())
     slow = ToolAgent({"slow": stuck}, MarkerParser("slow"), tool_timeout_s=0.2)
-    path, _ = respond(tokenizer, "<call>x</call>", "oh<|end|>", agent=slow)
+    response, _ = respond(tokenizer, "<call>x</call>", "oh<|end|>", agent=slow)
     stuck.release.set()
-    assert path.turns[1] == Turn("tool", "error: slow did not answer within 0.2 s") and path.turns[2].text == "oh"
+    assert (
+        response.turns[1] == Turn("tool", "error: slow did not answer within 0.2 s") and response.turns[2].text == "oh"
+    )
     bad, _ = respond(tokenizer, "<call>1/0</call>", "<call>1+1</call>", "2<|end|>")
     assert bad.turns[1].text == "error: ZeroDivisionError: division by zero"
     assert (bad.usage.tool_calls, bad.usage.tool_errors) == (2, 1)
 
 
 @pytest.mark.parametrize("lines", [["<call>1+1</call>", ""], [""]])
-def test_an_empty_turn_ends_the_run(tokenizer, lines):
-    with pytest.raises(RuntimeError, match=f"turn {len(lines)} of a response came back stop and empty or cut"):
+def test_an_empty_turn_raises(tokenizer, lines):
+    with pytest.raises(RuntimeError, match=rf"empty or aborted turn {len(lines)} of a response \(finish reason stop\)"):
         respond(tokenizer, *lines)
 
 
-def test_an_aborted_turn_ends_the_run(tokenizer):
-    with pytest.raises(RuntimeError, match="turn 1 of a response came back abort"):
+def test_an_aborted_turn_raises(tokenizer):
+    with pytest.raises(RuntimeError, match=r"empty or aborted turn 1 of a response \(finish reason abort\)"):
         respond(tokenizer, "12", reason="abort")
 
 
@@ -213,18 +219,18 @@ def test_an_aborted_turn_ends_the_run(tokenizer):
         (dict(parser="hermes"), "parser is str; expected"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(change, why):
+def test_impossible_settings_are_refused(change, why):
     with pytest.raises(ValueError) as raised:
         replace(AGENT, **change)
     assert why in str(raised.value)
 
 
-def test_an_end_marker_that_is_no_single_token_is_refused(tokenizer):
+def test_an_end_marker_of_several_tokens_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"rollout\.agent\.parser: '</tool>' should end a turn, but is 7 tokens"):
         replace(AGENT, parser=MarkerParser("calculator", end="</tool>")).prepare(tokenizer)
 
 
-def test_the_config_names_agent_tools_and_parser_by_target():
+def test_the_config_names_the_agent_its_tools_and_parser_by_target():
     from mrl.config.instantiate import construct
 
     node = {
@@ -249,9 +255,9 @@ def samples_of(tokenizer) -> list[Sample]:
     ]
 
 
-def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
-    batch = SampledStep([Group(samples_of(tokenizer))])
-    numbers = batch.numbers()
+def test_a_step_reports_turns_calls_errors_and_cached_tokens(tokenizer):
+    step = SampledStep([Group(samples_of(tokenizer))])
+    numbers = step.metrics()
     usages = [sample.trajectory.usage for sample in samples_of(tokenizer)]
     assert numbers["rollout/turns_mean"] == 2.0 and numbers["rollout/tool_calls_mean"] == 1.0
     assert numbers["rollout/tool_errors_fraction"] == pytest.approx(1 / 3)
@@ -259,7 +265,7 @@ def test_a_batch_reports_turns_calls_errors_and_cached_tokens(tokenizer):
     assert numbers["rollout/cached_tokens_fraction"] == pytest.approx(cached / inputs) and cached > 0
 
 
-def test_a_reward_of_a_turn_lies_at_its_last_token(tokenizer):
+def test_the_reward_of_a_turn_is_at_its_last_token(tokenizer):
     groups = [Group(samples_of(tokenizer))]
     rewards = to_scored_batch(groups).turn_rewards
     lengths = [sample.trajectory.num_sampled for sample in groups[0].samples]
@@ -268,7 +274,7 @@ def test_a_reward_of_a_turn_lies_at_its_last_token(tokenizer):
     assert rewards.tolist() == np.concatenate(expected).tolist()
 
 
-def test_a_recorded_conversation_is_replayed_turn_by_turn(tokenizer, tmp_path):
+def test_a_recorded_multi_turn_response_is_replayed_turn_by_turn(tokenizer, tmp_path):
     samples = samples_of(tokenizer)
     rollout_log.write_recording(tmp_path, 0, to_block([Group(samples)]))
     block, _ = rollout_log.read_recording(tmp_path, 0)
@@ -277,11 +283,13 @@ def test_a_recorded_conversation_is_replayed_turn_by_turn(tokenizer, tmp_path):
     def decode(rows):
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    for sample, path in zip(samples, again, strict=True):
+    for sample, response in zip(samples, again, strict=True):
         live = sample.trajectory
-        assert path.token_ids == live.token_ids and path.turn_ends == live.turn_ends
-        assert path.sampled == (live.sampled or [True] * len(live.token_ids))
-        assert np.allclose(path.logprobs, live.logprobs)
-        assert [turn.role for turn in path.texts(decode)] == [turn.role for turn in live.turns]
-        mine = [[turn.text for turn in turns if turn.role == "assistant"] for turns in (path.texts(decode), live.turns)]
+        assert response.token_ids == live.token_ids and response.turn_ends == live.turn_ends
+        assert response.sampled == (live.sampled or [True] * len(live.token_ids))
+        assert np.allclose(response.logprobs, live.logprobs)
+        assert [turn.role for turn in response.texts(decode)] == [turn.role for turn in live.turns]
+        mine = [
+            [turn.text for turn in turns if turn.role == "assistant"] for turns in (response.texts(decode), live.turns)
+        ]
         assert mine[0] == mine[1]
