@@ -1,4 +1,4 @@
-"""What a model family states about itself. Pure: no torch.distributed."""
+"""Descriptions of a model: Architecture (the content of one config) and Family (how configs and weights are converted)."""
 
 import json
 import re
@@ -16,15 +16,15 @@ _SHARED = "moe_shared_expert_intermediate_size"  # Megatron's name for the width
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a Hugging Face config says of a decoder, in Megatron's terms; logged field by field when a model is built."""
+    """A decoder as a Hugging Face config describes it, in Megatron's terms. It is logged when a model is built."""
 
     vocab_size: int
     max_position_embeddings: int
     rope: Rope
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
-    sizes: dict[str, int] = field(default_factory=dict)  # symbols of the shapes in the family's table
-    parts: frozenset[str] = frozenset()  # what the config may leave out and this model has, by `ParamMapping.part`
+    sizes: dict[str, int] = field(default_factory=dict)  # value of each symbol in the shapes of the family's table
+    parts: frozenset[str] = frozenset()  # optional parts that this model has, see `ParamMapping.part`
 
     @property
     def num_layers(self) -> int:
@@ -32,7 +32,7 @@ class Architecture:
 
     @property
     def num_experts(self) -> int:
-        """Experts of one layer; 0 in a dense model."""
+        """Number of experts per layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts", 0)
 
     @property
@@ -41,13 +41,13 @@ class Architecture:
         return self.transformer.get("multi_latent_attention", False)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP."""
+        """Whether the layer has experts instead of one MLP."""
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
-        """Raise ValueError where the layout cannot cut this model; names the rule and the sizes that would work.
+        """Raise ValueError if the layout cannot split this model; the message names the rule and the sizes that work.
 
-        `uneven_stages`: the user says how many layers each pipeline stage has, and Megatron checks it.
+        `uneven_stages`: the user sets the number of layers per pipeline stage, and Megatron checks it.
         """
         t = self.transformer
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
@@ -63,15 +63,15 @@ class Architecture:
             _check_divides("etp", dims.expert_tp, dict(moe_intermediate_size=t["moe_ffn_hidden_size"]))
             if dims.tp > 1 and not dims.sequence_parallel:
                 raise ValueError(
-                    "parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism."
+                    "parallel.sp=false: experts with parallel.tp > 1 need sequence parallelism; leave out parallel.sp."
                 )
         elif dims.ep > 1:
-            raise ValueError(f"parallel.ep={dims.ep}: this model has no experts to spread; use 1.")
+            raise ValueError(f"parallel.ep={dims.ep}: this model has no experts; use 1.")
         elif dims.etp not in (None, dims.tp):
-            raise ValueError(f"parallel.etp={dims.etp}: this model has no experts to cut; leave it out.")
+            raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def flops(self) -> tuple[float, float]:
-        """Multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2. Balancing weighs by it."""
+        """Return multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2."""
         t = self.transformer
         width = t["hidden_size"]
         attention, pair = _latent_attention_flops(t) if self.is_latent else _attention_flops(t)
@@ -81,18 +81,18 @@ class Architecture:
             if self.is_moe(layer):
                 active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED) or 0)
             linear += attention + 3 * width * active
-        seen = 0.5  # of a sequence, by its average token
-        return linear + width * self.vocab_size, self.num_layers * pair * seen
+        attended = 0.5  # fraction of the sequence that an average token attends to
+        return linear + width * self.vocab_size, self.num_layers * pair * attended
 
 
 def _attention_flops(t: dict[str, Any]) -> tuple[float, float]:
-    """Of one layer: (projections of a token, a query's score with a key and its share of the key's value)."""
+    """Return multiply-adds of one layer: (projections per token, attention per pair of query and key)."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
     return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
 
 
 def _latent_attention_flops(t: dict[str, Any]) -> tuple[float, float]:
-    """The same of latent attention, where keys and values have different sizes."""
+    """Return the same for latent attention, where keys and values have different sizes."""
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -100,34 +100,33 @@ def _latent_attention_flops(t: dict[str, Any]) -> tuple[float, float]:
     return queries + keys + heads * value * width, heads * (key + value)
 
 
-def _check_divides(axis: str, size: int, cut: dict[str, int]) -> None:
-    for name, whole in cut.items():
+def _check_divides(axis: str, size: int, dimensions: dict[str, int]) -> None:
+    for name, whole in dimensions.items():
         if whole % size:
-            fits = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in cut.values()))
-            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {fits}.")
+            valid_sizes = ", ".join(str(n) for n in range(1, whole + 1) if all(w % n == 0 for w in dimensions.values()))
+            raise ValueError(f"parallel.{axis}={size} does not divide {name}={whole} of this model; use {valid_sizes}.")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face architecture: how its config reads, and its weights as a table."""
+    """One Hugging Face architecture: translation of its config, and the table of its weights."""
 
-    architecture: str  # as in config.json
-    translate: Callable[[HFConfig], Architecture]  # `read` is what others call
+    architecture: str  # name in `architectures` of config.json
+    translate: Callable[[HFConfig], Architecture]  # called by `read`, which also checks for unread fields
     table: tuple[ParamMapping, ...]
-    # SGLang parameter suffix <- Hugging Face suffixes, concatenated in order; {expert}: of every expert in turn
+    # suffix of an SGLang parameter <- suffixes of the Hugging Face tensors that it concatenates, in order; {expert} stands for
+    # every expert in order
     engine_fusions: dict[str, tuple[str, ...]]
-    defaults: dict[str, Any]  # what transformers takes for a field that the config leaves out
-    engine_required_fields: tuple[str, ...] = ()  # fields that SGLang needs in a config, of those that have defaults
-    extra_layers: bool = False  # checkpoints may hold layers behind the last, for multi-token prediction
-    engine_unsupported_parts: frozenset[str] = (
-        frozenset()
-    )  # parts of Architecture.parts that SGLang leaves out, silently
+    defaults: dict[str, Any]  # default of transformers for each field that a config may omit
+    engine_required_fields: tuple[str, ...] = ()  # fields with a default that SGLang requires in config.json
+    has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction
+    engine_unsupported_parts: frozenset[str] = frozenset()  # names in Architecture.parts that SGLang silently ignores
 
     def read(self, config: HFConfig) -> Architecture:
-        """The architecture that `config` describes.
+        """Return the architecture that `config` describes.
 
         Raises:
-            ValueError: a field is missing, has a value that the family does not implement, or is not known to it.
+            ValueError: a field is missing, unknown to the family, or has an unsupported value.
         """
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
@@ -135,29 +134,29 @@ class Family:
         return arch
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
-        """Raise ValueError where SGLang 0.5.23 cannot read the config, or would sample from another function."""
+        """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute another function than the trainer."""
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             said = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
-            raise ValueError(f"{config.path}: SGLang needs fields that transformers leaves out; add {said}.")
+            raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {said}.")
         if lacking := self.engine_unsupported_parts & arch.parts:
             raise ValueError(
-                f"model.path: this {self.architecture} has {', '.join(sorted(lacking))}, which SGLang leaves out without a "
-                "word; train it with mrl sft, or from recorded rollouts (rollout.replay)."
+                f"model.path: this {self.architecture} has {', '.join(sorted(lacking))}, which SGLang silently "
+                "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
         rope = arch.rope
         if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
-                f"model.path: attention_factor={rope.attention_factor} of the rotary embedding, which SGLang does not read: "
-                f"it computes {rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
+                f"model.path: attention_factor={rope.attention_factor} of the rotary embedding, which SGLang ignores: "
+                f"it uses {rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
                 "(rollout.replay)."
             )
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
-        """The table's rows for this model: one per Megatron parameter, layers and experts written out."""
-        return [entry for row in self.rows(arch) for entry in _written_out(row, arch)]
+        """Return one row per Megatron parameter of this model, for every layer and expert."""
+        return [entry for row in self.rows(arch) for entry in _expand_row(row, arch)]
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
-        """Those of `engine_fusions` whose parts this model has, all of them."""
+        """Return the entries of `engine_fusions` for which this model has all tensors."""
         names = [name for row in self.rows(arch) for name in row.hf]
         return {
             fused: parts
@@ -165,22 +164,22 @@ class Family:
             if all(any(name.endswith(f".{part}") for name in names) for part in parts)
         }
 
-    def is_extra(self, name: str, arch: Architecture) -> bool:
-        """Whether a Hugging Face tensor belongs to a layer behind the last: it is neither loaded nor exported."""
+    def is_in_extra_layer(self, name: str, arch: Architecture) -> bool:
+        """Whether a Hugging Face tensor belongs to an extra layer, which is neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return self.extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
+        return self.has_extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
-        """The table's rows that a model like this has."""
+        """Return the rows of the table that this model has, layers and experts not expanded."""
         rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a checkpoint of this model must hold, by Hugging Face name."""
+        """Return the shape of every tensor that a checkpoint of this model must contain, by Hugging Face name."""
         return {name: shape for row in self.param_mappings(arch) for name, shape in row.hf_shapes(arch.sizes).items()}
 
 
-def _written_out(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
+def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]:
     if "{layer}" not in row.megatron:
         yield row
         return

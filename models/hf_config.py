@@ -1,4 +1,4 @@
-"""A Hugging Face config in which every field is accounted for: used, checked, or known to be without influence."""
+"""A Hugging Face config that checks its fields: every field is read by the family or known not to change the logits."""
 
 import json
 from collections.abc import Mapping
@@ -9,62 +9,64 @@ from typing import Any
 from parallel.rope import Rope, rope_from_parameters
 
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
-    "which class reads the file; `architectures` decides for us": (
+    "class that reads the file; mrl uses `architectures`": (
         *("model_type", "auto_map", "architectures", "is_llama_config"),
     ),
-    "who wrote the file, and in which type the weights are stored": (
+    "origin of the file, and the dtype in which the weights are stored": (
         *("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"),
         *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
     ),
-    "tokens that a tokenizer or a sampler treats apart": (
+    "special tokens of the tokenizer or the sampler": (
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
     ),
-    "what a call of the model returns or keeps beside its logits": (
+    "outputs and caches of a model call in addition to the logits": (
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states", "output_router_logits"),
         *("return_dict", "use_return_dict"),
     ),
-    "defaults of sampling, today in generation_config.json": (
+    "sampling defaults, which newer models have in generation_config.json": (
         *("do_sample", "max_length", "temperature", "top_k", "top_p", "repetition_penalty"),
     ),
-    "which kernel computes attention, and in how many slices a layer is computed: the function is the same": (
+    "attention kernel and slicing of layers, which do not change the function": (
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp"),
         "chunk_size_feed_forward",
     ),
-    "heads for classification, which a causal language model does not have": ("id2label", "label2id", "problem_type"),
-    "weight of a balancing loss in pretraining; here `megatron.moe_aux_loss_coeff` asks for one": (
+    "classification heads, which a causal language model does not have": ("id2label", "label2id", "problem_type"),
+    "weight of the load-balancing loss in pretraining; in mrl `megatron.moe_aux_loss_coeff` sets it": (
         "router_aux_loss_coef",
     ),
 }
-"""Fields that do not change the logits, by the reason why not."""
+"""Fields that do not change the logits, grouped by reason."""
 
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A Hugging Face `config.json`; a field that is read must be there, or have a default in transformers."""
+    """A Hugging Face `config.json`. Reading a field that is missing and has no default in transformers is an error."""
 
     path: Path
     fields: dict[str, Any]
-    family: str | None = None  # where the family is, if not here: "package.module:NAME" or "/path/file.py:NAME"
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers takes for a field that is absent
-    read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that were read
+    family: str | None = (
+        None  # reference to a family outside models/families: "package.module:NAME" or "/path/file.py:NAME"
+    )
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for missing fields
+    read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that have been read
 
     @classmethod
     def load(cls, folder: str | Path, family: str | None = None) -> "HFConfig":
-        """Read `folder/config.json`; raises ValueError when the folder is not a Hugging Face model."""
+        """Read `folder/config.json`; raise ValueError if the folder is not a Hugging Face model."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             kind = "is a file" if Path(folder).is_file() else "is missing"
             found = kind if not Path(folder).is_dir() else "has no config.json"
             raise ValueError(
-                f"model.path={folder}: the folder {found}; a Hugging Face model folder is expected "
+                f"model.path={folder}: the folder {found}; expected a Hugging Face model folder "
                 "(config.json, *.safetensors, tokenizer files)."
             )
         try:
             fields = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error}). Fetch or write it again.") from None
+            raise ValueError(f"{path}: not JSON ({error}). Download or write it again.") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: expected an object of fields, got {type(fields).__name__}.")
         return cls(path, fields, family)
@@ -78,19 +80,19 @@ class HFConfig:
         raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
 
     def any_spelling(self, *names: str) -> Any:
-        """A field with several spellings; raises ValueError where it has none of them, or they differ."""
+        """Return a field that has several spellings; raise ValueError if all are missing or their values differ."""
         self.read_fields.update(names)
-        said = {name: self.fields[name] for name in names if name in self.fields}
-        if not said:
+        given = {name: self.fields[name] for name in names if name in self.fields}
+        if not given:
             return self[names[0]]
-        value = next(iter(said.values()))
-        if any(other != value for other in said.values()):
-            shown = ", ".join(f"{name}={other!r}" for name, other in said.items())
-            raise ValueError(f"{self.path}: {shown} say the same thing and differ; remove one.")
+        value = next(iter(given.values()))
+        if any(other != value for other in given.values()):
+            shown = ", ".join(f"{name}={other!r}" for name, other in given.items())
+            raise ValueError(f"{self.path}: {shown} are spellings of the same field but differ; remove one.")
         return value
 
     def expect(self, **values: Any) -> None:
-        """Raise ValueError unless each field is one of the allowed values (a tuple means: any of these)."""
+        """Raise ValueError unless each field has its expected value, or one of several in a tuple."""
         for name, allowed in values.items():
             options = allowed if isinstance(allowed, tuple) else (allowed,)
             if self[name] not in options:
@@ -100,11 +102,11 @@ class HFConfig:
                 )
 
     def start_reading(self, defaults: Mapping[str, Any]) -> "HFConfig":
-        """The same config, nothing read of it yet, under a family's `defaults`."""
+        """Return a copy with the `defaults` of a family and no field marked as read."""
         return replace(self, defaults=defaults, read_fields=set())
 
     def check_all_fields_read(self) -> None:
-        """Raise ValueError at a field that nobody read and that is not known to be without influence."""
+        """Raise ValueError if a field has not been read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
                 f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} here, and may change what "
@@ -120,38 +122,38 @@ class HFConfig:
         return names[0]
 
     def rope(self, head_dim: int, *, partial: bool = False) -> Rope:
-        """The rotary embedding of heads of `head_dim`, wherever this version of transformers wrote its parameters.
+        """Read the rotary embedding of heads of size `head_dim`, from the fields of any version of transformers.
 
-        `partial`: the family may rotate a part of each head only, `partial_rotary_factor` of it.
+        `partial`: the family may rotate only a fraction of each head, `partial_rotary_factor`.
         """
         found = dict(self._rope_parameters())
         kind = found.setdefault("rope_type", found.pop("type", "default"))
         if found.get("rope_theta") is None:
             found["rope_theta"] = self["rope_theta"]
-        share = found.pop("partial_rotary_factor", None)
+        fraction = found.pop("partial_rotary_factor", None)
         if partial:
-            share = self["partial_rotary_factor"] if share is None else share
+            fraction = self["partial_rotary_factor"] if fraction is None else fraction
             self.read_fields.add("partial_rotary_factor")
-        if not partial and share not in (None, 1.0):
-            raise ValueError(f"{self.path}: partial_rotary_factor={share!r} is not supported; expected 1.0.")
+        if not partial and fraction not in (None, 1.0):
+            raise ValueError(f"{self.path}: partial_rotary_factor={fraction!r} is not supported; expected 1.0.")
         if kind in ("llama3", "yarn"):
             found.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
         try:
-            return rope_from_parameters(found, int(head_dim * (1.0 if share is None else share)))
+            return rope_from_parameters(found, int(head_dim * (1.0 if fraction is None else fraction)))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _rope_parameters(self) -> dict[str, Any]:
-        """`rope_parameters`, under transformers 4 `rope_scaling`; if both say something, they must say the same."""
+        """Read `rope_parameters`, or `rope_scaling` of transformers 4; raise ValueError if both are set and differ."""
         self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
-        said = [found for name in ("rope_parameters", "rope_scaling") if (found := self.fields.get(name))]
-        if len(said) > 1 and said[0] != said[1]:
-            raise ValueError(f"{self.path}: rope_parameters={said[0]} and rope_scaling={said[1]} differ; remove one.")
-        if not said:
+        given = [found for name in ("rope_parameters", "rope_scaling") if (found := self.fields.get(name))]
+        if len(given) > 1 and given[0] != given[1]:
+            raise ValueError(f"{self.path}: rope_parameters={given[0]} and rope_scaling={given[1]} differ; remove one.")
+        if not given:
             return {}
-        outer, inner = self.fields.get("rope_theta"), said[0].get("rope_theta")
+        outer, inner = self.fields.get("rope_theta"), given[0].get("rope_theta")
         if outer is not None and inner is not None and outer != inner:
             raise ValueError(
-                f"{self.path}: rope_theta={outer}, and {inner} within the rotary embedding's parameters; remove one."
+                f"{self.path}: rope_theta={outer}, and {inner} in the parameters of the rotary embedding; remove one."
             )
-        return said[0]
+        return given[0]

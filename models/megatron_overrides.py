@@ -1,4 +1,4 @@
-"""Megatron's config fields, read from its source (importing it would cost the driver seconds), and what a user may set."""
+"""Checks the user's `megatron:` section against Megatron's config fields, which are read from source to avoid a slow import."""
 
 import ast
 import difflib
@@ -52,7 +52,7 @@ FIELDS_SET_BY_MRL = frozenset(
         "multi_latent_attention",
     ]
 )
-"""Fields that follow from the model, the layout or the machine; a user cannot set them apart from those."""
+"""Fields that mrl derives from the model, the layout or the machine; a user cannot set them."""
 
 UNEVEN_STAGE_FIELDS = frozenset(
     [
@@ -63,54 +63,54 @@ UNEVEN_STAGE_FIELDS = frozenset(
         "account_for_loss_in_pipeline_split",
     ]
 )
-"""Fields by which a user gives pipeline stages different numbers of layers."""
+"""Fields that give pipeline stages different numbers of layers."""
 
 LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
-"""Fields that mean something under the layout they were written for, and nothing in one process."""
+"""Fields that depend on the parallel layout and do not apply to a single process."""
 
-_FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
-_CLASSES = ("TransformerConfig", "ModelParallelConfig")
+_SOURCE_FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
+_CONFIG_CLASSES = ("TransformerConfig", "ModelParallelConfig")
 
 
 @cache
 def transformer_config_fields() -> frozenset[str]:
-    """Every field of TransformerConfig, inherited ones included."""
+    """Return every field of Megatron's TransformerConfig, including inherited ones."""
     spec = find_spec("megatron")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     names: set[str] = set()
-    for path in (Path(root) / "core" / file for root in roots for file in _FILES):
+    for path in (Path(root) / "core" / file for root in roots for file in _SOURCE_FILES):
         for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
-            if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
+            if isinstance(node, ast.ClassDef) and node.name in _CONFIG_CLASSES:
                 names |= {
                     s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
                 }
-    assert "num_layers" in names, "Megatron's source has another layout than models/megatron_overrides.py expects"
+    assert "num_layers" in names, "models/megatron_overrides.py does not find TransformerConfig in Megatron's source"
     return frozenset(names)
 
 
 def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
-    """Balancing losses that mean something for packs; raises ValueError."""
+    """Raise ValueError at a load-balancing loss that is not defined for packs."""
     key = f"megatron.moe_router_load_balancing_type={kinds}"
     if "seq_aux_loss" in kinds:
-        raise ValueError(f"{key}: to the router a pack is one sequence, so this would be aux_loss; use that.")
+        raise ValueError(f"{key}: the router treats a pack as one sequence, so this equals aux_loss; use aux_loss.")
     if "global_aux_loss" in kinds and dims.dp > 1:
         raise ValueError(
-            f"{key}: replicas would have to run equally many packs, and it follows the order of packs; with "
+            f"{key}: it needs the same number of packs on all replicas, and depends on their order; with "
             f"dp={dims.dp} use aux_loss."
         )
 
 
-def check_megatron_overrides(overrides: Mapping[str, Any], decided: AbstractSet[str] = frozenset()) -> None:
-    """Raise ValueError at a name that is no field of Megatron's TransformerConfig, or one `decided` elsewhere."""
+def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
+    """Raise ValueError at a field that TransformerConfig does not have, or that is in `derived` (set by mrl)."""
     known = transformer_config_fields()
     for name in overrides:
-        if name in decided:
+        if name in derived:
             raise ValueError(
-                f"megatron.{name} is decided by the model, model.dtype or the parallel section; set it there."
+                f"megatron.{name} is derived from the model, model.dtype or the parallel section; set it there."
             )
         if name.startswith("tp_comm_overlap") and overrides[name]:
             raise ValueError(
-                f"megatron.{name}={overrides[name]}: its buffers have one size, packs have any; leave it out."
+                f"megatron.{name}={overrides[name]}: its buffers have a fixed size but packs do not; leave it out."
             )
         if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
             raise ValueError(

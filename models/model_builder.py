@@ -1,4 +1,4 @@
-"""What a critic has where a language model has its output layer."""
+"""Builds this rank's part of a Megatron model from a Hugging Face config."""
 
 import logging
 from collections.abc import Callable
@@ -39,14 +39,15 @@ from parallel.megatron_layers import PackedLatentAttention, PackedRotaryEmbeddin
 from parallel.moe_router import PackedRouter
 from parallel.rope import Rope
 
-# FROM: A Megatron model from a Hugging Face config alone: this rank's stages of it.
+logger = logging.getLogger(__name__)
+HeadKind = Literal["vocabulary", "value"]
 
 
 class ValueHead(torch.nn.Module):
-    """One number per token, value = w . h + b, whole on every rank.
+    """Output head of a critic: one value per token, w . h + b, replicated on every rank.
 
-    A new one is normal with standard deviation 1 / sqrt(H + 1) and no bias (Huang, Liu and von Werra 2023, "The N
-    Implementation Details of RLHF with PPO"), the same on every rank and under every layout.
+    Initial weights are normal with standard deviation 1 / sqrt(H + 1), the initial bias is 0 (Huang, Liu and von Werra 2023,
+    "The N Implementation Details of RLHF with PPO"). They are the same on every rank and under every layout.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -56,17 +57,13 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T] float32."""
+        """Map hidden states [T, H] to values [T] in float32."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
 
 
-logger = logging.getLogger(__name__)
-Head = Literal["vocabulary", "value"]
-
-
 def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtype, **overrides) -> TransformerConfig:
-    """Megatron's config for this model and layout; `overrides` are checked by the caller."""
-    found = capabilities()
+    """Build Megatron's config for this model and layout. The caller has checked `overrides`."""
+    libraries = capabilities()
     is_moe = arch.num_experts > 0
     values = dict(
         activation_func=F.silu,
@@ -77,21 +74,23 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not has_cuda(),
-        perform_initialization=False,  # weights always come from a checkpoint
-        calculate_per_token_loss=True,  # losses are sums that we normalise ourselves, with global denominators
+        perform_initialization=False,  # weights are always loaded from a checkpoint
+        calculate_per_token_loss=True,  # losses are sums that are already divided by global denominators
         **_layout_fields(dims),
-        # Kernels that only NVIDIA's builds bring; Megatron's plain-torch forms are used without them.
-        apply_rope_fusion=False,  # its angles are those of whole sequences; ours are looked up per token
-        gradient_accumulation_fusion=found.fused_wgrad,
-        bias_activation_fusion=found.transformer_engine,
-        bias_dropout_fusion=found.transformer_engine,
+        # Fused kernels need NVIDIA's libraries; without them Megatron uses plain torch.
+        apply_rope_fusion=False,  # the fused kernel computes angles per sequence; packs need angles per token
+        gradient_accumulation_fusion=libraries.fused_wgrad,
+        bias_activation_fusion=libraries.transformer_engine,
+        bias_dropout_fusion=libraries.transformer_engine,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        moe_grouped_gemm=found.transformer_engine and is_moe,
+        moe_grouped_gemm=libraries.transformer_engine and is_moe,
     )
-    if is_moe:  # no balancing loss unless asked for: it would pull a trained model's routing away from the rewards
+    if is_moe:  # no load-balancing loss by default: it would change the routing of a trained model against the rewards
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
-        values |= dict(moe_router_bias_update_rate=0.0)  # a correction bias stays as it was loaded, for the same reason
+        values |= dict(
+            moe_router_bias_update_rate=0.0
+        )  # the correction bias keeps its loaded value, for the same reason
     kind = MLATransformerConfig if arch.is_latent else TransformerConfig
     return kind(**(values | arch.transformer | overrides))
 
@@ -105,17 +104,17 @@ def _layout_fields(dims: ParallelDims) -> dict:
         context_parallel_size=dims.cp,
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.expert_tp,
-        variable_seq_lengths=dims.pp > 1,  # stages tell each other the length of every pack
-        moe_token_dispatcher_type="alltoall",  # Megatron demands it with variable lengths, for dense models too
-        # Interleaved stages send in both directions at once; batched sends between one pair would be mismatched.
+        variable_seq_lengths=dims.pp > 1,  # pipeline stages exchange the length of every pack
+        moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, also for dense models
+        # Interleaved stages send in both directions at once; batched sends between a pair of ranks would be mismatched.
         overlap_p2p_comm=dims.vpp > 1,
         batch_p2p_comm=dims.vpp == 1,
-        deallocate_pipeline_outputs=has_cuda(),  # on gloo, freeing what is still being sent corrupts it silently
+        deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send silently corrupts it
     )
 
 
-def _biased(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
-    """`linear` with a bias or without, where Megatron's config would decide for all matrices alike."""
+def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
+    """Return `linear` with or without a bias; Megatron's config has one switch for all matrices."""
 
     def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
         return linear(*args, bias=has_bias, **kwargs)
@@ -141,7 +140,7 @@ def _latent_attention(provider: BackendSpecProvider, rope: Rope) -> ModuleSpec:
 
 
 def _attention(
-    config: TransformerConfig, provider: BackendSpecProvider, own_attention: bool, parts: frozenset[str]
+    config: TransformerConfig, provider: BackendSpecProvider, packed_attention: bool, parts: frozenset[str]
 ) -> ModuleSpec:
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     return ModuleSpec(
@@ -149,8 +148,8 @@ def _attention(
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_layer_norm_linear(),
-            core_attention=PackedAttention if own_attention else provider.core_attention(),
-            linear_proj=_biased(provider.row_parallel_linear(), "proj_bias" in parts),
+            core_attention=PackedAttention if packed_attention else provider.core_attention(),
+            linear_proj=_with_bias(provider.row_parallel_linear(), "proj_bias" in parts),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -164,7 +163,9 @@ def _layer_spec(
     parts: frozenset[str],
     moe: bool,
 ) -> ModuleSpec:
-    is_latent = attention.module is PackedLatentAttention  # its norm stands alone: several matrices read it
+    is_latent = (
+        attention.module is PackedLatentAttention
+    )  # the norm is a separate module: several matrices read its output
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
         experts = MoESubmodules(
@@ -176,8 +177,8 @@ def _layer_spec(
         norm = provider.layer_norm(rms_norm=True)
     else:
         linears = MLPSubmodules(
-            linear_fc1=_biased(provider.column_parallel_layer_norm_linear(), "mlp_bias" in parts),
-            linear_fc2=_biased(provider.row_parallel_linear(), "mlp_bias" in parts),
+            linear_fc1=_with_bias(provider.column_parallel_layer_norm_linear(), "mlp_bias" in parts),
+            linear_fc2=_with_bias(provider.row_parallel_linear(), "mlp_bias" in parts),
         )
         mlp, norm = partial(MLP.as_mlp_submodule, submodules=linears), IdentityOp
     return ModuleSpec(
@@ -194,14 +195,14 @@ def _layer_spec(
 
 
 def _block_spec(
-    config: TransformerConfig, own_attention: bool, arch: Architecture, vp_stage: int | None
+    config: TransformerConfig, packed_attention: bool, arch: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's virtual stage."""
+    """Build the layer specs of this rank's virtual stage."""
     provider = spec_provider()
     if arch.is_latent:
         attention = _latent_attention(provider, arch.rope)
     else:
-        attention = _attention(config, provider, own_attention, arch.parts)
+        attention = _attention(config, provider, packed_attention, arch.parts)
     is_moe = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [0] * config.num_layers
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
@@ -212,7 +213,7 @@ def _block_spec(
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rows that Megatron allocates: the next multiple of the tensor-parallel size."""
+    """Return the vocabulary rows that Megatron allocates: the next multiple of the tensor-parallel size."""
     return vocab_size + -vocab_size % tp_size
 
 
@@ -221,36 +222,36 @@ def build_model(
     dims: ParallelDims,
     dtype: torch.dtype,
     *,
-    head: Head = "vocabulary",
+    head: HeadKind = "vocabulary",
     share_prompts: bool = True,
     **overrides,
 ) -> list[GPTModel]:
-    """This rank's part of the model that `hf` describes, a GPTModel for each virtual stage, weights not yet filled.
+    """Build this rank's part of the model that `hf` describes: one GPTModel per virtual stage, weights uninitialized.
 
-    `share_prompts`: packs may have segments with parents, which only our own attention understands. `head="value"` puts a
-    ValueHead where the output layer is.
+    `share_prompts`: packs may contain segments with parents, which needs PackedAttention. `head="value"` replaces the output
+    layer by a ValueHead.
 
     Raises:
-        ValueError: the config has a flag the family does not implement, or the layout does not fit.
+        ValueError: the family does not support a field of the config, or the layout does not fit the model.
     """
     arch = family_of(hf).read(hf)
     arch.check_layout(dims, uneven_stages=bool(UNEVEN_STAGE_FIELDS & overrides.keys()))
     config = transformer_config(arch, dims, dtype, **overrides)
-    own_attention = share_prompts or not capabilities().transformer_engine
+    packed_attention = share_prompts or not capabilities().transformer_engine
     stages = range(dims.vpp) if dims.vpp > 1 else [None]
-    build = partial(_build_stage, arch, config, head, own_attention)
+    build = partial(_build_stage, arch, config, head, packed_attention)
     chunks = [build(stage).to(dtype) for stage in stages]
     logger.info("%s from %s over %s: %s", hf.architecture, hf.path, dims, arch)
     return chunks
 
 
 def _build_stage(
-    arch: Architecture, config: TransformerConfig, head: Head, own_attention: bool, vp_stage: int | None
+    arch: Architecture, config: TransformerConfig, head: HeadKind, packed_attention: bool, vp_stage: int | None
 ) -> GPTModel:
     is_last = groups.is_last_stage(vp_stage)
     model = GPTModel(
         config,
-        _block_spec(config, own_attention, arch, vp_stage),
+        _block_spec(config, packed_attention, arch, vp_stage),
         padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
         arch.max_position_embeddings,
         pre_process=groups.is_first_stage(vp_stage),
@@ -259,22 +260,22 @@ def _build_stage(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    if not arch.is_latent:  # latent attention has its own
-        _set_rope(model, arch.rope, own_attention)
+    if not arch.is_latent:  # latent attention has its own rotary embedding
+        _set_rope(model, arch.rope, packed_attention)
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
     for name, param in model.named_parameters():
-        if ".experts." in name:  # as where they are spread: the optimizer's state then has one form under every layout
+        if ".experts." in name:  # as with ep > 1: the optimizer state then has the same structure under every layout
             param.allreduce = False  # type: ignore[missing-attribute]
     return model
 
 
-def _set_rope(model: GPTModel, rope: Rope, own_attention: bool) -> None:
-    """The frequencies and the amplitude of `rope`, in place of those that Megatron computes from its config."""
-    if own_attention:
+def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
+    """Replace the frequencies and the amplitude that Megatron computes from its config by those of `rope`."""
+    if packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(rope)
     else:
         model.rotary_pos_emb.inv_freq = rope.inv_freq()
     for module in model.modules():
-        if isinstance(module, SelfAttention):  # it has no other way in for a given amplitude, in 0.19
+        if isinstance(module, SelfAttention):  # Megatron 0.19 has no public parameter for the amplitude
             module._yarn_concentration_factor = rope.amplitude

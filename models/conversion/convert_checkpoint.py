@@ -1,4 +1,7 @@
-"""Checkpoints from one form into the other, without a model, a process group or a GPU: one tensor at a time."""
+"""Converts checkpoints between Hugging Face and Megatron one tensor at a time, and checks that a conversion is exact.
+
+A conversion needs no model, process group or GPU. The check of logits builds both models in memory.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,8 @@ from models.conversion.resumable_folder import ByteProgress, ResumableFolder, fi
 from models.families import family_of
 from models.hf_config import HFConfig
 
-# FROM: Is a conversion exact? Every tensor there and back byte for byte, and the logits of both implementations.
+LOGITS_LIMIT = 1e-5
+"""Largest allowed difference of logits, relative to the largest logit."""
 
 
 def to_megatron(
@@ -34,27 +38,27 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of the Hugging Face folder of `config` as a Megatron checkpoint that any layout loads.
+    """Write the weights of the Hugging Face folder of `config` as a Megatron checkpoint that any layout can load.
 
-    `dtype`: of all weights but those that Megatron holds in float32 anyway; default: as in the folder.
-    An interrupted conversion is taken up where it stopped.
+    `dtype`: dtype of all weights except those that Megatron always holds in float32; default: the stored dtype.
+    A second call resumes an interrupted conversion.
 
     Raises:
-        ValueError: the folder is not a whole model of a known family, the output exists or was begun from something else,
-            or the disk has no room for it.
+        ValueError: the folder is not a complete model of a known family, the output exists, an interrupted conversion had other
+            inputs, or the disk is too small.
     """
     refuse_existing(output)
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
     arch = family_of(config).read(config)
-    items = _items(family_of(config).param_mappings(arch), arch, weights, dtype)
+    items = _tensors_to_write(family_of(config).param_mappings(arch), arch, weights, dtype)
     options = dict(convert="to-megatron", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
     with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *weights.files])}) as partial:
         writer = MegatronWriter(partial, items, max_shard_bytes)
         total = sum(item.nbytes for item in items)
-        left = sum(item.nbytes for part in writer.missing.values() for item in part)
-        partial.require_space(left)
-        progress.begin(total, total - left)
+        remaining_bytes = sum(item.nbytes for part in writer.missing.values() for item in part)
+        partial.require_space(remaining_bytes)
+        progress.begin(total, total - remaining_bytes)
 
         def tensor_of(item: TensorToWrite) -> Tensor:
             return item.row.to_megatron([weights[name] for name in item.row.hf], arch.sizes, 0, 1)
@@ -78,14 +82,14 @@ def to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of a Megatron checkpoint as a Hugging Face folder, with config and tokenizer of `config`'s.
+    """Write the weights of a Megatron checkpoint as a Hugging Face folder with the config and tokenizer of `config`.
 
-    `dtype`: of all weights but those that Megatron holds in float32 anyway; default: as in the checkpoint.
-    An interrupted conversion is taken up where it stopped.
+    `dtype`: dtype of all weights except those that Megatron always holds in float32; default: the stored dtype.
+    A second call resumes an interrupted conversion.
 
     Raises:
-        ValueError: the checkpoint is not one of this model, the output exists or was begun from something else, or the
-            disk has no room for it.
+        ValueError: the checkpoint is of another model, the output exists, an interrupted conversion had other inputs, or the
+            disk is too small.
     """
     refuse_existing(output)
     arch = family_of(config).read(config)
@@ -95,9 +99,9 @@ def to_hf(
     options: dict[str, Any] = dict(convert="to-hf", dtype=str(dtype), max_shard_bytes=max_shard_bytes)
     with ResumableFolder.beside(output, options | {"files": fingerprint([config.path, *reader.files])}) as partial:
         writer = HFFolderWriter(partial, kinds, max_shard_bytes)
-        left = writer.num_bytes(missing_only=True)
-        partial.require_space(left)
-        progress.begin(writer.num_bytes(), writer.num_bytes() - left)
+        remaining_bytes = writer.num_bytes(missing_only=True)
+        partial.require_space(remaining_bytes)
+        progress.begin(writer.num_bytes(), writer.num_bytes() - remaining_bytes)
         for row in rows:
             if any(writer.needs(name) for name in row.hf):
                 for name, tensor in row.to_hf([reader.read(row)], arch.sizes).items():
@@ -106,10 +110,10 @@ def to_hf(
         writer.complete(config.path.parent, {})
 
 
-def _items(
+def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
-    """What the checkpoint will hold; raises ValueError where Megatron has one type and the folder several."""
+    """List the tensors of the checkpoint; raise ValueError if Megatron tensors would combine different dtypes."""
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
@@ -118,8 +122,8 @@ def _items(
         first = first_of.setdefault(place.key, item)
         if first.dtype != item.dtype:
             raise ValueError(
-                f"{weights.folder}: Megatron holds {first.row.hf[0]} ({first.dtype}) and {row.hf[0]} ({item.dtype}) in one "
-                "tensor of one type; choose it with dtype=."
+                f"{weights.folder}: Megatron stores {first.row.hf[0]} ({first.dtype}) and {row.hf[0]} ({item.dtype}) in one "
+                "tensor; choose a common dtype with dtype=."
             )
         items.append(item)
     return items
@@ -132,16 +136,13 @@ def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | 
         return dtype
     found = {name: weights.dtypes()[name] for name in row.hf}
     if len(set(found.values())) > 1:
-        raise ValueError(f"{weights.folder}: Megatron holds {found} in one tensor of one type; choose it with dtype=.")
+        raise ValueError(f"{weights.folder}: Megatron stores {found} in one tensor; choose a common dtype with dtype=.")
     return torch_dtype(found[row.hf[0]])
-
-
-LOGITS_LIMIT = 1e-5
 
 
 @dataclass(frozen=True)
 class ConversionCheck:
-    """One thing that was checked."""
+    """Result of one check of a conversion."""
 
     what: str
     detail: str
@@ -149,48 +150,50 @@ class ConversionCheck:
 
 
 def check_round_trip(config: HFConfig) -> ConversionCheck:
-    """Hugging Face -> Megatron -> Hugging Face: every tensor's bytes. Raises ValueError at a folder that is not whole."""
+    """Convert every tensor to Megatron and back, and compare bytes. Raises ValueError if the folder is incomplete."""
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
     arch = family_of(config).read(config)
-    differ, count = [], 0
+    differing, count = [], 0
     for row in family_of(config).param_mappings(arch):
         tensors = [weights[name] for name in row.hf]
-        back = row.to_hf([row.to_megatron(tensors, arch.sizes, 0, 1)], arch.sizes)
-        differ += [name for name, tensor in zip(row.hf, tensors, strict=True) if not is_bit_equal(back[name], tensor)]
+        converted_back = row.to_hf([row.to_megatron(tensors, arch.sizes, 0, 1)], arch.sizes)
+        differing += [
+            name for name, tensor in zip(row.hf, tensors, strict=True) if not is_bit_equal(converted_back[name], tensor)
+        ]
         count += len(tensors)
         _release(weights, row.hf)
-    return _tensor_check("Hugging Face -> Megatron -> Hugging Face", count, differ)
+    return _tensor_check("Hugging Face -> Megatron -> Hugging Face", count, differing)
 
 
 def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCheck:
-    """Every tensor of a Megatron checkpoint beside the folder's, in the checkpoint's type: every byte.
+    """Compare the bytes of every tensor of a Megatron checkpoint with the folder, in the dtype of the checkpoint.
 
-    Raises ValueError at a folder that is not whole, or a checkpoint of another model.
+    Raises ValueError if the folder is incomplete or the checkpoint is of another model.
     """
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
     arch = family_of(config).read(config)
     rows = family_of(config).param_mappings(arch)
     reader = MegatronReader(checkpoint, arch, rows)
-    differ, converted = [], set()
+    differing, converted = [], set()
     for row in rows:
         expected = row.to_megatron([weights[name] for name in row.hf], arch.sizes, 0, 1)
         found = reader.read(row)
         if found.dtype != expected.dtype:
             converted.add(f"{expected.dtype} -> {found.dtype}".replace("torch.", ""))
         if not is_bit_equal(found, expected.to(found.dtype)):
-            differ.append(row.megatron)
+            differing.append(row.megatron)
         _release(weights, row.hf)
     note = f", after {' and '.join(sorted(converted))}" if converted else ""
-    return _tensor_check(f"Megatron checkpoint / Hugging Face{note}", len(rows), differ)
+    return _tensor_check(f"Megatron checkpoint / Hugging Face{note}", len(rows), differing)
 
 
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
-    """Logits of random tokens by our Megatron model and by transformers, both in float32 in one process.
+    """Compare the logits of our Megatron model and of transformers for random tokens, in float32 in this process.
 
-    The largest difference may be `LOGITS_LIMIT` times the largest logit (or times 1, where that is smaller). This makes a
-    process group, so it needs a process without one.
+    The largest difference may be `LOGITS_LIMIT` times the largest logit, or `LOGITS_LIMIT` if that logit is below 1. The check
+    creates a process group if this process has none.
     """
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
@@ -204,8 +207,8 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
 
 @torch.no_grad()
 def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
-    """[tokens, vocabulary] float32."""
-    from transformers import AutoModelForCausalLM  # seconds, and only needed here
+    """Return logits [tokens, vocabulary] in float32."""
+    from transformers import AutoModelForCausalLM  # takes seconds to import, and only this check needs it
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -215,8 +218,8 @@ def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
-    """[tokens, vocabulary with padding] float32."""
-    from parallel import device  # its stand-in comes before everything of Megatron's
+    """Return logits [tokens, padded vocabulary] in float32."""
+    from parallel import device  # must patch torch before the first import from Megatron
     from parallel.dims import ParallelDims
 
     device.patch_megatron_for_cpu()
@@ -225,8 +228,8 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     from parallel import groups
     from parallel.packing import Segment, pack
 
-    dims, alone = ParallelDims(), not dist.is_initialized()
-    if alone:
+    dims, creates_group = ParallelDims(), not dist.is_initialized()
+    if creates_group:
         dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1)
         groups.initialize(dims, seed=0)
     (gpt,) = build_model(config, dims, torch.float32)
@@ -235,13 +238,13 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     packed = pack([Segment(len(tokens))], device.device())
     positions = packed.position_ids[None]
     logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()
-    if alone:
+    if creates_group:
         dist.destroy_process_group()
     return logits
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether type, shape and all bytes are equal, whatever numbers they are."""
+    """Whether dtype, shape and all bytes are equal (unlike torch.equal also for NaN and signed zeros)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
@@ -252,7 +255,7 @@ def _release(weights: HFWeights, names: tuple[str, ...]) -> None:
         weights.release(name)
 
 
-def _tensor_check(what: str, count: int, differ: list[str]) -> ConversionCheck:
-    if differ:
-        return ConversionCheck(what, f"{len(differ)} of {count} tensors differ: {', '.join(differ[:3])}", False)
+def _tensor_check(what: str, count: int, differing: list[str]) -> ConversionCheck:
+    if differing:
+        return ConversionCheck(what, f"{len(differing)} of {count} tensors differ: {', '.join(differing[:3])}", False)
     return ConversionCheck(what, f"{count} tensors equal, byte for byte", True)

@@ -1,6 +1,7 @@
-"""The head of a safetensors file: names, types, shapes and places of its tensors. Pure: no torch, no tensor is read.
+"""Reads Hugging Face checkpoints: validates the headers of all files without torch, then maps tensors from the files.
 
-A file is 8 bytes (little-endian length of the header), the header (JSON), and the tensors' bytes without gaps.
+A safetensors file consists of 8 bytes (length of the header, little-endian), the header (JSON), and the bytes of the tensors
+without gaps.
 """
 
 from __future__ import annotations
@@ -16,30 +17,28 @@ from typing import TYPE_CHECKING
 from models.families import family_of
 from models.hf_config import HFConfig
 
-# FROM: Hugging Face checkpoints on disk: headers are checked, without torch, before anything is loaded.
-
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Types that weights may have, with the bytes of one number."""
+"""Supported dtypes of weights, in the spelling of safetensors, with their bytes per element."""
 _LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000  # as the safetensors library has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file."""
+    """Header entry of one tensor in a safetensors file."""
 
-    dtype: str  # as safetensors spells it: F32, BF16, ...
+    dtype: str  # spelling of safetensors: F32, BF16, ...
     shape: tuple[int, ...]
-    start: int  # bytes from the beginning of the file
+    start: int  # offset in bytes from the beginning of the file
     nbytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the file by name; raises ValueError when the file is cut short or is no safetensors file."""
+    """Read the entries of all tensors by name; raise ValueError if the file is truncated or not a safetensors file."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if file_bytes < _LENGTH_BYTES or length > min(_LARGEST_HEADER, file_bytes - _LENGTH_BYTES):
+        if file_bytes < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
             raise _damaged(path, f"it has {file_bytes} bytes, and its header would have {length}")
         text = file.read(length)
     try:
@@ -51,8 +50,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise _damaged(path, f"its header cannot be read ({error!r})") from None
     end = max((entry.start + entry.nbytes for entry in entries.values()), default=first)
     if end > file_bytes:
-        cut = next(name for name, entry in entries.items() if entry.start + entry.nbytes > file_bytes)
-        raise _damaged(path, f"it has {file_bytes} bytes, its header says {end}; the first tensor cut is {cut}")
+        truncated = next(name for name, entry in entries.items() if entry.start + entry.nbytes > file_bytes)
+        raise _damaged(
+            path, f"it has {file_bytes} bytes, its header says {end}; the first truncated tensor is {truncated}"
+        )
     for name, entry in entries.items():
         _check_bytes(path, name, entry)
     return entries
@@ -65,15 +66,20 @@ def _entry(field: dict, first: int) -> TensorEntry:
 
 def _check_bytes(path: Path, name: str, entry: TensorEntry) -> None:
     if entry.dtype in ITEM_BYTES and entry.nbytes != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
-        raise _damaged(path, f"{name} has {entry.nbytes} bytes, which is not {list(entry.shape)} of {entry.dtype}")
+        raise _damaged(
+            path, f"{name} has {entry.nbytes} bytes, which does not match shape {list(entry.shape)} in {entry.dtype}"
+        )
 
 
 def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path}: the file is damaged or incomplete: {what}. Fetch or write it again.")
+    return ValueError(f"{path}: the file is damaged or incomplete: {what}. Download or write it again.")
 
 
 def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """(the bytes before the first tensor, each tensor's place) of a file with these (type, shape) in this order."""
+    """Lay out a file with tensors of these (dtype, shape) in this order.
+
+    Returns (bytes before the first tensor, entry of each tensor).
+    """
     fields: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -81,9 +87,9 @@ def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[byt
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    prefix = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     del fields["__metadata__"]
-    return head, {name: _entry(field, len(head)) for name, field in fields.items()}
+    return prefix, {name: _entry(field, len(prefix)) for name, field in fields.items()}
 
 
 if TYPE_CHECKING:
@@ -93,18 +99,18 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SINGLE = "model.safetensors"
-# Linux' MAP_NORESERVE: a private mapping of a file larger than the free memory is no overcommitment
+# MAP_NORESERVE of Linux: allows a private mapping of a file that is larger than the free memory
 _NO_RESERVE = 0x4000
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder by name, mapped from its files: a page is read when it is looked at."""
+    """Tensors of a Hugging Face folder by name, memory-mapped: a page is read from disk when it is first used."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read the headers of `folder`'s files.
+        """Read the headers of all weight files in `folder`.
 
         Raises:
-            ValueError: there are no safetensors, a file is damaged or missing, or files and index disagree.
+            ValueError: there are no safetensors files, a file is damaged or missing, or files and index disagree.
         """
         self.folder = Path(folder)
         self._entries: dict[str, TensorEntry] = {}
@@ -122,38 +128,40 @@ class HFWeights:
     def _check_index(self, index: dict[str, str]) -> None:
         for name, file in index.items():
             if name not in self._file_of or self._file_of[name].name != file:
-                found = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file has it"
-                raise ValueError(f"{self.folder / INDEX}: {name} should be in {file}, but {found}. Fetch both again.")
+                found = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file contains it"
+                raise ValueError(
+                    f"{self.folder / INDEX}: {name} should be in {file}, but {found}. Download both again."
+                )
         extra = sorted(self._file_of.keys() - index.keys())
         if extra:
             raise ValueError(
                 f"{self.folder / INDEX}: {len(extra)} tensors of the files are not in the index, the first is "
-                f"{extra[0]} in {self._file_of[extra[0]].name}. Fetch both again."
+                f"{extra[0]} in {self._file_of[extra[0]].name}. Download both again."
             )
 
     @property
     def files(self) -> list[Path]:
-        """The files that the tensors are in."""
+        """Files that contain the tensors."""
         return sorted(set(self._file_of.values()))
 
     def file_of(self, name: str) -> Path:
-        """The file that holds the tensor."""
+        """Return the file that contains the tensor."""
         return self._file_of[name]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape, from the file headers."""
+        """Return the shape of every tensor, from the file headers."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """Every tensor's type as safetensors spells it (F32, BF16, ...), from the file headers."""
+        """Return the dtype of every tensor in the spelling of safetensors (F32, BF16, ...), from the file headers."""
         return {name: entry.dtype for name, entry in self._entries.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor, sharing memory with the file's pages; changes to it stay in this process."""
-        import torch  # the driver only looks at headers
+        """Return the tensor; it shares memory with the mapped file, and changes to it are not written back."""
+        import torch  # the driver reads headers only, without torch
 
         entry = self._entries[name]
         dtype = torch_dtype(entry.dtype)
@@ -162,24 +170,24 @@ class HFWeights:
         raw = torch.frombuffer(
             self._map(self._file_of[name]), dtype=torch.uint8, count=entry.nbytes, offset=entry.start
         )
-        if entry.start % ITEM_BYTES[entry.dtype]:  # the format allows it, torch does not
+        if entry.start % ITEM_BYTES[entry.dtype]:  # the format allows unaligned tensors, torch does not
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A copy of the part of the tensor that begins at `starts` and has shape `sizes`; only its pages are read."""
+        """Copy the slice of the tensor that begins at `starts` and has shape `sizes`; reads only its pages."""
         shape = self._entries[name].shape
         fits = len(starts) == len(sizes) == len(shape) and all(
             start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
         )
-        assert fits, f"{name} has shape {shape}: no part of {tuple(sizes)} begins at {tuple(starts)}"
+        assert fits, f"{name} has shape {shape}: no slice of shape {tuple(sizes)} begins at {tuple(starts)}"
         part = self[name]
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             part = part.narrow(dim, start, size)
         return part.clone()
 
     def release(self, name: str) -> None:
-        """Give back the memory of the tensor's pages, which are read again when they are looked at again."""
+        """Free the memory of the tensor's pages; they are read from disk again at the next use."""
         entry, page = self._entries[name], mmap.ALLOCATIONGRANULARITY
         first = entry.start // page * page
         if entry.nbytes:
@@ -194,19 +202,19 @@ class HFWeights:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type for safetensors' spelling."""
-    import torch  # the driver only looks at headers
+    """Return torch's dtype for a dtype in the spelling of safetensors."""
+    import torch  # the driver reads headers only, without torch
 
     return getattr(torch, TORCH_NAMES[name])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' spelling of a type that weights may have."""
+    """Return a supported dtype in the spelling of safetensors."""
     return next(name for name, torchs in TORCH_NAMES.items() if torchs == str(dtype).removeprefix("torch."))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Which file each tensor should be in, where the folder has an index."""
+    """Read the index: file name of each tensor. Returns None if the folder has no index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -214,34 +222,34 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         weight_map = json.loads(path.read_text())["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no index can be read from it ({error!r}). Fetch it again.") from None
+        raise ValueError(f"{path}: the index cannot be read ({error!r}). Download it again.") from None
 
 
 def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
-    """The files of the index; without one `model.safetensors`, or all there are."""
+    """Return the files of the index; without an index, `model.safetensors` or else all safetensors files."""
     if index is not None:
         for name, file in index.items():
             if not (folder / file).is_file():
                 missing = sum(other == file for other in index.values())
                 raise ValueError(
-                    f"{folder / file} is missing; {INDEX} says that it holds {missing} tensors, the first is {name}. "
-                    "Fetch it again."
+                    f"{folder / file} is missing; {INDEX} says that it contains {missing} tensors, the first is {name}. "
+                    "Download it again."
                 )
         return [folder / file for file in sorted(set(index.values()))]
     files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"model.path={folder}: no *.safetensors found; a Hugging Face model folder is expected.")
+        raise ValueError(f"model.path={folder}: no *.safetensors found; expected a Hugging Face model folder.")
     return files
 
 
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
-    """Compare config and tensors of a Hugging Face folder without loading weights; returns the config.
+    """Check that config and tensors of a Hugging Face folder match, without loading weights; return the config.
 
-    `family`: where the model's family is, if not in models/families (see models.families.load_family).
+    `family`: reference to the model family, if it is not in models/families (see models.families.load_family).
 
     Raises:
-        ValueError: a file is damaged or missing, or a tensor is missing, not known to the family, of a type that weights
-            do not have, or of another shape than the config says.
+        ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
+            dtype, or has another shape than the config says.
     """
     config = HFConfig.load(folder, family)
     check_tensors(config, HFWeights(folder))
@@ -249,13 +257,13 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
-    """Raise ValueError unless `weights` are those of a model with this config."""
+    """Raise ValueError unless `weights` are exactly the tensors of a model with this config."""
     family = family_of(config)
     arch = family.read(config)
     expected, found, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
-    found = {name: shape for name, shape in found.items() if not family.is_extra(name, arch)}
+    found = {name: shape for name, shape in found.items() if not family.is_in_extra_layer(name, arch)}
     if arch.tied_embeddings:
-        found.pop("lm_head.weight", None)  # some writers store the tied tensor twice
+        found.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - found.keys()]
     for name, shape in found.items():
         where = f"{name} in {weights.file_of(name).name}"
@@ -269,5 +277,5 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
         shown = "; ".join(sorted(problems)[:5])
         raise ValueError(
             f"{weights.folder}: config.json and weights disagree in {len(problems)} tensors: {shown}. "
-            "Use the config that belongs to the weights, or fetch the folder again."
+            "Use the config that belongs to the weights, or download the folder again."
         )

@@ -1,4 +1,4 @@
-"""Hugging Face folders, written one tensor at a time: whole or not at all."""
+"""Writes Hugging Face folders one tensor at a time; a folder appears only when it is complete."""
 
 import json
 import math
@@ -27,25 +27,26 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 MAX_SHARD_BYTES = 2_000_000_000
-TensorKind = tuple[str, tuple[int, ...]]  # safetensors' type, shape
-_COMPANIONS = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
-_COMPANIONS += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
+TensorKind = tuple[str, tuple[int, ...]]  # dtype in the spelling of safetensors, shape
+_COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
+_COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
 
 
 class HFFolderWriter:
-    """The safetensors of a Hugging Face folder. Tensors may come in any order, and none is kept: places are known before.
+    """Writes the safetensors files of a Hugging Face folder; accepts the tensors in any order and keeps none in memory.
 
-    Each tensor goes to its place in its file, and a file gets its name when its last tensor is there.
+    The position of every tensor is known in advance. Each tensor is written to its position, and a file gets its final name when
+    its last tensor is written.
     """
 
     def __init__(
         self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """`tensors` of the whole folder, in order; a tensor of more than `max_shard_bytes` has a file of its own."""
+        """`tensors`: all tensors of the folder, in order. A tensor of more than `max_shard_bytes` gets its own file."""
         self.partial, self.tensors = partial, tensors
         self._file_of: dict[str, str] = {}
         self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
-        shards = list(_shards(tensors, max_shard_bytes))
+        shards = list(_assign_shards(tensors, max_shard_bytes))
         for number, names in enumerate(shards, 1):
             file = "model.safetensors"
             if len(shards) > 1:
@@ -58,11 +59,11 @@ class HFFolderWriter:
         self._open: dict[str, BinaryIO] = {}
 
     def needs(self, name: str) -> bool:
-        """Whether the tensor is still to be written."""
+        """Whether the tensor is not written yet."""
         return name in self._missing[self._file_of[name]]
 
     def num_bytes(self, missing_only: bool = False) -> int:
-        """Bytes of all tensors, or of those still to be written."""
+        """Return the bytes of all tensors, or only of those that are not written yet."""
         return sum(
             entry.nbytes
             for file, (_, entries) in self._layouts.items()
@@ -71,17 +72,18 @@ class HFFolderWriter:
         )
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Put the tensor in its place, as the type it was announced with; returns its bytes."""
+        """Write the tensor to its position, in its planned dtype; return its bytes."""
         file = self._file_of[name]
-        head, entries = self._layouts[file]
+        prefix, entries = self._layouts[file]
         dtype, shape = self.tensors[name]
         assert self.needs(name) and tuple(tensor.shape) == shape, f"{name} {list(tensor.shape)}: expected {list(shape)}"
         if file not in self._open:
             self._open[file] = self.partial.unfinished(file).open("wb")
-            self._open[file].write(head)
+            self._open[file].write(prefix)
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(entries[name].start)
-        own = torch.from_dlpack(out.reshape(-1).view(torch.uint8))  # its owner could not resize what NumPy has seen
+        # A second storage over the same bytes: NumPy makes a storage that it references impossible to resize.
+        own = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
         self._open[file].write(own.numpy().data)
         self._missing[file].remove(name)
         if not self._missing[file]:
@@ -90,18 +92,18 @@ class HFFolderWriter:
         return entries[name].nbytes
 
     def complete(self, source: Path, notes: dict[str, str]) -> None:
-        """Add the index, `source`'s config and tokenizer, and `notes` (name -> text); the folder gets its name."""
+        """Add the index, config and tokenizer of `source`, and `notes` (file name -> text); rename the folder to its target."""
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
         folder = self.partial.folder
         if len(self._layouts) > 1:
             index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": self._file_of}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        for pattern in _COMPANIONS:
+        for pattern in _COPIED_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
-        config.pop("torch_dtype", None)  # the former name
+        config.pop("torch_dtype", None)  # the name of the field in older versions of transformers
         config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, text in notes.items():
@@ -116,15 +118,15 @@ def write_export(
     notes: dict[str, str],
     family: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder at `target`: `tensors`, config and tokenizer files of `source`, `notes` (name -> text).
+    """Write a Hugging Face folder: `tensors`, config and tokenizer files of `source`, and `notes` (file name -> text).
 
-    `tensors` are all that a model like `source` has, in any order; one at a time is in memory. The folder appears under
-    its name only when it is complete; one that is there already is an error, never replaced. `family`: where the model's
-    family is, if not in models/families.
+    `tensors` are all tensors of a model like `source`, in any order; one at a time is in memory. `target` appears when it is
+    complete. An existing `target` raises FileExistsError and is never replaced. `family`: reference to the model family, if it
+    is not in models/families.
     """
     source, target = Path(source), Path(target)
     if target.exists():
-        raise FileExistsError(f"{target} exists already; exports never replace a folder.")
+        raise FileExistsError(f"{target} exists already; an export never replaces a folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     with ResumableFolder(target, folder, {}) as partial:
@@ -152,7 +154,7 @@ def _export(
 def tensor_kinds(
     rows: Sequence[ParamMapping], sizes: dict[str, int], dtypes: dict[ParamMapping, str]
 ) -> dict[str, TensorKind]:
-    """Name, type and shape of every tensor of these rows; buffers are float32 whatever the row's type."""
+    """Return (dtype, shape) of every Hugging Face tensor of these rows by name; buffers are always float32."""
     return {
         name: ("F32" if row.is_buffer else dtypes[row], shape)
         for row in rows
@@ -161,15 +163,15 @@ def tensor_kinds(
 
 
 def main_dtype(tensors: dict[str, TensorKind]) -> str:
-    """The type that most numbers have."""
-    numbers: dict[str, int] = {}
+    """Return the dtype with the most elements."""
+    num_elements: dict[str, int] = {}
     for dtype, shape in tensors.values():
-        numbers[dtype] = numbers.get(dtype, 0) + math.prod(shape)
-    return max(numbers, key=lambda dtype: numbers[dtype])
+        num_elements[dtype] = num_elements.get(dtype, 0) + math.prod(shape)
+    return max(num_elements, key=lambda dtype: num_elements[dtype])
 
 
-def _shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
-    """The names cut into runs of at most `max_bytes`, or of one tensor."""
+def _assign_shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
+    """Split the names into consecutive groups of at most `max_bytes` bytes, or of one larger tensor."""
     names, size = [], 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]

@@ -1,8 +1,8 @@
-"""Layout rules between Hugging Face tensors and one Megatron parameter: pure functions of tensors.
+"""Layout rules between Hugging Face tensors and Megatron parameters, and index ranges of tensor slices. No communication.
 
-Every rule is two steps. A Hugging Face tensor is cut into tensor-parallel shards along `axis` (None: all ranks hold
-it whole); then `merge` lays the shards of one rank out as Megatron wants them. `split` undoes `merge`, and concatenation
-along `axis` undoes the cut, so each rule is declared once and works both ways.
+Each rule has two steps. First a Hugging Face tensor is split into tensor-parallel shards along `axis` (None: every rank holds the
+whole tensor). Then `merge` arranges the shards of one rank in Megatron's layout. `split` is the inverse of `merge`, and
+concatenation along `axis` is the inverse of the first step. Each rule is therefore declared once and works in both directions.
 """
 
 from __future__ import annotations
@@ -13,33 +13,87 @@ from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
 
-# FROM: Boxes: the part of a tensor that a rank holds, as a range along every dim. Pure arithmetic on index ranges.
-
-if TYPE_CHECKING:  # the driver reads the tables to check a checkpoint, and needs no torch for it
+if TYPE_CHECKING:  # the driver validates checkpoints with these tables without importing torch
     from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Slice of a tensor, such as the part on one rank: indices `starts[d] <= i < starts[d] + sizes[d]` in every dim d."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def narrow(self, dim: int, start: int, end: int) -> Box:
+        """Return the part between two absolute indices of `dim`; empty if they are outside the box."""
+        low = min(max(start, self.starts[dim]), self.starts[dim] + self.sizes[dim])
+        high = max(low, min(end, self.starts[dim] + self.sizes[dim]))
+        return Box(_replace_at(self.starts, dim, low), _replace_at(self.sizes, dim, high - low))
+
+    def intersect(self, other: Box) -> Box:
+        """Return the intersection of both boxes, which may be empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = map(min, self._ends, other._ends)
+        return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.starts, self.sizes))
+
+    def within(self, outer: Box) -> Box:
+        """Return the same slice with indices relative to the start of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+
+    def pieces(self, max_elements: int) -> list[Box]:
+        """Split along the first dims into boxes of at most `max_elements` elements, and at least one element."""
+        if self.numel <= max_elements:
+            return [self]
+        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
+        step = max(1, max_elements // (self.numel // self.sizes[dim]))
+        first, end = self.starts[dim], self.starts[dim] + self.sizes[dim]
+        parts = [self.narrow(dim, start, start + step) for start in range(first, end, step)]
+        return [piece for part in parts for piece in part.pieces(max_elements)]
+
+
+def _replace_at(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    import torch  # only where there are tensors
+    import torch  # imported only where tensors are processed
 
     return torch.cat(list(tensors), dim)
 
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One Megatron parameter and the Hugging Face tensor it holds, same layout."""
+    """One row of a family's table: a Megatron parameter and the Hugging Face tensor with the same layout."""
 
-    megatron: str  # parameter name; {layer}, {expert} for their numbers in the whole model
-    hf: tuple[str, ...]  # tensor names, in the order `merge` takes them
+    megatron: str  # parameter name; {layer} and {expert} stand for numbers in the whole model
+    hf: tuple[str, ...]  # tensor names, in the order of the arguments of `merge`
     shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
-    axis: int | None = None  # the dim of the Hugging Face tensors that (expert) tensor parallelism cuts
-    where: Literal["always", "untied", "dense", "moe"] = "always"  # which models or layers have the row
-    is_buffer: bool = False  # float32 in a model of any dtype, and no optimizer changes it
-    part: str | None = None  # only models that have this part have the row, see Architecture.parts
-    expert: int | None = None  # which expert's, once written out; expert tensor parallelism cuts it then
+    axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits
+    where: Literal["always", "untied", "dense", "moe"] = "always"  # models or layers that have this parameter
+    is_buffer: bool = False  # always float32, and not updated by the optimizer
+    part: str | None = None  # optional part of the model that this parameter belongs to, see Architecture.parts
+    expert: int | None = None  # number of the expert, after `at`; expert tensor parallelism then splits the parameter
 
     def at(self, layer: int, expert: int | None = None) -> ParamMapping:
-        """This row with the numbers filled in."""
+        """Return this row for one layer and expert."""
 
         def fill(name: str) -> str:
             return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
@@ -49,36 +103,36 @@ class ParamMapping:
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
 
-    def cut(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
-        """What each tensor-parallel rank holds of every Hugging Face tensor; one box where all hold it whole."""
+    def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
+        """Return the slice of every Hugging Face tensor on each tensor-parallel rank; one box if all ranks hold the whole."""
         boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
         if self.axis is None or tp_size == 1:
             return {name: [box] for name, box in boxes.items()}
-        return {name: [self._share(box, rank, tp_size) for rank in range(tp_size)] for name, box in boxes.items()}
+        return {name: [self._rank_box(box, rank, tp_size) for rank in range(tp_size)] for name, box in boxes.items()}
 
-    def _share(self, box: Box, rank: int, tp_size: int) -> Box:
-        assert self.axis is not None, "callers look first"
-        rows = -(-box.sizes[self.axis] // tp_size)  # where they do not divide, the last ranks' are padding
+    def _rank_box(self, box: Box, rank: int, tp_size: int) -> Box:
+        assert self.axis is not None, "the caller checks that the tensor is split"
+        rows = -(-box.sizes[self.axis] // tp_size)  # if the rows do not divide evenly, the last ranks hold padding
         return box.narrow(self.axis, rank * rows, (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        """One rank's Hugging Face shards -> that rank's Megatron tensor."""
+        """Arrange the Hugging Face shards of one rank as the Megatron tensor of that rank."""
         (part,) = parts
         return part
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        """The inverse of `merge`."""
+        """Invert `merge`."""
         return [tensor]
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
-        """Whole Hugging Face tensors -> the Megatron tensor of tensor-parallel rank `tp_rank`."""
+        """Convert whole Hugging Face tensors to the Megatron tensor of tensor-parallel rank `tp_rank`."""
         if self.axis is None or tp_size == 1:
             return self.merge([self._padded(t, tp_size) for t in tensors], sizes)
         padded = [self._padded(t, tp_size) for t in tensors]
         return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
 
     def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
-        """The Megatron tensors of all tensor-parallel ranks -> whole Hugging Face tensors."""
+        """Convert the Megatron tensors of all tensor-parallel ranks to whole Hugging Face tensors."""
         if self.axis is None:
             shards = shards[:1]
         parts = [self.split(shard, sizes) for shard in shards]
@@ -95,7 +149,7 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class VocabMapping(ParamMapping):
-    """A table with one row per token; Megatron pads the vocabulary to a multiple of the tensor-parallel size."""
+    """Parameter with one row per token. Megatron pads the vocabulary to a multiple of the tensor-parallel size."""
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
         missing = -tensor.size(0) % tp_size
@@ -107,9 +161,9 @@ class VocabMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class QKVMapping(ParamMapping):
-    """Query, key and value projections [heads*d, ...] <-> Megatron's one tensor, ordered by key/value group.
+    """Query, key and value projections [heads*d, ...] <-> one Megatron tensor, ordered by key/value group.
 
-    For each group: its query heads, its key head, its value head.
+    Each group consists of its query heads, its key head and its value head.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
@@ -126,66 +180,10 @@ class QKVMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class GatedMLPMapping(ParamMapping):
-    """Gate and up projections <-> Megatron's one tensor: on each rank its gate shard, then its up shard."""
+    """Gate and up projections <-> one Megatron tensor: on each rank its gate shard, followed by its up shard."""
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
         return _cat(list(parts), 0)
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
         return list(tensor.chunk(2, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Indices `starts[d] <= i < starts[d] + sizes[d]` along every dim d."""
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """To index a tensor with."""
-        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
-
-    def narrow(self, dim: int, start: int, end: int) -> Box:
-        """The part between two absolute indices of `dim`; empty where they lie outside."""
-        low = min(max(start, self.starts[dim]), self.starts[dim] + self.sizes[dim])
-        high = max(low, min(end, self.starts[dim] + self.sizes[dim]))
-        return Box(_put(self.starts, dim, low), _put(self.sizes, dim, high - low))
-
-    def intersect(self, other: Box) -> Box:
-        """What both hold; may be empty."""
-        starts = tuple(map(max, self.starts, other.starts))
-        ends = map(min, self._ends, other._ends)
-        return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
-
-    @property
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(map(add, self.starts, self.sizes))
-
-    def within(self, outer: Box) -> Box:
-        """The same part, counted from the beginning of `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
-
-    def pieces(self, most: int) -> list[Box]:
-        """Cut along the first dims into boxes of at most `most` elements, at least one each."""
-        if self.numel <= most:
-            return [self]
-        dim = next(d for d, size in enumerate(self.sizes) if size > 1)
-        step = max(1, most // (self.numel // self.sizes[dim]))
-        first, end = self.starts[dim], self.starts[dim] + self.sizes[dim]
-        parts = [self.narrow(dim, start, start + step) for start in range(first, end, step)]
-        return [piece for part in parts for piece in part.pieces(most)]
-
-
-def _put(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])

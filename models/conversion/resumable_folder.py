@@ -1,4 +1,4 @@
-"""Folders written whole or not at all, which an interrupted writer can take up again."""
+"""Output folders that appear only when they are complete, and that an interrupted writer can resume."""
 
 import fcntl
 import json
@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from parallel.durable_files import fsync_path
+from parallel.durable_files import fsync_path, write_file
 
 _MANIFEST = "conversion.json"
 _UNFINISHED = ".unfinished"
 
 
 class ByteProgress(Protocol):
-    """Who wants to know how far a conversion is, in bytes."""
+    """Display of the progress of a conversion in bytes."""
 
     def begin(self, total_bytes: int, done_bytes: int) -> None: ...
 
@@ -22,10 +22,11 @@ class ByteProgress(Protocol):
 
 
 class ResumableFolder:
-    """A folder on its way to the name `target`. Files appear in it when they are whole; a manifest lists them.
+    """A folder that is written as `folder` and renamed to `target` when it is complete.
 
-    The manifest also says what they were made from, so that a later process keeps them only where that is still so. Used as
-    a context: it is this process's alone until the end.
+    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores what the
+    files were made from. A later process keeps the finished files only if its inputs and options are the same. Inside the
+    `with` block, this process has the folder locked.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
@@ -35,45 +36,45 @@ class ResumableFolder:
 
     @classmethod
     def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "ResumableFolder":
-        """`TARGET.partial`, new or as an interrupted writer left it; raises ValueError when the target exists."""
+        """Write to `TARGET.partial`, new or left by an interrupted writer; raise ValueError if the target exists."""
         target = Path(target)
         refuse_existing(target)
-        made_from = json.loads(json.dumps(made_from))  # as the manifest will read back
+        made_from = json.loads(json.dumps(made_from))  # the same types as in a manifest that is read back
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
     def __enter__(self) -> "ResumableFolder":
-        """Start it, or take it up; raises ValueError when it holds parts of something else, or is being written."""
+        """Create or resume the folder; raise ValueError if it was made from other inputs or another process is writing it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        self._lock = _lock_folder(self.folder)
         manifest = self.folder / _MANIFEST
         if manifest.is_file():
             before = json.loads(manifest.read_text())
             if before["made_from"] != self.made_from:
                 self.__exit__()
-                raise ValueError(_changed(self.folder, before["made_from"], self.made_from))
+                raise ValueError(_describe_change(self.folder, before["made_from"], self.made_from))
             self.finished = before["finished"]
         self._write_manifest()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let others write it; what is finished stays."""
+        """Release the lock; finished files stay."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def unfinished(self, name: str) -> Path:
-        """Where the file `name` is written until it is whole."""
+        """Return the path at which the file `name` is written until it is complete."""
         return self.folder / (name + _UNFINISHED)
 
     def finish(self, name: str, note: Any = None) -> None:
-        """The file is whole: it gets its name, on the disk for good; `note` (JSON) is in `finished` from now on."""
+        """Sync a complete file to the disk and give it its final name; store `note` (JSON) under its name in `finished`."""
         fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
         self.finished[name] = note
         self._write_manifest()
 
     def require_space(self, num_bytes: int) -> None:
-        """Raise ValueError unless the disk has room for `num_bytes` more (files cut short count as free)."""
+        """Remove unfinished files, then raise ValueError unless the disk has `num_bytes` free."""
         for path in self.folder.glob("*" + _UNFINISHED):
             path.unlink()
         free = shutil.disk_usage(self.folder).free
@@ -81,12 +82,12 @@ class ResumableFolder:
             if not self.finished:
                 self.discard()
             raise ValueError(
-                f"{self.target}: {num_bytes / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free on that "
-                "disk; make room, or name an output elsewhere."
+                f"{self.target}: the output needs {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that "
+                "disk; free space, or name an output on another disk."
             )
 
     def complete(self) -> None:
-        """Give the folder its name."""
+        """Sync all files to the disk and rename the folder to `target`."""
         for path in [*self.folder.iterdir(), self.folder]:
             fsync_path(path)
         self.folder.chmod(0o755)
@@ -95,29 +96,26 @@ class ResumableFolder:
         fsync_path(self.target.parent)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the folder with all files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_manifest(self) -> None:
-        manifest = self.folder / _MANIFEST
-        new = manifest.with_suffix(".new")
-        new.write_text(json.dumps({"made_from": self.made_from, "finished": self.finished}))
-        fsync_path(new)
-        new.rename(manifest)
+        content = json.dumps({"made_from": self.made_from, "finished": self.finished})
+        write_file(self.folder / _MANIFEST, content, durable=True)
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise ValueError when there is something under this name already."""
+    """Raise ValueError if `target` exists."""
     if target.exists():
         raise ValueError(f"{target} exists already and is never replaced; name another output, or remove it.")
 
 
 def fingerprint(files: list[Path]) -> dict[str, list[int]]:
-    """Size and time of change of each file, by path: what tells a changed source."""
+    """Return [size, modification time in ns] of each file by path, to detect changed inputs."""
     return {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
-def _locked(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,19 +124,19 @@ def _locked(folder: Path) -> int:
         raise ValueError(
             f"{folder} is being written by another process; wait for it, or name another output."
         ) from None
-    except OSError:  # a file system without locks: two writers are then the user's to avoid
+    except OSError:  # the file system has no locks: the user must not start two writers
         pass
     return descriptor
 
 
-def _changed(folder: Path, before: dict, now: dict) -> str:
-    files, others = before.pop("files", {}), now.get("files", {})
+def _describe_change(folder: Path, before: dict, now: dict) -> str:
+    files, current_files = before.pop("files", {}), now.get("files", {})
     changed = [
-        f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in before if before[key] != now.get(key)
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now" for key in before if before[key] != now.get(key)
     ]
-    changed += [f"{name} has changed" for name in others if others[name] != files.get(name)]
-    changed += [f"{name} is gone" for name in files.keys() - others.keys()]
+    changed += [f"{name} has changed" for name in current_files if current_files[name] != files.get(name)]
+    changed += [f"{name} is missing" for name in files.keys() - current_files.keys()]
     return (
-        f"{folder} holds parts of a conversion that was interrupted, and was made from something else "
+        f"{folder} holds an interrupted conversion with other inputs or options "
         f"({'; '.join(changed[:3])}); remove it to start over, or name another output."
     )

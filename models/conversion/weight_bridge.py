@@ -1,4 +1,4 @@
-"""Carries weights between a Hugging Face folder and the ranks of a live Megatron model, by the family's table."""
+"""Moves weights between a Hugging Face folder and the ranks of a live Megatron model, according to the family's table."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,14 +15,16 @@ from models.conversion.hf_reader import HFWeights
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 from models.families import family_of
 from models.hf_config import HFConfig
-from models.model_builder import Head
+from models.model_builder import HeadKind
 from parallel import groups
 from parallel.dims import ParallelDims
 
-# Sequential experts are modules of their own; grouped ones are numbered parameters of one module.
+# Sequential experts are separate modules; grouped experts are numbered parameters of one module.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
 _OUTPUT = "output_layer.weight"
-_TIED_COPY = VocabMapping(_OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)  # on the last stage
+_TIED_COPY = VocabMapping(
+    _OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0
+)  # the copy of a tied embedding on the last pipeline stage
 _VALUE_HEAD = [
     ParamMapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
     ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
@@ -30,10 +32,12 @@ _VALUE_HEAD = [
 
 
 class Bridge:
-    """One model's table bound to this rank's parameters."""
+    """The family's table of a model, bound to the parameters of this rank."""
 
-    def __init__(self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: Head = "vocabulary") -> None:
-        """`chunks` are unwrapped virtual stages; raises AssertionError when table and model name different parameters."""
+    def __init__(
+        self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
+    ) -> None:
+        """`chunks`: unwrapped virtual stages. Raises AssertionError if table and model have different parameters."""
         family = family_of(config)
         arch = family.read(config)
         self.family, self.arch = family, arch
@@ -50,27 +54,27 @@ class Bridge:
         self.row_of_hf = {name: row for row in self.rows for name in row.hf}
 
     def _find_stages(self) -> dict[str, int]:
-        """Which pipeline stage holds each layer, and each parameter outside them; checks that table and model agree."""
+        """Return the pipeline stage of each layer and of each parameter outside layers; check that table and model agree."""
         unknown = self.params.keys() - self.by_name.keys()
         stages: list[set[str]] = [set()] * self.dims.pp
         dist.all_gather_object(stages, set(self.params), group=groups.pp_group())
         named = set().union(*stages)
         here = groups.ep_group().rank()
-        wanted = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == here}
-        assert not unknown | (wanted - named), f"table and model differ in {sorted(unknown | (wanted - named))[:5]}"
-        return {_layer(name): stage for stage, names in reversed(list(enumerate(stages))) for name in names}
+        expected = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == here}
+        assert not unknown | (expected - named), f"table and model differ in {sorted(unknown | (expected - named))[:5]}"
+        return {_layer_or_name(name): stage for stage, names in reversed(list(enumerate(stages))) for name in names}
 
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
-        """Fill this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
+        """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        A value head that the checkpoint does not have stays as it was made.
+        A value head keeps its initial values if the checkpoint has none.
         """
         for row in [*self.rows, *self.copies]:
             param = self.params.get(row.megatron)
             if param is None or (row in _VALUE_HEAD and row.hf[0] not in weights):
                 continue
-            group = _cut_over(row)
+            group = _shard_group(row)
             shard = row.to_megatron([weights[name] for name in row.hf], self.sizes, group.rank(), group.size())
             assert shard.shape == param.shape, f"{row.megatron}: {tuple(shard.shape)} into {tuple(param.shape)}"
             param.copy_(shard)
@@ -78,13 +82,14 @@ class Bridge:
                 weights.release(name)
 
     def stage(self, name: str) -> int:
-        """Pipeline stage that holds Megatron's parameter `name`, also where its expert is on other ranks."""
-        return self._stage_of[_layer(name)]
+        """Return the pipeline stage of the Megatron parameter `name`, also if its expert is on other ranks."""
+        return self._stage_of[_layer_or_name(name)]
 
     def reader(self) -> Callable[[str, Box], Tensor]:
-        """To read parts of Hugging Face tensors that this rank holds, from its weights as they are now.
+        """Return a function that reads slices of Hugging Face tensors from the current weights of this rank.
 
-        What it returns may share memory with the parameters; a reader is for one pass, as it keeps what it took apart last.
+        The slices may share memory with the parameters. A reader serves one pass over the weights, because it caches the row
+        that it split last.
         """
         last: tuple[str, list[Tensor]] = ("", [])
 
@@ -92,17 +97,17 @@ class Bridge:
         def read(name: str, box: Box) -> Tensor:
             nonlocal last
             row = self.row_of_hf[name]
-            if last[0] != row.megatron:  # its tensors are asked for one after another
+            if last[0] != row.megatron:  # the tensors of a row are usually read one after another
                 last = (row.megatron, row.split(self.params[row.megatron].detach(), self.sizes))
-            group = _cut_over(row)
-            boxes = row.cut(self.sizes, group.size())[name]
+            group = _shard_group(row)
+            boxes = row.split_over_ranks(self.sizes, group.size())[name]
             mine = boxes[group.rank() if len(boxes) > 1 else 0]
             return last[1][row.hf.index(name)][box.within(mine).slices]
 
         return read
 
     def participates_in_export(self, rank: int) -> bool:
-        """Whether `rank` must iterate `export` along with rank 0: it holds a shard or an expert that no one before it has."""
+        """Whether `rank` must iterate `export` like rank 0, because it holds a shard or expert that no lower rank has."""
         place = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
         return place < lcm(self.dims.tp, experts)
@@ -111,45 +116,47 @@ class Bridge:
     def export(
         self, tensor_of: Callable[[Tensor], Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor); every rank that `participates_in_export` must iterate along.
+        """Yield (Hugging Face name, whole tensor). Every rank that `participates_in_export` must iterate.
 
-        `tensor_of` may name another tensor in each parameter's place, such as its gradient, of type `dtype` (default: the
-        parameters'); buffers, which have none, are then left out. The tensors may share memory with the live parameters:
-        use or copy them before the next update.
+        `tensor_of` may replace each parameter by another tensor, such as its gradient, of type `dtype` (default: the dtype of the
+        parameters). Buffers have no gradient and are then left out. The tensors may share memory with the live parameters: use
+        or copy them before the next update.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach
         for row in rows:
             if row.expert is None:
-                shard = self._on_every_stage(row, tensor_of, torch.float32 if row.is_buffer else dtype)
-                yield from row.to_hf(_gather(shard, _cut_over(row), row.axis is not None), self.sizes).items()
-            elif row.expert < self.local_experts:  # one exchange for the experts of equal place on all ranks
-                yield from self._experts(row, tensor_of, dtype)
+                shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
+                yield from row.to_hf(_gather(shard, _shard_group(row), row.axis is not None), self.sizes).items()
+            elif (
+                row.expert < self.local_experts
+            ):  # one exchange for the experts with the same local number on all ranks
+                yield from self._export_experts(row, tensor_of, dtype)
 
-    def _experts(
+    def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
-        assert row.expert is not None, "callers look first"
+        assert row.expert is not None, "the caller checks that the row belongs to an expert"
         prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
         numbers = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]
         rows = [self.by_name[f"{prefix}experts.{number}.{suffix}"] for number in numbers]
-        shard = self._on_every_stage(rows[groups.ep_group().rank()], tensor_of, dtype)
+        shard = self._broadcast_over_stages(rows[groups.ep_group().rank()], tensor_of, dtype)
         shards = _gather(shard, groups.etp_group(), row.axis is not None)
         from_ranks = [_gather(shard, groups.ep_group(), True) for shard in shards]  # [etp][ep]
         for rank, mine in enumerate(rows):
             yield from mine.to_hf([by_rank[rank] for by_rank in from_ranks], self.sizes).items()
 
-    def _on_every_stage(
+    def _broadcast_over_stages(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Tensor:
-        """This rank's shard of the row's parameter, sent to all pipeline stages by the one that has it."""
+        """Return this rank's shard of the row's parameter, broadcast to all pipeline stages by the stage that has it."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:
             assert param is not None, f"{row.megatron} is on no stage"
             return tensor_of(param)
         if param is None:
             some = next(iter(self.params.values()))
-            cut = _cut_over(row)
+            cut = _shard_group(row)
             whole = [torch.empty(shape, device="meta") for shape in row.hf_shapes(self.sizes).values()]
             shape = row.to_megatron(whole, self.sizes, cut.rank(), cut.size()).shape
             shard = torch.empty(shape, dtype=dtype or some.dtype, device=some.device)
@@ -159,17 +166,17 @@ class Bridge:
         return shard
 
 
-def _layer(name: str) -> str:
-    """The layer of a parameter, or its own name outside the layers."""
+def _layer_or_name(name: str) -> str:
+    """Return the layer of a parameter, or the parameter's name if it is outside the layers."""
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
-def _cut_over(row: ParamMapping) -> ProcessGroup:
+def _shard_group(row: ParamMapping) -> ProcessGroup:
     return groups.tp_group() if row.expert is None else groups.etp_group()
 
 
 def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
-    """The shards of all ranks of `group`, in order."""
+    """Return the shards of all ranks of `group` in rank order; only the own shard if it is not `needed`."""
     if not needed or group.size() == 1:
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(group.size())]
@@ -178,9 +185,9 @@ def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
 
 
 def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """(name in the whole model, tensor): layers and experts counted over all ranks, experts under one spelling.
+    """Yield (name in the whole model, tensor), with global numbers of layers and experts and one naming scheme for experts.
 
-    Parameters, and the buffers that checkpoints hold: the routers' correction biases.
+    Includes parameters and the buffers that checkpoints contain: the correction biases of the routers.
     """
     first = groups.ep_group().rank() * local_experts
     numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(chunk.decoder.layers)}

@@ -1,4 +1,4 @@
-"""One file per family: a table that a reader can check against Hugging Face by eye."""
+"""Registry of model families. Each family is one file with a table that a reader can compare with Hugging Face by eye."""
 
 import importlib
 import sys
@@ -22,10 +22,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family of `config`: its own `family` if it names one, else ours by its architecture.
+    """Return the family of `config`: the one that `config.family` refers to, or else the built-in one of its architecture.
 
     Raises:
-        ValueError: no family has this architecture, or what `family` names cannot be had or has another one.
+        ValueError: no family supports the architecture, or the referenced family cannot be loaded or has another architecture.
     """
     if config.family is None:
         if config.architecture not in FAMILIES:
@@ -38,7 +38,7 @@ def family_of(config: HFConfig) -> Family:
     family = load_family(config.family)
     if family.architecture != config.architecture:
         raise ValueError(
-            f"model.family={config.family}: is a family of {family.architecture!r}, but {config.path} says "
+            f"model.family={config.family}: it is the family of {family.architecture!r}, but {config.path} has "
             f"{config.architecture!r}; name the family of that architecture."
         )
     return family
@@ -46,34 +46,34 @@ def family_of(config: HFConfig) -> Family:
 
 @cache
 def load_family(reference: str) -> Family:
-    """The family at "package.module:NAME" or "/path/file.py:NAME".
+    """Import the family at "package.module:NAME" or "/path/file.py:NAME".
 
     Raises:
-        ValueError: nothing is there, it fails when imported, or it is no Family.
+        ValueError: the reference is malformed, the module cannot be imported, or the object is missing or not a Family.
     """
-    place, _, name = reference.rpartition(":")
-    if not place or not name.isidentifier():
+    location, _, name = reference.rpartition(":")
+    if not location or not name.isidentifier():
         raise ValueError(f"model.family={reference}: expected 'package.module:NAME' or '/path/file.py:NAME'.")
     try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # any failure of a user's module: shown with the key that named it
+        module = _module_of_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+    except Exception as error:  # a user's module may raise anything; the message names the config key
         raise ValueError(
-            f"model.family={reference}: {place} cannot be imported ({type(error).__name__}: {error})."
+            f"model.family={reference}: {location} cannot be imported ({type(error).__name__}: {error})."
         ) from error
     if name not in vars(module):
-        raise ValueError(f"model.family={reference}: {place} has no {name}; a Family is expected under that name.")
+        raise ValueError(f"model.family={reference}: {location} has no {name}; expected a Family of that name.")
     family = vars(module)[name]
     if not isinstance(family, Family):
         raise ValueError(
-            f"model.family={reference}: is a {type(family).__name__}; a models.architecture.Family is expected."
+            f"model.family={reference}: it is a {type(family).__name__}; expected a models.architecture.Family."
         )
     return family
 
 
 def resolve_family_path(reference: str) -> str:
-    """The same reference for a process with another working directory."""
-    place, _, name = reference.rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else reference
+    """Return the reference with an absolute path, for processes with another working directory."""
+    location, _, name = reference.rpartition(":")
+    return f"{Path(location).resolve()}:{name}" if location.endswith(".py") else reference
 
 
 def _module_of_file(path: Path) -> ModuleType:
@@ -81,6 +81,6 @@ def _module_of_file(path: Path) -> ModuleType:
     found = spec_from_file_location(name, path)
     assert found is not None and found.loader is not None, f"{path} ends in .py"
     module = module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and pickles of the file look it up
+    sys.modules[name] = module  # dataclasses and pickles look the module up there
     found.loader.exec_module(module)
     return module

@@ -1,6 +1,6 @@
-"""What the families share: the reading of a plain decoder's config, and the rows of its table, piece by piece.
+"""Building blocks that families share: config translation of a plain decoder, and table rows for each block.
 
-Pieces: RMSNorm, grouped-query attention, RoPE, gated SiLU MLPs. A family lists those it has.
+Blocks: RMSNorm, grouped-query attention, RoPE, gated SiLU MLPs, and MoE layers. A family lists the blocks that it has.
 """
 
 from typing import Any
@@ -9,8 +9,6 @@ from models.architecture import Architecture
 from models.conversion.mapping import GatedMLPMapping, ParamMapping, QKVMapping, VocabMapping
 from models.hf_config import HFConfig
 from parallel.rope import Rope
-
-# FROM: Experts as DeepSeek-V3 has them (arXiv:2412.19437, section 2.1.2), which other families took over.
 
 _H, _D = ("hidden",), ("head_dim",)
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -99,12 +97,12 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""What transformers takes for a field that a config leaves out, alike in many families. Sizes are never left out."""
+"""Defaults of transformers that many families share, for fields that a config may omit. Sizes have no defaults."""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Rows of a layer with experts, under the names that the family gives to them inside a layer."""
+    """Return the rows of an MoE layer; the arguments are the Hugging Face names of the block and its matrices."""
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
@@ -130,7 +128,7 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 
 
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """How SGLang stacks the experts of a layer, under the names that the family gives to their matrices."""
+    """Return how SGLang stacks the experts of a layer; the arguments are the Hugging Face names of the matrices."""
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
         "experts.w2_weight": (f"experts.{{expert}}.{down}.weight",),
@@ -138,7 +136,7 @@ def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
 
 
 def check_full_attention(config: HFConfig) -> None:
-    """Raise ValueError unless every token sees all before it: the window is off, whatever its size would be."""
+    """Raise ValueError unless all layers have full attention. The window size is ignored if the sliding window is off."""
     config.expect(use_sliding_window=False)
     config.read_fields.update(("sliding_window", "max_window_layers"))
     layers = config["layer_types"]
@@ -150,16 +148,16 @@ def check_full_attention(config: HFConfig) -> None:
 
 
 def attention_parts(config: HFConfig) -> frozenset[str]:
-    """Biases of all four projections, or of none, by the field `attention_bias`."""
+    """Return the bias parts of all attention projections if `attention_bias` is set."""
     return frozenset(("qkv_bias", "proj_bias") if config["attention_bias"] else ())
 
 
 def read_decoder(
     config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
 ) -> Architecture:
-    """A decoder of these pieces; `transformer` adds to Megatron's fields. Raises ValueError at what is not implemented.
+    """Translate the config of a decoder that consists of these blocks; `transformer` adds fields of Megatron's config.
 
-    `rope`: where not all components of all heads are rotated alike.
+    `rope`: needed if not all components of a head are rotated in the default way. Raises ValueError at an unsupported value.
     """
     config.expect(hidden_act="silu", attention_dropout=0.0, is_encoder_decoder=False, tie_encoder_decoder=False)
     heads = config["num_attention_heads"]
@@ -181,7 +179,7 @@ def read_decoder(
             init_method_std=config["initializer_range"],
             normalization="RMSNorm",
             gated_linear_unit=True,
-            add_bias_linear=False,  # one switch for all matrices; models/model_builder.py has one for each, from `parts`
+            add_bias_linear=False,  # Megatron has one switch for all matrices; models/model_builder.py sets each one from `parts`
             add_qkv_bias="qkv_bias" in parts,
             **transformer,
         ),
@@ -200,6 +198,10 @@ def read_decoder(
     )
 
 
+# Sigmoid experts, introduced by DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): the affinity of a token to an expert is a sigmoid.
+# Experts are chosen by affinity plus a correction bias: first the groups whose best two experts have the highest sum, then the
+# best experts in these groups. The weights of the chosen experts are their affinities without the bias, normalized and scaled.
+# Shared experts process every token and form one MLP.
 _SHARED = "model.layers.{layer}.mlp.shared_experts"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
@@ -234,16 +236,16 @@ SIGMOID_EXPERTS_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_pr
 
 
 def sigmoid_experts_parts(config: HFConfig) -> frozenset[str]:
-    """The part "shared_experts", unless there are none."""
+    """Return the part "shared_experts" if the model has shared experts."""
     return frozenset(["shared_experts"] if config["n_shared_experts"] else [])
 
 
 def read_sigmoid_experts(config: HFConfig) -> dict[str, Any]:
-    """Megatron's fields of such experts; raises ValueError at a flag whose meaning is not implemented."""
+    """Return Megatron's fields for sigmoid experts; raise ValueError at an unsupported value."""
     config.expect(norm_topk_prob=True)
     config.read_fields.update(
         ("num_nextn_predict_layers", "num_mtp_layers")
-    )  # layers that are neither loaded nor exported
+    )  # extra layers, which are neither loaded nor exported
     layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]
     return dict(
@@ -265,7 +267,7 @@ def _read_groups(config: HFConfig) -> dict[str, int]:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
     if groups == 1:
         return {}
-    if topk // chosen != 2:  # Megatron 0.19 sums up the best topk // chosen of each group
+    if topk // chosen != 2:  # Megatron 0.19 ranks groups by the sum of their best topk // chosen experts
         raise ValueError(
             f"{config.path}: num_experts_per_tok={topk} with n_group={groups} and topk_group={chosen} is not supported: "
             f"groups are ranked by their best two experts; expected {2 * chosen} or {2 * chosen + 1} experts per token."

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, dense layers first, then sigmoid experts with shared ones.
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, dense layers first, then sigmoid experts with shared experts.
 
-The norms within attention take `rms_norm_eps`, as SGLang's and Megatron's do; those of transformers take 1e-6, which is what
-the published configs say.
+The norms in the attention use `rms_norm_eps`, like SGLang and Megatron. transformers uses 1e-6, which is also the value in the
+published configs.
 """
 
 from dataclasses import replace
@@ -25,8 +25,8 @@ from parallel.rope import Rope, YarnRope
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
 
-# q: all heads' queries; kv_a: the short vector and the shared rotated part of the keys; kv_b: all heads' other parts of keys,
-# and values; o: all heads' values
+# Sizes: q: queries of all heads; kv_a: low-rank vector and the shared rotated part of the keys; kv_b: values and the remaining
+# part of the keys, of all heads; o: values of all heads
 LATENT_ATTENTION = (
     ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
     ParamMapping(
@@ -76,14 +76,16 @@ LATENT_ATTENTION = (
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a DeepSeek-V3 config; raises ValueError at a flag whose meaning this family does not implement."""
+    """Translate a DeepSeek-V3 config; raise ValueError at an unsupported value."""
     config.expect(attention_bias=False, rope_interleave=True, quantization_config=None, moe_layer_freq=1)
     config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
-    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # how it was pretrained
-    nope, turned, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    config.expect(head_dim=(None, turned), qk_head_dim=(None, nope + turned))  # transformers 5 writes them as well
+    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # settings of pretraining
+    nope, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    config.expect(
+        head_dim=(None, rotated), qk_head_dim=(None, nope + rotated)
+    )  # transformers 5 also writes these fields
     heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
-    rope = config.rope(turned)
+    rope = config.rope(rotated)
     arch = read_decoder(
         config,
         parts=sigmoid_experts_parts(config) | {"q_lora" if q_lora else "q_direct"},
@@ -92,21 +94,21 @@ def translate(config: HFConfig) -> Architecture:
         q_lora_rank=q_lora,
         kv_lora_rank=kv_lora,
         qk_head_dim=nope,
-        qk_pos_emb_head_dim=turned,
+        qk_pos_emb_head_dim=rotated,
         v_head_dim=value,
         **_softmax_scale(rope),
         **read_sigmoid_experts(config),
     )
-    key, up = nope + turned, nope + value
+    key, up = nope + rotated, nope + value
     sizes = {name: arch.sizes[name] for name in ("vocab", "hidden", "ffn", "experts", "moe_ffn", "shared_ffn")}
     sizes |= dict(
-        q=heads * key, q_lora=q_lora or 0, kv_a=kv_lora + turned, kv_lora=kv_lora, kv_b=heads * up, o=heads * value
+        q=heads * key, q_lora=q_lora or 0, kv_a=kv_lora + rotated, kv_lora=kv_lora, kv_b=heads * up, o=heads * value
     )
     return replace(arch, sizes=sizes, transformer=arch.transformer | dict(kv_channels=key))
 
 
 def _softmax_scale(rope: Rope) -> dict[str, float]:
-    """By which Megatron multiplies the softmax's scale with the square of YaRN's amplitude under another weight."""
+    """Return the fields with which Megatron multiplies the softmax scale by the square of YaRN's mscale_all_dim amplitude."""
     if not isinstance(rope, YarnRope):
         return {}
     return dict(rotary_scaling_factor=rope.factor, mscale_all_dim=rope.mscale_all_dim or 0.0)
@@ -138,5 +140,5 @@ DEEPSEEK_V3 = Family(
         first_k_dense_replace=3,
     ),
     engine_required_fields=("moe_layer_freq", "scoring_func", "topk_method"),
-    extra_layers=True,
+    has_extra_layers=True,
 )

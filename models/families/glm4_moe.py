@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention, RoPE on part of a head, dense layers first, then sigmoid experts with shared ones."""
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head, dense layers first, then sigmoid and shared experts."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a GLM-4.5 config; raises ValueError at a flag whose meaning this family does not implement."""
+    """Translate a GLM-4.5 config; raise ValueError at an unsupported value."""
     flags = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
     return read_decoder(
         config,
@@ -55,5 +55,5 @@ GLM4_MOE = Family(
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    extra_layers=True,
+    has_extra_layers=True,
 )

@@ -1,4 +1,4 @@
-"""Llama (2 and 3): RMSNorm, grouped-query attention, gated SiLU MLP, RoPE; biases by two flags."""
+"""Llama 2 and 3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE; two fields switch biases on."""
 
 from models.architecture import Architecture, Family
 from models.families.decoder_blocks import (
@@ -17,8 +17,8 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a Llama config; raises ValueError at a flag whose meaning this family does not implement."""
-    config.expect(rope_interleaved=False)  # some authors write it; transformers does not read it
+    """Translate a Llama config; raise ValueError at an unsupported value."""
+    config.expect(rope_interleaved=False)  # some configs contain it; transformers ignores it
     parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
     return read_decoder(config, parts=parts)
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): as Llama, with biases of queries, keys and values, none of the output projection."""
+"""Qwen2 and Qwen2.5 (dense): like Llama, with biases of query, key and value projections but not of the output projection."""
 
 from models.architecture import Architecture, Family
 from models.families.decoder_blocks import (
@@ -16,9 +16,9 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a Qwen2 config; raises ValueError at a flag whose meaning this family does not implement."""
+    """Translate a Qwen2 config; raise ValueError at an unsupported value."""
     check_full_attention(config)
-    config.expect(use_mrope=False)  # written for text models too; transformers does not read it
+    config.expect(use_mrope=False)  # configs of text models contain it too; transformers ignores it
     return read_decoder(config, parts=frozenset(["qkv_bias"]))
 
 

@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with experts in most layers, the chosen ones' weights normalised to sum to 1 (or not, by a flag)."""
+"""Qwen3: RMSNorm, grouped-query attention with query/key norms, gated SiLU MLP, RoPE; dense and MoE.
+
+Qwen3-MoE has experts in most layers. A field says whether the weights of the chosen experts are normalized to sum to 1.
+"""
 
 from models.architecture import Architecture, Family
 from models.families.decoder_blocks import (
@@ -19,11 +22,24 @@ from models.families.decoder_blocks import (
 )
 from models.hf_config import HFConfig
 
-# FROM: Qwen3 (dense): RMSNorm, grouped-query attention with query/key norms, gated SiLU MLP, RoPE.
+
+def translate(config: HFConfig) -> Architecture:
+    """Translate a Qwen3 config; raise ValueError at an unsupported value."""
+    check_full_attention(config)
+    return read_decoder(config, parts=attention_parts(config), qk_layernorm=True)
+
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    translate=translate,
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *DENSE_MLP),
+    engine_fusions=ENGINE_FUSIONS,
+    defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
+)
 
 
 def translate_moe(config: HFConfig) -> Architecture:
-    """Translate a Qwen3-MoE config; raises ValueError at a flag whose meaning this family does not implement."""
+    """Translate a Qwen3-MoE config; raise ValueError at an unsupported value."""
     check_full_attention(config)
     dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     return read_decoder(
@@ -34,7 +50,7 @@ def translate_moe(config: HFConfig) -> Architecture:
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_layer_freq=[int(n not in dense and (n + 1) % step == 0) for n in range(config["num_hidden_layers"])],
         moe_router_topk=config["num_experts_per_tok"],
-        moe_router_pre_softmax=not config["norm_topk_prob"],  # softmax over all experts, or over the chosen ones
+        moe_router_pre_softmax=not config["norm_topk_prob"],  # softmax over all experts, or only over the chosen ones
     )
 
 
@@ -57,19 +73,4 @@ QWEN3_MOE = Family(
         decoder_sparse_step=1,
         norm_topk_prob=False,
     ),
-)
-
-
-def translate(config: HFConfig) -> Architecture:
-    """Translate a Qwen3 config; raises ValueError at a flag whose meaning this family does not implement."""
-    check_full_attention(config)
-    return read_decoder(config, parts=attention_parts(config), qk_layernorm=True)
-
-
-QWEN3 = Family(
-    architecture="Qwen3ForCausalLM",
-    translate=translate,
-    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *DENSE_MLP),
-    engine_fusions=ENGINE_FUSIONS,
-    defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
 )

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are not whole: one clear error each, and nothing is written."""
+"""Damaged Hugging Face folders: `mrl convert` prints one clear error for each and writes nothing."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from mrl.commands.convert import main
 
 
 def sharded(folder) -> None:
-    """The folder's weights in several files with an index."""
+    """Rewrite the weights of the folder as several files with an index."""
     tensors = load_file(folder / "model.safetensors")
     kinds = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     with ResumableFolder.beside(folder.with_name("sharded"), {}) as partial:
@@ -80,15 +80,15 @@ def file_for_folder(folder):
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
-    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, its header says \d+; the first tensor "
-    r"cut is .*Fetch",
+    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, its header says \d+; the first "
+    r"truncated tensor is .*Download",
     cut_header: r"model.safetensors: the file is damaged.*it has 100 bytes",
     no_safetensors_file: r"model.safetensors: the file is damaged",
-    lose_shard: r"model-00002-of-\d+.safetensors is missing; model.safetensors.index.json says that it holds \d+ tensors",
+    lose_shard: r"model-00002-of-\d+.safetensors is missing; model.safetensors.index.json says that it contains \d+ tensors",
     change_index: r"index.json: model.norm.weight should be in model-00001.*, but it is in model-0",
     shorten_index: r"index.json: 1 tensors of the files are not in the index, the first is model.norm.weight",
-    remove_folder: r"the folder is missing; a Hugging Face model folder is expected",
-    file_for_folder: r"the folder is a file; a Hugging Face model folder is expected",
+    remove_folder: r"the folder is missing; expected a Hugging Face model folder",
+    file_for_folder: r"the folder is a file; expected a Hugging Face model folder",
 }
 EDITS = {
     "another shape": (
@@ -108,7 +108,7 @@ EDITS = {
 
 
 def assert_refused(folder, capsys, message) -> None:
-    capsys.readouterr()  # transformers' own bars, of making the model
+    capsys.readouterr()  # discards the progress bars of transformers
     status = main(["to-megatron", f"model={folder}", f"output={folder.with_name('out')}"])
     error = capsys.readouterr().err
     assert status == 2 and error.count("\n") == 1, error
@@ -117,7 +117,7 @@ def assert_refused(folder, capsys, message) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_bad_folder_is_one_clear_error_and_nothing_is_written(tmp_path, capsys, damage):
+def test_a_damaged_folder_gives_one_error_and_no_output(tmp_path, capsys, damage):
     model = make_family("qwen3", tmp_path / "model")
     damage(model)
     assert_refused(model, capsys, DAMAGES[damage])
@@ -126,14 +126,14 @@ def test_a_bad_folder_is_one_clear_error_and_nothing_is_written(tmp_path, capsys
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_weights_that_are_not_the_config_s_are_one_clear_error(tmp_path, capsys, edit):
+def test_weights_that_do_not_match_the_config_give_one_error(tmp_path, capsys, edit):
     model = make_family("qwen3", tmp_path / "model")
     change(model, EDITS[edit][0])
     assert_refused(model, capsys, EDITS[edit][1])
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "config.json: not JSON"), ("[1]", "expected an object of fields")])
-def test_a_config_that_cannot_be_read_is_named(tmp_path, capsys, text, message):
+def test_an_unreadable_config_is_named_in_the_error(tmp_path, capsys, text, message):
     model = make_family("qwen3", tmp_path / "model")
     (model / "config.json").write_text(text)
     assert_refused(model, capsys, message)

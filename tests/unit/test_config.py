@@ -7,18 +7,18 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from models.megatron_fields import DECIDED, check_balance, check_megatron
-from mrl.commands import hydra_app
+from models.megatron_overrides import FIELDS_SET_BY_MRL, check_load_balancing, check_megatron_overrides
+from mrl.config import hydra_entry
 from mrl.config.instantiate import construct, plug_in
 from mrl.config.schema import Config
 from mrl.config.validate import check, from_hydra, is_known, known_keys, unknown_key_message
-from mrl.controller.plan_train import make_inputs
+from mrl.controller.plan_models import make_input_files
 from parallel.dims import ParallelDims
 
 
 def composed(**overrides):
     base = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(Config)))
-    node = {"_target_": "mrl.rewards.math.ExactMatch"}
+    node = {"_target_": "mrl.rewards.rule_based.ExactMatch"}
     needed = {
         "run.dir": "out",
         "model.path": "model",
@@ -33,14 +33,14 @@ def composed(**overrides):
 
 
 def test_a_complete_config_becomes_typed_objects():
-    config = from_hydra(composed(**{"algorithm.lr": "3e-4", "sft": {"train": "x.parquet", "steps": 5}}))
-    assert config.algorithm.lr == 3e-4 and config.sft.steps == 5 and config.sft.batch_size == 128
+    config = from_hydra(composed(**{"optim.lr": "3e-4", "sft": {"train": "x.parquet", "steps": 5}}))
+    assert config.optim.lr == 3e-4 and config.sft.steps == 5 and config.sft.batch_size == 128
 
 
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("algorithm.lr_typo", "algorithm.lr"),
+        ("algorithm.lr_typo", "optim.lr"),
         ("trainer.max_step", "trainer.max_steps"),
         ("rollout.temprature", "rollout.temperature"),
         ("paralel.tp", "parallel.tp"),
@@ -60,7 +60,7 @@ def test_free_form_nodes_take_any_key():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("algorithm.lr", "fast", "algorithm.lr"),
+        ("optim.lr", "fast", "optim.lr"),
         ("rollout.temperature", 0.0, "rollout.temperature=0.0: must be greater than 0"),
         ("model.dtype", "float8", "expected bfloat16 or float32"),
         ("trainer.max_steps", -1, "must be 0 or more"),
@@ -87,26 +87,26 @@ def test_the_key_list_is_a_decision():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"tp_comm_overlap": True}, "its buffers have one size, packs have any"),
+        ({"tp_comm_overlap": True}, "its buffers have a fixed size"),
         ({"fp8": "hybrid"}, "FP8 needs Transformer Engine, which is not installed"),
         ({"moe_grouped_gemm": True}, "grouped experts need Transformer Engine"),
-        ({"num_moe_experts": 4}, "is decided by the model"),
-        ({"deallocate_pipeline_outputs": True}, "is decided by the model"),
+        ({"num_moe_experts": 4}, "is derived from the model"),
+        ({"deallocate_pipeline_outputs": True}, "is derived from the model"),
         ({"recompute_granularty": "full"}, "did you mean megatron.recompute_granularity?"),
     ],
 )
 def test_overrides_of_megatron_that_cannot_be(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_megatron(overrides, decided=DECIDED)
+        check_megatron_overrides(overrides, derived=FIELDS_SET_BY_MRL)
 
 
 def test_balancing_losses_that_mean_nothing_for_packs_are_refused():
-    with pytest.raises(ValueError, match="use that"):
-        check_balance("seq_aux_loss", ParallelDims())
+    with pytest.raises(ValueError, match="use aux_loss"):
+        check_load_balancing("seq_aux_loss", ParallelDims())
     with pytest.raises(ValueError, match="with dp=2 use aux_loss"):
-        check_balance(["aux_loss", "global_aux_loss"], ParallelDims(dp=2))
+        check_load_balancing(["aux_loss", "global_aux_loss"], ParallelDims(dp=2))
     for kinds in ("none", "aux_loss", "sinkhorn"):
-        check_balance(kinds, ParallelDims(dp=2))
+        check_load_balancing(kinds, ParallelDims(dp=2))
 
 
 def test_a_plug_in_is_built_and_its_arguments_are_checked():
@@ -120,8 +120,8 @@ def test_a_plug_in_is_built_and_its_arguments_are_checked():
 
 
 def test_inputs_are_made_where_they_are_missing(tmp_path):
-    node = {"_target_": "mrl.data.arithmetic.make_inputs", "folder": str(tmp_path / "made")}
-    make_inputs(from_hydra(composed(**{"data.inputs": node})))
+    node = {"_target_": "mrl.data.synthetic_tasks.make_doubling_task", "folder": str(tmp_path / "made")}
+    make_input_files(from_hydra(composed(**{"data.inputs": node})))
     assert (tmp_path / "made/model/config.json").is_file()
 
 
@@ -136,21 +136,21 @@ def test_a_plain_function_is_a_plug_in_too():
     with pytest.raises(ValueError, match="cannot be called"):
         plug_in({"_target_": "mrl.core.types.SyncReport"}, "reward")
     with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
-        plug_in({"_target_": "mrl.rewards.math.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",))
+        plug_in({"_target_": "mrl.rewards.rule_based.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",))
 
 
 def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():
-    assert hydra_app.with_default_experiment(["a=1"]) == ["experiment=quickstart", "a=1"]
-    assert hydra_app.with_default_experiment(["experiment=gsm8k"]) == ["experiment=gsm8k"]
-    assert hydra_app.with_default_experiment(["model.path=m"]) == ["model.path=m"]
+    assert hydra_entry.add_default_experiment(["a=1"]) == ["experiment=quickstart", "a=1"]
+    assert hydra_entry.add_default_experiment(["experiment=gsm8k"]) == ["experiment=gsm8k"]
+    assert hydra_entry.add_default_experiment(["model.path=m"]) == ["model.path=m"]
 
 
 def compose(*overrides):
     """The config as Hydra composes it from conf/."""
     from hydra import compose, initialize_config_dir
 
-    hydra_app.register_schema()
-    with initialize_config_dir(str(hydra_app.CONF), version_base="1.3"):
+    hydra_entry.register_schema()
+    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         return from_hydra(compose("config", ["run.dir=out", *overrides]))
 
 
@@ -181,25 +181,25 @@ def test_mrl_refuses_a_foreign_package_called_models(tmp_path):
 
 
 def test_free_form_sections_need_no_plus_and_are_checked():
-    argv = hydra_app.checked(
-        ["sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
+    argv = hydra_entry.check_overrides(
+        ["sglang.mem_fraction_static=0.5", "optim.lr=1", "experiment=quickstart", "--cfg", "job"]
     )
-    assert argv == ["++sglang.mem_fraction_static=0.5", "algorithm.lr=1", "experiment=quickstart", "--cfg", "job"]
-    assert hydra_app.checked(["data.columns={prompt: q}"]) == ["++data.columns={prompt: q}"]
-    check_megatron({"recompute_granularity": "full", "recompute_num_layers": 1})
-    with pytest.raises(ValueError, match=r"megatron.params_dtype is decided by"):
-        check_megatron({"params_dtype": "float32"}, decided=DECIDED)
+    assert argv == ["++sglang.mem_fraction_static=0.5", "optim.lr=1", "experiment=quickstart", "--cfg", "job"]
+    assert hydra_entry.check_overrides(["data.columns={prompt: q}"]) == ["++data.columns={prompt: q}"]
+    check_megatron_overrides({"recompute_granularity": "full", "recompute_num_layers": 1})
+    with pytest.raises(ValueError, match=r"megatron.params_dtype is derived from"):
+        check_megatron_overrides({"params_dtype": "float32"}, derived=FIELDS_SET_BY_MRL)
     with pytest.raises(ValueError, match=r"megatron.num_layer .*did you mean megatron.num_layers"):
-        check_megatron({"num_layer": 3})
+        check_megatron_overrides({"num_layer": 3})
 
 
 def test_megatron_fields_are_those_of_the_installed_class():
     from dataclasses import fields
 
-    from models.megatron_fields import transformer_fields
+    from models.megatron_overrides import transformer_config_fields
     from parallel import device
 
-    device.install()
+    device.patch_megatron_for_cpu()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    assert transformer_fields() == {f.name for f in fields(TransformerConfig)}
+    assert transformer_config_fields() == {f.name for f in fields(TransformerConfig)}

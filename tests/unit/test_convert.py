@@ -1,4 +1,4 @@
-"""`mrl convert`: exact, in bounded memory, taken up after an interruption, and nothing written where it cannot be done."""
+"""`mrl convert`: conversions are bit-exact, use bounded memory, resume after interruptions and validate their inputs."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from mrl.commands.convert import main
 
 
 class Watcher:
-    """Counts the bytes, and interrupts after `limit` of them."""
+    """Progress display that counts bytes and raises KeyboardInterrupt after `limit` bytes."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.limit, self.begun_with, self.done = limit, 0, 0
@@ -54,7 +54,7 @@ def assert_same_tensors(found, expected) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_comes_back_byte_for_byte(tmp_path, name):
+def test_every_family_converts_to_megatron_and_back_bit_exactly(tmp_path, name):
     model = make_family(name, tmp_path / "model")
     to_megatron(model, tmp_path / "megatron", max_shard_bytes=20_000)
     to_hf(tmp_path / "megatron", model, tmp_path / "back", max_shard_bytes=30_000)
@@ -65,7 +65,7 @@ def test_every_family_comes_back_byte_for_byte(tmp_path, name):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "megatron", "model"]  # no partial folder is left
 
 
-def test_types_are_converted_and_the_config_says_so(tmp_path):
+def test_dtype_converts_the_weights_and_the_config(tmp_path):
     model = make_family("qwen3", tmp_path / "model")
     to_megatron(model, tmp_path / "megatron", dtype=torch.bfloat16)
     to_hf(tmp_path / "megatron", model, tmp_path / "back")
@@ -87,7 +87,7 @@ def test_types_are_converted_and_the_config_says_so(tmp_path):
         ),
     ],
 )
-def test_types_that_megatron_cannot_hold_apart_are_refused(tmp_path, name, message):
+def test_mixed_dtypes_in_one_megatron_tensor_raise_an_error(tmp_path, name, message):
     model = make_family("qwen3", tmp_path / "model")
     change(model, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
     with pytest.raises(ValueError, match=message):
@@ -106,7 +106,7 @@ def test_a_buffer_stays_in_float32(tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_stands_beside_the_weights_goes_along(tmp_path):
+def test_config_and_tokenizer_files_are_copied(tmp_path):
     from mrl.data.synthetic_tasks import make_tiny_model
     from mrl.data.tokenizer import byte_tokenizer
 
@@ -132,7 +132,7 @@ def test_transformers_loads_the_shards(tmp_path):
 
 @pytest.mark.parametrize("kind", ["to-megatron", "to-hf"])
 @pytest.mark.parametrize("seed", range(3))
-def test_an_interrupted_conversion_is_taken_up(tmp_path, kind, seed):
+def test_an_interrupted_conversion_resumes(tmp_path, kind, seed):
     model = make_family("qwen3", tmp_path / "model")
     to_megatron(model, tmp_path / "megatron")
     total, size = sum(t.nbytes for t in tensors_of(model).values()), 15_000
@@ -159,7 +159,7 @@ def test_an_interrupted_conversion_is_taken_up(tmp_path, kind, seed):
 
 
 class FullDisk(io.BytesIO):
-    """Takes some bytes, then `error`."""
+    """File that accepts some bytes and then raises `error`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -172,24 +172,24 @@ class FullDisk(io.BytesIO):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_what_stops_a_write_is_what_the_user_hears_of(error):
+def test_the_cause_of_a_failed_write_is_raised(error):
     with pytest.raises(type(error)) as raised:
         torch_save_tensor(torch.ones(10**6), FullDisk(error))
     assert raised.value is error
 
 
-def test_parts_of_another_source_are_refused(tmp_path):
+def test_a_partial_output_of_other_inputs_raises_an_error(tmp_path):
     model = make_family("qwen3", tmp_path / "model")
     with pytest.raises(KeyboardInterrupt):
         to_megatron(model, tmp_path / "out", Watcher(50_000), max_shard_bytes=15_000)
-    with pytest.raises(ValueError, match=r"out\.partial .*dtype: 'None' then, 'torch.bfloat16' now.*remove it"):
+    with pytest.raises(ValueError, match=r"out\.partial .*dtype: 'None' before, 'torch.bfloat16' now.*remove it"):
         to_megatron(model, tmp_path / "out", max_shard_bytes=15_000, dtype=torch.bfloat16)
     make_family("qwen3", model, initializer_range=0.1)
     with pytest.raises(ValueError, match=r"out\.partial .*model.safetensors has changed.*remove it"):
         to_megatron(model, tmp_path / "out", max_shard_bytes=15_000)
 
 
-def test_one_output_has_one_writer(tmp_path):
+def test_a_second_writer_of_an_output_raises_an_error(tmp_path):
     model = make_family("qwen3", tmp_path / "model")
     with (
         resumable_folder.ResumableFolder.beside(tmp_path / "out", {}),
@@ -198,7 +198,7 @@ def test_one_output_has_one_writer(tmp_path):
         to_megatron(model, tmp_path / "out")
 
 
-def test_too_small_a_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_detected_before_anything_is_written(tmp_path, monkeypatch):
     model = make_family("qwen3", tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     with pytest.raises(ValueError, match=r"0\.00 GB are free"):
@@ -207,7 +207,7 @@ def test_too_small_a_disk_is_found_before_anything_is_written(tmp_path, monkeypa
 
 
 def peak_allocation(run) -> int:
-    """Most bytes that tensors held at once, beyond those before; mapped files are not counted."""
+    """Return the peak of the bytes that tensors allocate during `run`, without memory-mapped files."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -220,7 +220,7 @@ def peak_allocation(run) -> int:
     return peak
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path):
+def test_memory_is_independent_of_the_model_size(tmp_path):
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=256)
     peaks = {}
     for layers in (2, 12):
@@ -230,13 +230,13 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
             peak_allocation(lambda m=model, o=megatron: to_megatron(m, o)),
             peak_allocation(lambda c=megatron, m=model, o=back: to_hf(c, m, o)),
         ]
-    largest = 2 * 256 * 64 * 4  # gate and up as one tensor
+    largest = 2 * 256 * 64 * 4  # bytes of the largest tensor: gate and up projection
     for few, many in zip(peaks[2], peaks[12], strict=True):
         assert largest <= many <= 2.5 * largest and many < few + largest / 10
 
 
 def resident_bytes(path) -> int:
-    """Pages of the file that this process has in memory."""
+    """Return the bytes of the file's pages that are in this process's memory."""
     lines, inside, total = Path("/proc/self/smaps").read_text().splitlines(), False, 0
     for line in lines:
         if "-" in line.split()[0] and not line.split()[0].endswith(":"):
@@ -246,7 +246,7 @@ def resident_bytes(path) -> int:
     return total
 
 
-def test_pages_of_the_source_are_given_back(tmp_path):
+def test_released_pages_leave_memory_and_can_be_read_again(tmp_path):
     save_file({"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}, tmp_path / "model.safetensors")
     weights = HFWeights(tmp_path)
     a = weights["a"]
@@ -254,20 +254,20 @@ def test_pages_of_the_source_are_given_back(tmp_path):
     assert resident_bytes(tmp_path / "model.safetensors") >= a.nbytes
     weights.release("a")
     assert resident_bytes(tmp_path / "model.safetensors") < a.nbytes / 10
-    assert a.sum() == expected  # it is read again
+    assert a.sum() == expected  # the pages are read again
 
 
-def test_a_part_of_a_tensor_is_read_alone(tmp_path):
+def test_reading_a_slice_reads_only_its_pages(tmp_path):
     tensors = {"a": torch.randn(5, 7, 3), "odd": torch.randn(9).bfloat16(), "b": torch.randn(4)}
     save_file(tensors, tmp_path / "model.safetensors")
     weights = HFWeights(tmp_path)
     assert torch.equal(weights.read("a", (1, 2, 0), (3, 4, 2)), tensors["a"][1:4, 2:6, 0:2])
     assert torch.equal(weights["odd"], tensors["odd"]) and torch.equal(weights["b"], tensors["b"])
-    with pytest.raises(AssertionError, match="no part"):
+    with pytest.raises(AssertionError, match="no slice"):
         weights.read("b", (2,), (3,))
 
 
-def test_an_export_holds_one_tensor_at_a_time_in_whatever_order(tmp_path):
+def test_an_export_accepts_tensors_in_any_order_and_holds_one_at_a_time(tmp_path):
     import weakref
 
     model = make_family("qwen3_moe", tmp_path / "model")
@@ -277,7 +277,9 @@ def test_an_export_holds_one_tensor_at_a_time_in_whatever_order(tmp_path):
         for name, tensor in reversed(tensors_of(model).items()):
             tensor = tensor.clone()
             alive.append(weakref.ref(tensor))
-            assert sum(ref() is not None for ref in alive) <= 3  # the first, which tells the type; the last; this
+            assert (
+                sum(ref() is not None for ref in alive) <= 3
+            )  # the first (for its dtype), the previous and the current tensor
             yield name, tensor
 
     write_export(tensors(), model, tmp_path / "export", {"note.txt": "hello"})
@@ -303,7 +305,7 @@ def change(folder, edit) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_checkpoints_that_cannot_be_read_are_refused(tmp_path):
+def test_invalid_checkpoints_raise_an_error(tmp_path):
     model = make_family("qwen3", tmp_path / "model")
     with pytest.raises(ValueError, match="distributed checkpointing"):
         to_hf(tmp_path / "nothing", model, tmp_path / "out")
@@ -323,7 +325,7 @@ def test_checkpoints_that_cannot_be_read_are_refused(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_changed_weight_is_found(tmp_path, capsys):
+def test_check_detects_a_changed_weight(tmp_path, capsys):
     model = make_family("qwen3", tmp_path / "model")
     to_megatron(model, tmp_path / "megatron")
     change(model, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][3, 4].add_(1e-6))
@@ -334,7 +336,7 @@ def test_a_changed_weight_is_found(tmp_path, capsys):
 
 
 @pytest.mark.extended
-def test_check_computes_logits_in_a_process_of_its_own(tmp_path, capfd):
+def test_check_computes_logits_in_a_new_process(tmp_path, capfd):
     model = make_family("qwen3", tmp_path / "model")
     assert main(["check", f"model={model}"]) == 0
     assert "logits / transformers" in capfd.readouterr().out
@@ -363,7 +365,7 @@ def test_the_command_converts_there_and_back(tmp_path, capsys):
         (["to-megatron", "model=a", "output=b", "max_shard_bytes=0"], "expected a number of bytes above 0"),
     ],
 )
-def test_mistakes_in_the_command_are_named(capsys, arguments, message):
+def test_command_line_errors_are_explained(capsys, arguments, message):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 

@@ -1,4 +1,4 @@
-"""Sizes of the parallel dimensions: what fits, and messages that name what would."""
+"""parallel.dims: valid sizes of the parallel dimensions, and errors that suggest valid sizes."""
 
 import re
 from math import prod
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parallel import device
 from parallel.dims import ParallelDims, RankCoords
 
-device.patch_megatron_for_cpu()  # before anything of Megatron is imported
+device.patch_megatron_for_cpu()  # before the first import from Megatron
 
 from models.architecture import Architecture  # noqa: E402
 from models.conversion.weight_bridge import Bridge  # noqa: E402
@@ -24,7 +24,7 @@ small = st.sampled_from([1, 2, 3, 4])
 
 @st.composite
 def layouts(draw) -> ParallelDims:
-    """Any layout of up to 4 ranks on each axis whose experts fit."""
+    """Any valid layout of up to 4 ranks on each axis."""
     sizes = dict(
         tp=draw(small), pp=draw(small), cp=draw(small), dp=draw(small), ep=draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     )
@@ -35,14 +35,14 @@ def layouts(draw) -> ParallelDims:
 
 @many
 @given(layouts())
-def test_every_rank_has_a_place_of_its_own(dims):
+def test_every_rank_has_unique_coordinates(dims):
     places = [dims.coords(rank) for rank in range(dims.world_size)]
     assert len(set(places)) == dims.world_size
     for axis in ("tp", "cp", "dp", "pp"):
         assert {getattr(place, axis) for place in places} == set(range(getattr(dims, axis)))
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
+def test_tensor_parallel_ranks_are_neighbours_and_pipeline_stages_are_farthest_apart():
     dims = ParallelDims(tp=2, cp=3, dp=5, pp=7)
     assert dims.coords(1) == RankCoords(tp=1, cp=0, dp=0, pp=0)
     assert dims.coords(2) == RankCoords(tp=0, cp=1, dp=0, pp=0)
@@ -53,7 +53,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_far_apart():
 
 @many
 @given(layouts())
-def test_a_world_size_and_the_data_parallel_size_say_the_same(dims):
+def test_world_size_and_dp_determine_each_other(dims):
     axes = dict(tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, etp=dims.etp)
     assert ParallelDims.from_world_size(dims.world_size, None, **axes) == dims
     assert ParallelDims.from_world_size(None, dims.dp, **axes) == dims
@@ -64,13 +64,13 @@ def test_a_world_size_and_the_data_parallel_size_say_the_same(dims):
         ParallelDims.from_world_size(dims.world_size + 1, dims.dp, **axes)
 
 
-def test_without_either_there_is_one_replica():
+def test_without_world_size_and_dp_there_is_one_replica():
     assert ParallelDims.from_world_size(None, None, tp=2, pp=2) == ParallelDims(tp=2, pp=2)
 
 
 @many
 @given(small, small, st.integers(1, 9), st.sampled_from([None, 1, 2, 3, 5]))
-def test_without_either_there_are_as_few_replicas_as_the_experts_need(tp, cp, ep, etp):
+def test_without_world_size_and_dp_the_experts_determine_the_number_of_replicas(tp, cp, ep, etp):
     found = ParallelDims.from_world_size(None, None, tp=tp, cp=cp, ep=ep, etp=etp)
     for dp in range(1, found.dp):
         with pytest.raises(ValueError, match="does not divide"):
@@ -79,7 +79,7 @@ def test_without_either_there_are_as_few_replicas_as_the_experts_need(tp, cp, ep
 
 @many
 @given(st.integers(-5, 40), small, small, small)
-def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, tp, cp, pp):
+def test_a_world_size_that_does_not_factor_raises_an_error_with_sizes_that_do(world_size, tp, cp, pp):
     one = tp * cp * pp
     if world_size > 0 and world_size % one == 0:
         assert ParallelDims.from_world_size(world_size, None, tp=tp, cp=cp, pp=pp).dp == world_size // one
@@ -87,12 +87,14 @@ def test_a_world_that_does_not_factor_is_refused_with_ones_that_do(world_size, t
     with pytest.raises(ValueError, match=rf"world_size={world_size} does not factor: .* = {one} processes") as error:
         ParallelDims.from_world_size(world_size, None, tp=tp, cp=cp, pp=pp)
     suggested = [int(n) for n in re.findall(r"-?\d+", str(error.value).split("; use ")[1])]
-    assert suggested and all(ParallelDims.from_world_size(n, None, tp=tp, cp=cp, pp=pp).world_size == n for n in suggested)
+    assert suggested and all(
+        ParallelDims.from_world_size(n, None, tp=tp, cp=cp, pp=pp).world_size == n for n in suggested
+    )
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "vpp", "cp", "dp", "ep", "etp"])
 @pytest.mark.parametrize("size", [0, -2])
-def test_a_size_below_one_is_refused(axis, size):
+def test_a_size_below_one_raises_an_error(axis, size):
     with pytest.raises(ValueError, match=rf"parallel\.{axis}={size}: a parallel size must be 1 or more"):
         ParallelDims(**{axis: size})
     if axis != "dp":
@@ -100,7 +102,7 @@ def test_a_size_below_one_is_refused(axis, size):
             ParallelDims.from_world_size(4, None, **{axis: size})
 
 
-def test_sizes_that_need_another_are_refused():
+def test_a_size_that_needs_another_one_raises_an_error():
     with pytest.raises(ValueError, match=r"parallel\.sp=true needs parallel\.tp greater than 1"):
         ParallelDims(sp=True)
     with pytest.raises(ValueError, match=r"parallel\.vpp=2 needs parallel\.pp greater than 1"):
@@ -109,7 +111,7 @@ def test_sizes_that_need_another_are_refused():
 
 @many
 @given(small, small, small, st.integers(1, 9), st.sampled_from([None, 1, 2, 3, 5]))
-def test_experts_that_do_not_fit_are_refused_with_sizes_that_do(tp, cp, dp, ep, etp):
+def test_experts_that_do_not_fit_raise_an_error_with_sizes_that_do(tp, cp, dp, ep, etp):
     ranks = prod((tp, cp, dp))
     if ranks % (ep * (etp or tp)) == 0:
         assert ParallelDims(tp=tp, cp=cp, dp=dp, ep=ep, etp=etp).expert_tp == (etp or tp)
@@ -126,7 +128,7 @@ def test_experts_that_do_not_fit_are_refused_with_sizes_that_do(tp, cp, dp, ep, 
 
 @many
 @given(layouts())
-def test_replicas_run_in_lockstep_where_a_copy_of_the_experts_spans_them(dims):
+def test_replicas_run_in_lockstep_if_a_copy_of_the_experts_spans_several(dims):
     per_replica = dims.tp * dims.cp
     spans = [
         {rank // per_replica for rank in range(start, start + dims.ep * dims.expert_tp)}
@@ -136,17 +138,20 @@ def test_replicas_run_in_lockstep_where_a_copy_of_the_experts_spans_them(dims):
 
 
 def expert_starts(dims: ParallelDims) -> range:
-    """First ranks, of the first pipeline stage, of each copy of the experts."""
+    """Return the first rank of each copy of the experts in the first pipeline stage."""
     return range(0, dims.tp * dims.cp * dims.dp, dims.ep * dims.expert_tp)
 
 
 @many
 @given(layouts(), st.booleans())
-def test_ranks_that_take_part_in_an_export_need_no_other(dims, has_experts):
+def test_the_ranks_of_an_export_contain_all_their_groups(dims, has_experts):
     bridge = SimpleNamespace(dims=dims, num_experts=8 * has_experts)
     chosen = {rank for rank in range(dims.world_size) if Bridge.participates_in_export(bridge, rank)}
     stage = dims.world_size // dims.pp
-    blocks = [dims.tp, *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else [])]  # each is of neighbours
+    blocks = [
+        dims.tp,
+        *([dims.expert_tp, dims.ep * dims.expert_tp] if has_experts else []),
+    ]  # sizes of groups of neighbouring ranks
     groups = [set(range(start, start + size)) for size in blocks for start in range(0, dims.world_size, size)]
     groups += [set(range(place, dims.world_size, stage)) for place in range(stage)]  # one per pipeline
     assert 0 in chosen
@@ -166,7 +171,7 @@ def test_ranks_that_take_part_in_an_export_need_no_other(dims, has_experts):
         (ParallelDims(tp=2, dp=2, ep=4, etp=1, sp=False), "tp2 dp2 ep4 etp1"),
     ],
 )
-def test_a_layout_reads_as_its_sizes(dims, text):
+def test_a_layout_prints_its_sizes(dims, text):
     assert str(dims) == text
     assert str(dims.single_process()) == "one process"
 
@@ -213,8 +218,8 @@ def moe() -> Architecture:
         (dense, dict(tp=3), "parallel.tp=3 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=16), "parallel.tp=16 does not divide num_key_value_heads=8 of this model; use 1, 2, 4, 8."),
         (dense, dict(tp=32), "parallel.tp=32 does not divide num_attention_heads=16 of this model; use 1, 2, 4, 8."),
-        (dense, dict(dp=2, ep=2), "parallel.ep=2: this model has no experts to spread; use 1."),
-        (dense, dict(tp=2, etp=1), "parallel.etp=1: this model has no experts to cut; leave it out."),
+        (dense, dict(dp=2, ep=2), "parallel.ep=2: this model has no experts; use 1."),
+        (dense, dict(tp=2, etp=1), "parallel.etp=1: this model has no experts; leave it out."),
         (moe, dict(dp=8, ep=8), "parallel.ep=8 does not divide num_experts=12 of this model; use 1, 2, 3, 4, 6, 12."),
         (
             moe,
@@ -229,18 +234,18 @@ def moe() -> Architecture:
         (
             moe,
             dict(tp=2, sp=False),
-            "parallel.sp=false: experts with parallel.tp > 1 are trained under sequence parallelism",
+            "parallel.sp=false: experts with parallel.tp > 1 need sequence parallelism",
         ),
         (moe, dict(pp=5), "parallel.pp=5 does not divide num_hidden_layers=28"),
     ],
 )
-def test_a_layout_that_cannot_cut_the_model_is_refused(read, sizes, message):
+def test_a_layout_that_does_not_divide_the_model_raises_an_error(read, sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read().check_layout(ParallelDims(**sizes))
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
-def test_all_sizes_that_a_refusal_names_work(axis):
+def test_all_sizes_that_an_error_suggests_work(axis):
     def layout(size: int) -> ParallelDims:
         return ParallelDims(ep=size, dp=size) if axis == "ep" else ParallelDims(**{axis: size})
 
@@ -260,5 +265,5 @@ def test_all_sizes_that_a_refusal_names_work(axis):
         (moe, dict(dp=6, ep=3, etp=2, pp=14)),
     ],
 )
-def test_a_layout_that_fits_is_not_refused(read, sizes):
+def test_a_layout_that_fits_is_accepted(read, sizes):
     read().check_layout(ParallelDims(**sizes))

@@ -1,4 +1,4 @@
-"""Reading configs: every field is accounted for, an absent one means what it means in transformers, and families from outside."""
+"""models.families: every config field is accounted for, defaults are those of transformers, and users can add families."""
 
 import json
 import re
@@ -18,8 +18,8 @@ PREFIXES = sorted({prefix for prefix, _ in TINY.values()})
 
 
 def saved(folder: Path, prefix: str, **fields) -> dict:
-    """config.json as transformers writes it."""
-    fields = deepcopy(fields)  # some write into it
+    """Return the config.json that transformers writes."""
+    fields = deepcopy(fields)  # some config classes modify it
     config = getattr(transformers, f"{prefix}Config")(architectures=[f"{prefix}ForCausalLM"], **fields)
     config.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text())
@@ -32,7 +32,7 @@ def read(fields: dict, path="config.json") -> Architecture:
 
 @pytest.fixture
 def fields(tmp_path):
-    """`fields(name)` -> the config.json of a tiny model."""
+    """`fields(name)` returns the config.json of a tiny model."""
 
     def of(name: str) -> dict:
         prefix, its_own = TINY[name]
@@ -47,13 +47,13 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_the_default_config_of_transformers_is_accepted(tmp_path, prefix):
-    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # of its own 42 components half would be odd
+    fields = dict(head_dim=128) if prefix == "Glm4Moe" else {}  # half of the default head_dim 42 would be odd
     found = saved(tmp_path, prefix, **fields)
     assert read(found).num_layers == found["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_an_unknown_field_is_refused_by_name(fields, name):
+def test_an_unknown_field_is_named_in_the_error(fields, name):
     known = fields(name)
     read(known)
     for value in (True, None, 0.5):
@@ -62,8 +62,8 @@ def test_an_unknown_field_is_refused_by_name(fields, name):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_an_absent_field_means_what_it_means_in_transformers(tmp_path, fields, name):
-    """Without each field in turn: transformers fills in its default and writes it down; we read the same from both."""
+def test_a_missing_field_has_the_default_of_transformers(tmp_path, fields, name):
+    """Removes one field at a time. transformers writes its default into the config; both configs must read the same."""
     known = fields(name)
     refused = []
     for left_out in known.keys() - {"architectures", "model_type"}:
@@ -81,7 +81,7 @@ def test_an_absent_field_means_what_it_means_in_transformers(tmp_path, fields, n
     assert {"hidden_size", "vocab_size"} <= set(refused), "sizes have no default"
 
 
-def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
+def test_no_ignored_field_is_read_by_a_family():
     ignored = [name for names in IGNORED_FIELDS.values() for name in names]
     assert len(ignored) == len(set(ignored))
     for family in FAMILIES.values():
@@ -112,7 +112,7 @@ def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
         ),
         ("llama", dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)), "partial_rotary"),
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True is not supported; expected False"),
-        ("llama", dict(rope_theta=7.0), "rope_theta=7.0, and 5000.0 within the rotary embedding's parameters"),
+        ("llama", dict(rope_theta=7.0), "rope_theta=7.0, and 5000.0 in the parameters of the rotary embedding"),
         ("llama", dict(rope_scaling=YARN_ROPE), "differ; remove one"),
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
         ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=['full_attention', 'sliding"),
@@ -133,13 +133,13 @@ def test_no_field_that_a_family_reads_is_said_to_be_without_influence():
         ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
     ],
 )
-def test_what_a_family_does_not_implement_is_refused(fields, name, change, message):
+def test_an_unsupported_value_raises_an_error(fields, name, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(fields(name) | change)
 
 
 @pytest.mark.parametrize("rope", [SIZES["rope_parameters"], LLAMA3_ROPE, YARN_ROPE], ids=lambda r: r["rope_type"])
-def test_rotary_parameters_read_alike_in_the_spelling_of_transformers_4(fields, rope):
+def test_the_rotary_fields_of_transformers_4_give_the_same_embedding(fields, rope):
     new = fields("llama") | dict(rope_parameters=rope)
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
     scaling = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
@@ -150,11 +150,11 @@ def test_rotary_parameters_read_alike_in_the_spelling_of_transformers_4(fields, 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama_mlp_biased", {}, "has mlp_bias, which SGLang leaves out"),
+        ("llama_mlp_biased", {}, "has mlp_bias, which SGLang silently ignores"),
         ("qwen3", dict(rope_parameters=YARN_ROPE | dict(attention_factor=0.8)), "attention_factor=0.8 of the rotary"),
     ],
 )
-def test_what_the_engine_would_compute_otherwise_is_refused(fields, name, change, message):
+def test_a_config_that_sglang_computes_differently_raises_an_error(fields, name, change, message):
     config = HFConfig("config.json", fields(name) | change)
     family = family_of(config)
     with pytest.raises(ValueError, match=message):
@@ -165,21 +165,21 @@ ALIKE = ["llama", "llama_attention_biased", "qwen2", "qwen3_biased", "mixtral", 
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_what_the_engine_computes_alike_is_not_refused(fields, name):
+def test_a_config_that_sglang_computes_equally_is_accepted(fields, name):
     config = HFConfig("config.json", fields(name))
     family_of(config).check_engine(config, read(fields(name)))
 
 
-def test_fields_that_only_the_engine_needs_are_asked_for(fields):
+def test_a_missing_field_that_only_sglang_needs_raises_an_error(fields):
     left = {name: value for name, value in fields("deepseek_v3").items() if name != "topk_method"}
     config = HFConfig("config.json", left)
     with pytest.raises(
-        ValueError, match='SGLang needs fields that transformers leaves out; add "topk_method": "noaux_tc"'
+        ValueError, match='SGLang requires fields that transformers omits; add "topk_method": "noaux_tc"'
     ):
         family_of(config).check_engine(config, read(left))
 
 
-def test_a_part_of_each_head_is_rotated_where_a_family_says_so():
+def test_a_family_can_rotate_a_part_of_each_head():
     config = HFConfig("c", dict(rope_theta=1e4), defaults=dict(partial_rotary_factor=0.5))
     assert config.rope(16, partial=True).dim == 8
     said = HFConfig("c", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)))
@@ -189,7 +189,7 @@ def test_a_part_of_each_head_is_rotated_where_a_family_says_so():
 OWN = Path(llama.__file__).read_text().replace("LlamaForCausalLM", "MineForCausalLM").replace("LLAMA =", "MINE =")
 
 
-def test_a_family_of_ones_own_is_read_from_its_file(tmp_path, fields, monkeypatch):
+def test_a_user_defined_family_is_loaded_from_its_file(tmp_path, fields, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
     known = fields("llama_biased")
     reference = f"{tmp_path}/mine.py:MINE"
@@ -205,7 +205,7 @@ def test_a_family_of_ones_own_is_read_from_its_file(tmp_path, fields, monkeypatc
     )
 
 
-def test_the_family_that_the_documentation_shows_works(tmp_path, fields):
+def test_the_family_in_the_documentation_works(tmp_path, fields):
     (text,) = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/tutorials/model.md").read_text(), re.DOTALL
     )
@@ -226,14 +226,17 @@ def test_the_family_that_the_documentation_shows_works(tmp_path, fields):
     [
         ("{folder}/none.py:MINE", "cannot be imported (FileNotFoundError"),
         ("no.such.package:MINE", "cannot be imported (ModuleNotFoundError"),
-        ("{folder}/mine.py:YOURS", "has no YOURS; a Family is expected"),
-        ("{folder}/mine.py:translate", "is a function; a models.architecture.Family is expected"),
+        ("{folder}/mine.py:YOURS", "has no YOURS; expected a Family"),
+        ("{folder}/mine.py:translate", "it is a function; expected a models.architecture.Family"),
         ("{folder}/broken.py:MINE", "cannot be imported (ZeroDivisionError"),
         ("{folder}/mine.py", "expected 'package.module:NAME' or '/path/file.py:NAME'"),
-        ("models.families.qwen2:QWEN2", "is a family of 'Qwen2ForCausalLM', but config.json says 'MineForCausalLM'"),
+        (
+            "models.families.qwen2:QWEN2",
+            "it is the family of 'Qwen2ForCausalLM', but config.json has 'MineForCausalLM'",
+        ),
     ],
 )
-def test_a_family_that_cannot_be_had_is_explained(tmp_path, reference, message):
+def test_a_family_that_cannot_be_loaded_is_explained(tmp_path, reference, message):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("1 / 0")
     reference = reference.format(folder=tmp_path)
@@ -242,7 +245,7 @@ def test_a_family_that_cannot_be_had_is_explained(tmp_path, reference, message):
         family_of(config)
 
 
-def test_an_unknown_architecture_names_the_known_ones_and_the_way_out():
+def test_the_error_for_an_unknown_architecture_lists_the_known_ones_and_model_family():
     with pytest.raises(
         ValueError, match=r"'MineForCausalLM' is not supported; known: DeepseekV3ForCausalLM, .*model.family"
     ):

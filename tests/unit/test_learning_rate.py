@@ -1,4 +1,4 @@
-"""The learning rate of each step, and settings that are refused."""
+"""Learning rate of each optimizer step, and settings that raise an error."""
 
 import math
 from itertools import pairwise
@@ -29,7 +29,7 @@ def schedules(draw) -> OptimConfig:
 
 @many
 @given(schedules())
-def test_warm_up_is_a_line_that_reaches_lr(adamw):
+def test_the_warm_up_is_linear_and_reaches_lr(adamw):
     for step in range(adamw.warmup_steps):
         assert adamw.lr_at(step) == pytest.approx(adamw.lr * (step + 1) / adamw.warmup_steps)
         assert adamw.lr_at(step) > 0, "no step is wasted"
@@ -38,7 +38,7 @@ def test_warm_up_is_a_line_that_reaches_lr(adamw):
 
 @many
 @given(schedules())
-def test_after_the_warm_up_the_rate_only_falls_from_lr_to_lr_min(adamw):
+def test_after_the_warm_up_the_rate_decreases_from_lr_to_lr_min(adamw):
     rates = [adamw.lr_at(step) for step in range(adamw.warmup_steps, adamw.lr_decay_steps + 5)]
     assert all(after <= before * (1 + 1e-12) for before, after in pairwise(rates))
     last = adamw.lr if adamw.lr_schedule == "constant" else adamw.lr_min
@@ -59,7 +59,7 @@ def test_schedules_without_warm_up(schedule, expected):
     assert [adamw.lr_at(step) for step in range(7)] == pytest.approx(expected)
 
 
-def test_the_last_fifth_of_wsd_falls_by_a_root():
+def test_the_last_fifth_of_wsd_decays_as_one_minus_a_square_root():
     adamw = OptimConfig(lr=1.0, lr_schedule="wsd", warmup_steps=10, lr_decay_steps=110, lr_min=0.2)
     assert adamw.lr_at(89) == adamw.lr_at(90) == 1.0
     assert adamw.lr_at(95) == pytest.approx(0.2 + 0.8 * (1 - math.sqrt(1 / 4)))
@@ -71,7 +71,7 @@ def test_linear_to_tenth_falls_from_the_first_step_also_during_the_warm_up():
     assert [optim.lr_at(step) for step in (0, 1, 5, 10)] == pytest.approx([1.0, 1.82, 1.1, 0.2])
 
 
-def test_linear_and_cosine_meet_half_way_between_lr_and_lr_min():
+def test_linear_and_cosine_are_halfway_between_lr_and_lr_min_at_half_time():
     for schedule in ("linear", "cosine"):
         adamw = OptimConfig(lr=3.0, lr_min=1.0, warmup_steps=4, lr_schedule=schedule, lr_decay_steps=24)
         assert adamw.lr_at(14) == pytest.approx(2.0)
@@ -89,6 +89,6 @@ def test_linear_and_cosine_meet_half_way_between_lr_and_lr_min():
         (dict(lr=1e-3, lr_min=1e-2), r"lr_min=0\.01 is above lr=0\.001"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wrong, message):
+def test_invalid_settings_raise_an_error(wrong, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig(**wrong)

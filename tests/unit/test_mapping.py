@@ -1,4 +1,4 @@
-"""The conversion rules: byte for byte there and back, for every tensor-parallel size."""
+"""models.conversion.mapping: every rule is inverted bit-exactly, for every tensor-parallel size."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ many = settings(max_examples=25, deadline=None, derandomize=True)
 
 @st.composite
 def drawn_sizes(draw) -> dict[str, int]:
-    """Sizes of a model that tp=4 can cut: multi-head or grouped-query, and a vocabulary that nothing need divide."""
+    """Sizes of a model that tp=4 can split, with multi-head or grouped-query attention and any vocabulary size."""
     groups, per_group = 4 * draw(st.integers(1, 2)), draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 4))
     return dict(
@@ -32,7 +32,7 @@ def drawn_sizes(draw) -> dict[str, int]:
         experts=draw(st.integers(1, 4)),
         moe_ffn=4 * draw(st.integers(1, 4)),
         shared_ffn=4 * draw(st.integers(1, 4)),
-        q_lora=draw(st.integers(1, 9)),  # from here on, of latent attention
+        q_lora=draw(st.integers(1, 9)),  # this and the following sizes belong to latent attention
         kv_lora=draw(st.integers(1, 9)),
         kv_a=draw(st.integers(1, 9)),
         kv_b=4 * draw(st.integers(1, 9)),
@@ -59,14 +59,14 @@ def test_hf_to_megatron_to_hf_is_the_identity(family, sizes):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_table_names_exactly_the_tensors_that_transformers_saves(tmp_path, name):
-    """Tied or not, biased or not: `check_hf_folder` compares names and shapes both ways."""
+def test_the_table_has_exactly_the_tensors_that_transformers_saves(tmp_path, name):
+    """With tied and untied embeddings, with and without biases; `check_hf_folder` compares names and shapes."""
     config = check_hf_folder(make_family(name, tmp_path))
     rows = family_of(config).param_mappings(family_of(config).read(config))
     assert len({row.megatron for row in rows}) == len(rows), "one row per Megatron parameter"
 
 
-def test_qkv_interleaves_by_group():
+def test_qkv_is_ordered_by_key_value_group():
     row = next(r for r in FAMILIES["Qwen3ForCausalLM"].table if "linear_qkv.weight" in r.megatron)
     sizes = dict(hidden=1, q=4, kv=2, head_dim=1)
     q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
@@ -74,7 +74,7 @@ def test_qkv_interleaves_by_group():
     assert row.to_megatron([q, k, v], sizes, 1, 2).flatten().tolist() == [2, 3, 11, 21]
 
 
-def test_biases_are_merged_as_the_weights_are():
+def test_biases_are_merged_like_weights():
     weight, bias = (
         next(r for r in FAMILIES["Qwen2ForCausalLM"].table if f"linear_qkv.{kind}" in r.megatron)
         for kind in ("weight", "bias")
@@ -86,7 +86,7 @@ def test_biases_are_merged_as_the_weights_are():
         assert torch.equal(merged[:, 0], bias.to_megatron(parts, sizes, rank, tp))
 
 
-def test_each_rank_holds_its_gate_then_its_up():
+def test_each_rank_holds_its_gate_shard_then_its_up_shard():
     row = next(r for r in FAMILIES["Qwen3ForCausalLM"].table if "linear_fc1.weight" in r.megatron)
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14)[:, None]
     assert row.to_megatron([gate, up], {}, 1, 2).flatten().tolist() == [2, 3, 12, 13]

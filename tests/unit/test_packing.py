@@ -1,4 +1,4 @@
-"""A pack describes its tokens and what each of them sees, for any tree of segments and any context parallelism."""
+"""parallel.packing: a pack describes its tokens and what each token attends to, for any segment tree and any cp."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallel import device
 
-device.patch_megatron_for_cpu()  # before anything of Megatron is imported
+device.patch_megatron_for_cpu()  # before the first import from Megatron
 
 from segment_trees import ancestors, dense_attention, positions, visible  # noqa: E402
 
@@ -24,7 +24,7 @@ many = settings(deadline=None, max_examples=60, derandomize=True)
 
 @st.composite
 def trees(draw, most: int = 8, parents: bool = True) -> list[Segment]:
-    """A pack of up to `most` segments, in trees of depth up to 3."""
+    """A pack of up to `most` segments in trees of depth up to 3."""
     segments: list[Segment] = []
     for number in range(draw(st.integers(1, most))):
         above = [s for s in range(number) if len(ancestors(segments, s)) < 2] if parents else []
@@ -40,7 +40,7 @@ def all_ranks(segments: list[Segment], cp_size: int, tp_multiple: int) -> list[P
 
 
 def seen(packs: list[PackedSequences], rank: int) -> Iterator[tuple[int, list[int]]]:
-    """(row of a query of `rank`, rows of its keys) as the calls have it; rows of all ranks laid end to end."""
+    """Yield (row of a query of `rank`, rows of its keys) from the calls; rows count over all ranks in order."""
     packed, local = packs[rank], len(packs[rank].source)
     queries = range(local) if packed.query_index is None else packed.query_index.tolist()
     keys = range(local * len(packs)) if packed.key_index is None else packed.key_index.tolist()
@@ -66,11 +66,11 @@ def test_every_token_is_on_one_rank(segments, cp_size, tp_multiple):
 
 @many
 @given(trees(), cp_sizes, tp_multiples)
-def test_ranks_hold_equally_many_tokens_and_few_that_pad(segments, cp_size, tp_multiple):
+def test_ranks_have_equal_token_counts_and_little_padding(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
     (local,) = {len(packed.source) for packed in packs}
     assert local % tp_multiple == 0
-    # a segment is lengthened by less than its number of chunks; the last one further, to the next common multiple
+    # a segment is padded by less than its number of chunks; the last one also up to the next common multiple
     chunks = 2 * cp_size if cp_size > 1 else 1
     most = (chunks - 1) * len(segments) + lcm(chunks, cp_size * tp_multiple) - chunks
     assert 0 <= local * cp_size - packs[0].num_tokens <= most
@@ -81,7 +81,7 @@ def test_ranks_hold_equally_many_tokens_and_few_that_pad(segments, cp_size, tp_m
 
 @many
 @given(trees(), cp_sizes, tp_multiples)
-def test_positions_count_from_the_root_of_the_sequence(segments, cp_size, tp_multiple):
+def test_positions_count_from_the_start_of_the_root_segment(segments, cp_size, tp_multiple):
     expected = positions(segments)
     for packed in all_ranks(segments, cp_size, tp_multiple):
         for token, position in zip(packed.source.tolist(), packed.position_ids.tolist(), strict=True):
@@ -101,12 +101,14 @@ def test_local_of_is_the_inverse_of_source(segments, cp_size, tp_multiple):
 
 @many
 @given(trees(), cp_sizes, tp_multiples)
-def test_calls_describe_what_each_token_may_see(segments, cp_size, tp_multiple):
+def test_attention_calls_list_exactly_the_tokens_that_each_token_attends_to(segments, cp_size, tp_multiple):
     packs = all_ranks(segments, cp_size, tp_multiple)
-    source = [token for packed in packs for token in packed.source.tolist()]  # of every gathered row
+    source = [token for packed in packs for token in packed.source.tolist()]  # real token of every gathered row
     expected = [set(row.nonzero()[0].tolist()) for row in visible(segments)]
     ends = [sum(s.length for s in segments[: number + 1]) - 1 for number in range(len(segments))]
-    whole = {frozenset(expected[end]): number for number, end in enumerate(ends)}  # what all of a segment sees -> which
+    whole = {
+        frozenset(expected[end]): number for number, end in enumerate(ends)
+    }  # tokens that the last token of a segment attends to -> segment
     owner, padding_keys, queries = {}, {}, []
     for rank in range(cp_size):
         for query, keys in seen(packs, rank):
@@ -115,7 +117,7 @@ def test_calls_describe_what_each_token_may_see(segments, cp_size, tp_multiple):
             real = {source[key] for key in keys if source[key] >= 0}
             if source[query] >= 0:
                 assert real == expected[source[query]] and len(real) == len(keys), "no padding key"
-            else:  # a token that pads stands behind all of its segment
+            else:  # a padding token follows all tokens of its segment
                 owner[query] = whole[frozenset(real)]
                 padding_keys[query] = [key for key in keys if source[key] < 0]
     assert sorted(queries) == list(range(len(source))), "each row asks once"
@@ -125,7 +127,7 @@ def test_calls_describe_what_each_token_may_see(segments, cp_size, tp_multiple):
 
 @many
 @given(trees(), cp_sizes, tp_multiples)
-def test_ranks_compute_equally_many_scores(segments, cp_size, tp_multiple):
+def test_ranks_compute_equal_numbers_of_attention_scores(segments, cp_size, tp_multiple):
     scores = {
         sum(call.count * call.num_queries * call.num_keys for call in packed.calls)
         for packed in all_ranks(segments, cp_size, tp_multiple)
@@ -135,14 +137,14 @@ def test_ranks_compute_equally_many_scores(segments, cp_size, tp_multiple):
 
 @many
 @given(trees())
-def test_calls_of_like_shape_are_one(segments):
+def test_chunks_of_equal_shape_share_one_call(segments):
     shapes = [(call.num_queries, call.num_keys) for call in pack(segments, CPU).calls]
     assert len(shapes) == len(set(shapes))
 
 
 @many
 @given(trees(parents=False), cp_sizes, tp_multiples)
-def test_cu_seqlens_are_the_padded_segments_of_all_ranks(segments, cp_size, tp_multiple):
+def test_cu_seqlens_are_the_padded_lengths_of_all_ranks(segments, cp_size, tp_multiple):
     packs = [
         pack(segments, CPU, cp_rank=r, cp_size=cp_size, multiple=tp_multiple, cu_seqlens=True) for r in range(cp_size)
     ]
@@ -156,7 +158,7 @@ def test_cu_seqlens_are_the_padded_segments_of_all_ranks(segments, cp_size, tp_m
         assert torch.equal(packed.cu_seqlens_q, packed.cu_seqlens_kv) and packed.cu_seqlens_q.dtype == torch.int32
 
 
-def test_megatron_finds_no_cu_seqlens_unless_asked_for():
+def test_cu_seqlens_are_set_only_on_request():
     assert pack([Segment(3)], CPU).cu_seqlens_q is None
 
 
@@ -170,7 +172,7 @@ def test_megatron_finds_no_cu_seqlens_unless_asked_for():
         ([Segment(2), Segment(1, -1)], "segment 1 continues segment -1"),
     ],
 )
-def test_a_pack_that_makes_no_sense_is_refused(segments, message):
+def test_an_invalid_pack_raises_an_error(segments, message):
     with pytest.raises(ValueError, match=message):
         pack(segments, CPU)
 
@@ -186,14 +188,16 @@ def attend(query, key, value, packed: PackedSequences):
 
 @many
 @given(trees(), st.sampled_from([(4, 4), (4, 2), (4, 1), (3, 1), (1, 1)]), tp_multiples, st.integers(0, 99))
-def test_attention_is_that_of_a_dense_mask(segments, heads, tp_multiple, seed):
+def test_attention_equals_attention_with_a_dense_mask(segments, heads, tp_multiple, seed):
     packed = pack(segments, CPU, multiple=tp_multiple)
     generator, width = torch.Generator().manual_seed(seed), 3
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    columns = [random(len(packed.source), n, width) for n in (heads[0], heads[1], heads[1])]  # padding has values too
+    columns = [
+        random(len(packed.source), n, width) for n in (heads[0], heads[1], heads[1])
+    ]  # padding tokens have random values too
     where = torch.from_numpy(packed.local_of)
     cotangent = random(packed.num_tokens, heads[0] * width)
     ours = [column.clone().requires_grad_() for column in columns]

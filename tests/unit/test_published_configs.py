@@ -1,4 +1,4 @@
-"""Configs as their authors published them: accepted, and their tables count the parameters that the authors state."""
+"""Configs as their authors published them are accepted, and have the parameter counts that the authors state."""
 
 from math import prod
 
@@ -169,7 +169,7 @@ GLM45_AIR = dict(
     use_qk_norm=False,
     vocab_size=151552,
 )
-DEEPSEEK_V3 = dict(  # without its quantization_config
+DEEPSEEK_V3 = dict(  # without quantization_config
     architectures=["DeepseekV3ForCausalLM"],
     attention_bias=False,
     auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -225,7 +225,7 @@ DEEPSEEK_V3 = dict(  # without its quantization_config
         (QWEN3_8B, 8_190_735_360),
         (QWEN3_30B_A3B, 30_532_122_624),
         (MIXTRAL_8X7B, 46_702_792_704),
-        (GLM45_AIR, 106_852_251_264),  # and 3_616_573_568 for multi-token prediction
+        (GLM45_AIR, 106_852_251_264),  # without 3_616_573_568 parameters for multi-token prediction
         (DEEPSEEK_V3, 671_026_419_200),
     ],
     ids=[
@@ -233,14 +233,14 @@ DEEPSEEK_V3 = dict(  # without its quantization_config
         *("GLM-4.5-Air", "DeepSeek-V3"),
     ],
 )
-def test_a_published_config_is_accepted_and_counts_its_parameters(fields, parameters):
+def test_a_published_config_is_accepted_and_has_the_published_number_of_parameters(fields, parameters):
     config = HFConfig("config.json", ANY | fields)
     family = family_of(config)
     assert sum(prod(shape) for shape in family.hf_shapes(family.read(config)).values()) == parameters
 
 
 @pytest.mark.parametrize(("fields", "billions"), [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0)], ids=["A3B", "A37B"])
-def test_a_token_costs_the_parameters_that_the_authors_say_it_activates(fields, billions):
+def test_a_token_costs_the_published_number_of_active_parameters(fields, billions):
     config = HFConfig("config.json", ANY | fields)
     per_token, _ = family_of(config).read(config).flops()
     embedding = fields["vocab_size"] * fields["hidden_size"]

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the frequencies of transformers, bit for bit, and nothing taken for granted in a config."""
+"""parallel.rope: frequencies are bit-equal to those of transformers, and every parameter of a config is checked."""
 
 import re
 
@@ -39,7 +39,7 @@ KNOWN = [
     YARN | dict(factor=0.5, beta_fast=24.0, beta_slow=2.0),
     YARN | dict(beta_fast=None, mscale=1.0),
     YARN | dict(truncate=False, rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096),
-    YARN | dict(original_max_position_embeddings=6),  # the ramp is a step
+    YARN | dict(original_max_position_embeddings=6),  # here the ramp is a step
     DEEPSEEK,
 ]
 
@@ -59,7 +59,7 @@ def theirs(parameters: dict, dim: int) -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
-def test_frequencies_and_amplitude_are_those_of_transformers(parameters, dim):
+def test_frequencies_and_amplitude_equal_those_of_transformers(parameters, dim):
     rope = rope_from_parameters(parameters, dim)
     expected, amplitude = theirs(parameters, dim)
     assert torch.equal(rope.inv_freq(), expected)
@@ -69,8 +69,8 @@ def test_frequencies_and_amplitude_are_those_of_transformers(parameters, dim):
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("parameters", KNOWN, ids=lambda p: p["rope_type"])
-def test_frequencies_in_float64_are_those_of_transformers_in_float64(monkeypatch, parameters, dim):
-    """transformers asks for torch.float and torch.float32 by name: under those names it gets float64 here."""
+def test_float64_frequencies_equal_those_of_transformers(monkeypatch, parameters, dim):
+    """transformers uses torch.float and torch.float32 by name; the test replaces both by float64."""
     found = rope_from_parameters(parameters, dim).inv_freq(torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
@@ -81,15 +81,15 @@ def test_frequencies_in_float64_are_those_of_transformers_in_float64(monkeypatch
 
 
 @pytest.mark.parametrize("parameters", [p for p in KNOWN if not p.keys() & {"attention_factor", "mscale"}], ids=str)
-def test_the_engine_turns_by_the_same_angles(parameters):
-    """SGLang takes `attention_factor` under another name, and cannot do without a beta_fast of None."""
+def test_sglang_uses_the_same_angles(parameters):
+    """SGLang has another name for `attention_factor` and does not accept None for beta_fast."""
     from sglang.srt.layers.rotary_embedding import get_rope
 
     theirs = get_rope(64, 64, 256, parameters["rope_theta"], rope_scaling=dict(parameters)).cos_sin_cache[:256]
     rope = rope_from_parameters(parameters, 64)
     angles = torch.outer(torch.arange(len(theirs)).float(), rope.inv_freq())
     ours = torch.cat([angles.cos(), angles.sin()], -1) * rope.amplitude
-    atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # there it divides the positions
+    atol = 1e-5 if parameters["rope_type"] == "linear" else 0  # for linear scaling SGLang divides the positions instead
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
@@ -108,13 +108,13 @@ def test_the_engine_turns_by_the_same_angles(parameters):
         (dict(rope_type="default", rope_theta=1e4), 15, "rotates 15 components of a head in pairs"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(parameters, dim, message):
+def test_an_unsupported_parameter_is_named_in_the_error(parameters, dim, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         rope_from_parameters(parameters, dim)
 
 
-def test_only_the_first_components_of_a_head_turn_where_the_rotation_is_partial():
-    """As in transformers' GLM-4.5, each token by its position in its own sequence."""
+def test_a_partial_rotation_changes_only_the_first_components_of_a_head():
+    """Compares with GLM-4.5 in transformers; each token is rotated by its position in its own sequence."""
     from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
     from parallel import device
@@ -133,9 +133,9 @@ def test_only_the_first_components_of_a_head_turn_where_the_rotation_is_partial(
     found = _apply_rotary_pos_emb_bshd(heads, angles)
 
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
-    turns = torch.outer(positions.float(), rope.inv_freq()).repeat(1, 2)[None]
+    angles_of_positions = torch.outer(positions.float(), rope.inv_freq()).repeat(1, 2)[None]
     expected, _ = apply_rotary_pos_emb(
-        heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], turns.cos(), turns.sin()
+        heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], angles_of_positions.cos(), angles_of_positions.sin()
     )
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
     assert torch.equal(found[..., 8:], heads[..., 8:]) and not torch.allclose(found[1, :, :8], heads[1, :, :8])

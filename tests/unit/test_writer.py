@@ -1,4 +1,4 @@
-"""A forked writer: what it sees, what it holds, and that it ends."""
+"""ForkedWriter of parallel.checkpoint_writer: the memory it sees, the files it keeps open, and how it ends."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_fork_writes_what_was_there_when_it_began(tmp_path):
+def test_a_fork_writes_the_memory_of_the_time_of_the_fork(tmp_path):
     numbers, gate = np.zeros(1_000_000), tmp_path / "gate"
 
     def total() -> float:
@@ -40,7 +40,7 @@ def test_a_fork_writes_what_was_there_when_it_began(tmp_path):
     assert ForkedWriter(lambda: float(numbers.sum()), in_fork=False).result(0) == 1_000_000
 
 
-def test_a_writer_holds_no_output_of_its_parent():
+def test_a_writer_does_not_keep_the_output_of_its_parent_open():
     writer = ForkedWriter(lambda: [os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)], in_fork=True)
     assert writer.result(timeout_s=20) == ["/dev/null"] * 2
 
@@ -50,12 +50,12 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("in_fork", [False, True])
-def test_an_error_comes_out_of_result(in_fork):
+def test_result_raises_the_error_of_the_write(in_fork):
     with pytest.raises(RuntimeError, match=r"OSError: .* No space left on device"):
         ForkedWriter(fail, in_fork).result(timeout_s=20)
 
 
-def test_a_killed_writer_has_ended_with_an_error():
+def test_a_killed_writer_is_done_and_its_result_raises():
     writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
     assert not writer.is_done()
     os.kill(writer._process.pid, signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_killed_writer_has_ended_with_an_error():
         writer.result(timeout_s=20)
 
 
-def test_a_writer_that_takes_too_long_is_ended():
+def test_a_writer_that_exceeds_its_timeout_is_killed():
     writer = ForkedWriter(lambda: time.sleep(60), in_fork=True)
     pid = writer._process.pid
     with pytest.raises(RuntimeError, match=r"did not end within 0\.1 s"):
