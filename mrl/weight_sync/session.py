@@ -146,7 +146,7 @@ class LiveSync:
         Returns the engines that failed (URL -> reason), and whether the version must be pushed again in full.
         """
         assert self._coordinator is not None, "only rank 0 talks to the engines"
-        again = False
+        must_repeat = False
         try:
             self._coordinator.wait_receipts(push)
             self._coordinator.publish(push, version, resume)
@@ -154,8 +154,8 @@ class LiveSync:
             if not is_delta:
                 raise
             logger.warning("version %d is pushed again in full: %s", version, error)
-            again = True
-        return self._coordinator.failures, again
+            must_repeat = True
+        return self._coordinator.failures, must_repeat
 
     def close(self) -> None:
         """Close the session; engines may be gone already."""
