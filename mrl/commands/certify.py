@@ -1,4 +1,4 @@
-"""`mrl certify`: does this layout compute what one process computes?"""
+"""`mrl certify`: parity check, compares one training step under the config's layout with the same step in one process."""
 
 import json
 import re
@@ -15,29 +15,29 @@ from mrl.workers.trace_comparison import ParityDifference
 
 
 def job(config: Config) -> None:
-    """One certificate: a table for people, certificate.json for programs, status 1 where a number is out of tolerance."""
+    """Run one parity check: prints a table and writes parity.json; exits with status 1 if a difference exceeds its tolerance."""
     try:
         loss = None if config.certify.critic else build_objective(config)
         plan = planning.plan_parity(config)
     except ValueError as error:
         hydra_entry.exit_with_error(error)
     differences = build.certify(plan, loss)
-    path = Path(config.run.dir) / "certificate.json"
+    path = Path(config.run.dir) / "parity.json"
     path.write_text(json.dumps([asdict(d) | {"within": d.within} for d in differences], indent=1) + "\n")
-    show(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")
+    print_table(differences, f"{'critic' if loss is None else 'actor'}, {plan.dims}, {config.certify.dtype}")
     wrong = [d for d in differences if not d.within]
     if wrong:
         first = wrong[0]
         sys.stdout.write(
             f"NOT EQUAL: {len(wrong)} of {len(differences)} differ; first: {first.name}, relative {first.relative:.1e}, "
-            f"absolute {first.absolute:.1e}, tolerance {first.tolerance:.0e}\nall numbers: {path}\n"
+            f"absolute {first.absolute:.1e}, tolerance {first.tolerance:.0e}\nall differences: {path}\n"
         )
         raise SystemExit(1)
-    sys.stdout.write(f"equal: {len(differences)} numbers and tensors agree with one process\nall numbers: {path}\n")
+    sys.stdout.write(f"equal: {len(differences)} numbers and tensors agree with one process\nall differences: {path}\n")
 
 
-def show(differences: list[ParityDifference], title: str) -> None:
-    """Print the worst difference of each kind of number; layers and experts are one kind."""
+def print_table(differences: list[ParityDifference], title: str) -> None:
+    """Print the largest difference of each kind of quantity; the layers or experts of one weight are one kind."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 

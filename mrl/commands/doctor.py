@@ -78,9 +78,9 @@ def _config_keys(arguments: argparse.Namespace) -> list[str]:
     """Return the keys of the command line, or of the sweep's point FOLDER/NUMBER; raises ValueError if it does not exist."""
     if not arguments.point:
         return arguments.keys
-    from mrl.sweep.plan import load
+    from mrl.sweep.points import load_sweep
 
-    return load(arguments.point.parent).overrides(int(arguments.point.name))
+    return load_sweep(arguments.point.parent).overrides(int(arguments.point.name))
 
 
 def _integer_from_environment(names: Sequence[str]) -> int | None:

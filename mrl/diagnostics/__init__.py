@@ -1,1 +1,1 @@
-"""Checks of a training step: parity between layouts, and recorded steps that can be replayed."""
+"""Diagnostics of training steps: parity between layouts, step dumps and their replay."""

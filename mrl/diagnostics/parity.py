@@ -1,4 +1,4 @@
-"""The layout-invariance certificate: one step under a layout is one step in one process, number by number."""
+"""Parity check: compares one training step under a parallel layout with the same step in one process."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,71 +14,77 @@ from mrl.config.schema import CertifyConfig
 from mrl.core.types import Column, RankBatch, TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, StepPartition, merge_rank_batches, partition_step
 from mrl.workers.group import WorkerGroup
-from mrl.workers.trace_comparison import TOLERANCES, ParityDifference, StepTrace, compare
+from mrl.workers.trace_comparison import TOLERANCES, ParityDifference, StepTrace, compare_traces
 from parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
-class Certification:
-    """One comparison, its parts wired by mrl.controller.build."""
+class ParityCheck:
+    """Job of `mrl certify`; mrl.controller.build makes it."""
 
     settings: CertifyConfig
     arch: Architecture
     packing: Packing
-    loss: Loss | None  # None: a critic
+    loss: Loss | None  # None: the model is a critic
     aggregation: str
     temperature: float
-    folder: str  # tensors go here
-    balanced: bool  # a balancing loss is on, which depends on the packs
-    routing: bool  # experts are replayed
+    folder: str  # for the tensors of the traces
+    balanced: bool  # the loss includes a load-balancing loss, which depends on the packs
+    routing: bool  # tokens are routed to the experts that the engine chose
     start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
 
     def run(self, dims: ParallelDims) -> list[ParityDifference]:
-        """All differences, in the order in which a step makes the numbers."""
+        """Return the differences of all quantities, in the order of their computation."""
         block, groups = random_groups(self.settings, self.arch.vocab_size)
         if self.routing:
             block = replace(block, routed_experts=random_experts(block, self.arch))
         rng = np.random.default_rng(1)
-        drawn = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
-        block = block.with_columns(advantages=drawn, returns=drawn)
+        advantages = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
+        block = block.with_columns(advantages=advantages, returns=advantages)
         step = TrainBatch.of(block, groups)
-        plan = partition_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
-        alone = self._alone(step, plan)
+        partition = partition_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
+        reference_batch = self._reference_batch(step, partition)
         with self.start(dims.single_process()) as group:
-            now = group.look(block, [alone], temperature=self.temperature)
-            block = self._off_policy(block, np.concatenate([now[row] for row in range(len(now))]), groups, rng)
-            expected = self._trace(group, block, [alone], "one_process")
+            outputs = group.forward_outputs(block, [reference_batch], temperature=self.temperature)
+            logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
+            block = self._make_off_policy(block, logprobs, groups, rng)
+            expected = self._trace(group, block, [reference_batch], "one_process")
         with self.start(dims) as group:
-            found = self._trace(group, block, plan.shares, "layout")
-        return compare(expected, found, TOLERANCES[self.settings.dtype])
+            actual = self._trace(group, block, partition.rank_batches, "layout")
+        return compare_traces(expected, actual, TOLERANCES[self.settings.dtype])
 
-    def _off_policy(
-        self, block: TokenBlock, now: Column, groups: NDArray[np.int64], rng: np.random.Generator
+    def _make_off_policy(
+        self, block: TokenBlock, logprobs: Column, groups: NDArray[np.int64], rng: np.random.Generator
     ) -> TokenBlock:
-        """The block as if older weights had sampled it, with the columns that the loss asks for, all near `now` [R]."""
+        """Make the block look as if older weights had sampled it: all log-probabilities are near `logprobs` [R].
+
+        Adds the columns that the loss needs.
+        """
         loss, advantages = self.loss, block.columns["advantages"]
 
-        def near() -> Column:
-            return (now + rng.normal(scale=0.1, size=len(now))).astype(np.float32)
+        def perturb() -> Column:
+            return (logprobs + rng.normal(scale=0.1, size=len(logprobs))).astype(np.float32)
 
-        block = replace(block, rollout_logprobs=near())
-        columns = {name: near() for name in ("old_logprobs", *sorted(loss.needs if loss else ()))}
+        block = replace(block, rollout_logprobs=perturb())
+        columns = {name: perturb() for name in ("old_logprobs", *sorted(loss.needs if loss else ()))}
         if loss:
             inputs = AdvantageInputs(advantages.astype(np.float64), groups, block.sampled_lengths, columns)
             columns |= loss.extra_columns(inputs, advantages, rng)
         return block.with_columns(**columns)
 
-    def _alone(self, step: TrainBatch, plan: StepPartition) -> RankBatch:
-        """What one process computes: everything the plain way, in one pack, unless packs are part of the loss."""
+    def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:
+        """Return the batch of the single process: one pack without shared prompts, unless the loss depends on the packs."""
         if self.balanced:
-            return merge_rank_batches(plan)
+            return merge_rank_batches(partition)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
-        return partition_step(step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens).shares[0]
+        return partition_step(
+            step, ParallelDims(), plain, self.aggregation, self.settings.response_tokens
+        ).rank_batches[0]
 
-    def _trace(self, group: WorkerGroup, block: TokenBlock, shares: Sequence[RankBatch], name: str) -> StepTrace:
-        return group.trace(
+    def _trace(self, group: WorkerGroup, block: TokenBlock, batches: Sequence[RankBatch], name: str) -> StepTrace:
+        return group.trace_step(
             block,
-            shares,
+            batches,
             loss=self.loss,
             lr=self.settings.lr,
             temperature=self.temperature,
@@ -87,16 +93,19 @@ class Certification:
 
 
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
-    """[S, layers, topk] experts as an engine would send them, surely not the router's choice; alike for alike prompts."""
+    """Return random experts [S, layers, topk] in the form in which an engine sends them.
+
+    They differ from the router's choice, and equal tokens at equal positions have equal experts, as shared prompts need.
+    """
     rng = np.random.default_rng(2)
-    topk, kinds = arch.transformer["moe_router_topk"], 997
-    scores = rng.random((kinds, arch.num_layers, arch.num_experts))
+    topk, num_patterns = arch.transformer["moe_router_topk"], 997
+    scores = rng.random((num_patterns, arch.num_layers, arch.num_experts))
     chosen = scores.argpartition(topk - 1, axis=-1)[..., :topk].astype(np.int16)
-    return chosen[(block.tokens * 31 + block.positions) % kinds]
+    return chosen[(block.tokens * 31 + block.positions) % num_patterns]
 
 
 def random_groups(settings: CertifyConfig, vocab_size: int) -> tuple[TokenBlock, np.ndarray]:
-    """(block, [B] groups): prompts and responses of random tokens and lengths, always the same."""
+    """Return (block, groups [B]): prompts and responses of random tokens and lengths; the seed is fixed."""
     rng = np.random.default_rng(0)
     prompts, responses = [], []
     for _ in range(settings.prompts):

@@ -1,20 +1,21 @@
-"""A kept step again, under two layouts, number by number: where do they part, and where does a NaN begin?"""
+"""Replay of a dumped step under two layouts: finds the first layer that differs, and where a NaN begins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from mrl.algorithms.losses import Loss
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch
-from mrl.diagnostics.step_dump import Capsule
+from mrl.diagnostics.step_dump import StepDump
 from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
 from mrl.workers.group import WorkerGroup
 from mrl.workers.trace_comparison import (
     TOLERANCES,
-    ParityDifference,
     LayerDifference,
+    ParityDifference,
     StepTrace,
     compare_gradients,
     compare_sketches,
@@ -22,106 +23,148 @@ from mrl.workers.trace_comparison import (
     layer_difference,
     row_and_position,
 )
+from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
 
 LOGPROBS = "log-probabilities"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A place in the model, and the token that shows it."""
+class TokenLocation:
+    """A layer, and a token at which it differs or is not finite."""
 
-    name: str
-    row: int
+    layer: str
+    row: int  # -1: no token, only one of the layouts has the layer
     position: int  # in the row, prompt included
-    token: int  # its id
+    token: int  # token id
     in_prompt: bool
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What two layouts say of one step."""
+class ReplayResult:
+    """Comparison of one step between a layout and a reference layout."""
 
-    places: list[LayerDifference]  # in the order in which a token passes them
-    numbers: list[ParityDifference]  # log-probabilities, loss, gradient norm, gradients
-    grad_norms: tuple[float, float]  # under the layout, under the reference
-    losses: tuple[float, float]
-    first_different: Found | None
-    first_nonfinite: Found | None
-    broken_gradients: list[str]  # names of those that are not finite under the layout, as the forward pass meets them
+    layers: list[LayerDifference]  # in forward order; the last entry compares the log-probabilities
+    differences: list[ParityDifference]  # log-probabilities, loss, gradient norm, gradients
+    grad_norms: tuple[float, float]  # of the layout, of the reference
+    losses: tuple[float, float]  # of the layout, of the reference
+    first_different: TokenLocation | None
+    first_nonfinite: TokenLocation | None
+    nonfinite_gradients: list[str]  # names of the layout's gradients that are not finite, in forward order
 
     @property
     def equal(self) -> bool:
-        """Everything is finite and within tolerance."""
-        return all(p.within and p.finite for p in self.places) and all(d.within for d in self.numbers)
+        """Whether all values are finite and within tolerance."""
+        return all(one.within and one.finite for one in self.layers) and all(d.within for d in self.differences)
 
 
 @dataclass(frozen=True)
-class Replay:
-    """One comparison, its parts wired by mrl.controller.build."""
+class StepReplay:
+    """Job of `mrl replay`; mrl.controller.build makes it."""
 
-    capsule: Capsule
-    checkpoint: str | None  # Megatron's, whose weights are taken; None: those that processes are started with
+    dump: StepDump
+    checkpoint: str | None  # Megatron checkpoint of the weights; None: the ranks start with the right weights
     packing: Packing
     loss: Loss
     dtype: str
-    folder: str  # tensors go here
-    balanced: bool  # a balancing loss is on, which depends on the packs
+    folder: str  # for the tensors of the traces
+    balanced: bool  # the loss includes a load-balancing loss, which depends on the packs
     start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
 
-    def run(self, dims: ParallelDims, against: ParallelDims) -> Verdict:
-        """The capsule's mini-batch under `dims`, compared with the same under `against`; no weight is changed."""
-        block = self.capsule.block()
-        batch = self.capsule.batch(block)
-        content = self.capsule.content
-        step = partition_step(batch, dims, self.packing, content.aggregation, content.longest)
-        found = self._trace(block, dims, step.shares, "layout")
-        reference = [merge_rank_batches(step)] if self.balanced else self._plain(batch, against)
-        expected = self._trace(block, against, reference, "against")
-        return verdict(block, expected, found, self.dtype)
+    def run(self, dims: ParallelDims, against: ParallelDims) -> ReplayResult:
+        """Replay the dumped mini-batch under `dims` and under `against`, and compare; the weights do not change."""
+        block, description = self.dump.block(), self.dump.description
+        batch = self.dump.batch(block)
+        step = partition_step(batch, dims, self.packing, description.aggregation, description.max_response_tokens)
+        actual = self._trace(block, dims, step.rank_batches, "layout")
+        reference_batches = [merge_rank_batches(step)] if self.balanced else self._reference_batches(batch, against)
+        expected = self._trace(block, against, reference_batches, "against")
+        return compare_step_traces(block, expected, actual, self.dtype)
 
-    def _plain(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
-        """The shares of the reference, which computes every prompt for itself: a mistake in sharing them is seen then."""
-        plain = replace(self.packing, share_prompts=False)
-        return partition_step(batch, dims, plain, self.capsule.content.aggregation, self.capsule.content.longest).shares
+    def _reference_batches(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
+        """Partition the batch for the reference, without shared prompts: then an error in prompt sharing is found too."""
+        packing, description = replace(self.packing, share_prompts=False), self.dump.description
+        return partition_step(
+            batch, dims, packing, description.aggregation, description.max_response_tokens
+        ).rank_batches
 
-    def _trace(self, block: TokenBlock, dims: ParallelDims, shares: list[RankBatch], name: str) -> StepTrace:
-        how = dict(loss=self.loss, temperature=self.capsule.content.temperature, folder=f"{self.folder}/{name}")
+    def _trace(self, block: TokenBlock, dims: ParallelDims, batches: list[RankBatch], name: str) -> StepTrace:
+        temperature, folder = self.dump.description.temperature, f"{self.folder}/{name}"
         with self.start(dims) as group:
-            group.call("begin_from", str(self.capsule.path), self.checkpoint)
-            return group.trace_layers(block, shares, **how)
+            group.call(TrainWorker.load_step_dump, str(self.dump.path), self.checkpoint)
+            return group.trace_layers(block, batches, loss=self.loss, temperature=temperature, folder=folder)
 
 
-def verdict(block: TokenBlock, reference: StepTrace, other: StepTrace, dtype: str) -> Verdict:
-    """Compare two traces of one step of this block."""
-    within = TOLERANCES[dtype]
-    places = compare_sketches(reference.sketches, other.sketches, within.layers)
-    places.append(_of_outputs(block, reference, other, within.outputs))
-    different = next((place for place in places if not place.within), None)
-    broken = next((place for place in places if not place.finite), None)
-    return Verdict(
-        places,
-        compare_gradients(reference, other, within),
+def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrace, dtype: str) -> ReplayResult:
+    """Compare two traces of one step on the rows of `block`."""
+    tolerances = TOLERANCES[dtype]
+    layers = compare_sketches(reference.sketches, other.sketches, tolerances.layers)
+    layers.append(_compare_outputs(block, reference, other, tolerances.outputs))
+    different = next((layer for layer in layers if not layer.within), None)
+    nonfinite = next((layer for layer in layers if not layer.finite), None)
+    first_token = max(nonfinite.nonfinite, nonfinite.reference_nonfinite) if nonfinite else -1
+    return ReplayResult(
+        layers,
+        compare_gradients(reference, other, tolerances),
         (other.grad_norm, reference.grad_norm),
         (other.loss, reference.loss),
-        _found(block, different.name, different.token) if different else None,
-        _found(block, broken.name, max(broken.broken, broken.reference_nonfinite)) if broken else None,
+        _locate(block, different.name, different.token) if different else None,
+        _locate(block, nonfinite.name, first_token) if nonfinite else None,
         [name for name, gradient in other.gradients.items() if not np.isfinite(gradient).all()],
     )
 
 
-def _of_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
-    """Log-probabilities as a last place; the token is the one that was sampled."""
-    both = sorted(reference.outputs.keys() & other.outputs.keys())
-    pieces = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
-    tokens = np.concatenate([np.empty(0, np.int64), *(pieces[row] for row in both)])
-    mine, theirs = (np.concatenate([np.empty(0), *(t.outputs[row] for row in both)]) for t in (reference, other))
-    broken = first_nonfinite(tokens, theirs), first_nonfinite(tokens, mine)
-    return layer_difference(LOGPROBS, tokens, np.abs(theirs - mine), broken, tolerance)
+def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
+    """Compare the log-probabilities of the sampled tokens, as a last layer."""
+    rows = sorted(reference.outputs.keys() & other.outputs.keys())
+    indices = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
+    tokens = np.concatenate([np.empty(0, np.int64), *(indices[row] for row in rows)])
+    expected, actual = (np.concatenate([np.empty(0), *(t.outputs[row] for row in rows)]) for t in (reference, other))
+    nonfinite = first_nonfinite(tokens, actual), first_nonfinite(tokens, expected)
+    return layer_difference(LOGPROBS, tokens, np.abs(actual - expected), nonfinite, tolerance)
 
 
-def _found(block: TokenBlock, name: str, token: int) -> Found | None:
+def _locate(block: TokenBlock, layer: str, token: int) -> TokenLocation:
+    """Locate a token of the block; `token`: its index, -1 for none."""
     if token < 0:
-        return Found(name, -1, -1, -1, False)
+        return TokenLocation(layer, -1, -1, -1, False)
     row, position = row_and_position(block, token)
-    return Found(name, row, position, int(block.tokens[token]), position < int(block.prompt_lengths[row]))
+    return TokenLocation(layer, row, position, int(block.tokens[token]), position < int(block.prompt_lengths[row]))
+
+
+def plot_layers(path: Path, layers: Sequence[LayerDifference], *, title: str) -> None:
+    """Write a PNG with the largest difference and the tolerance of each layer, on a logarithmic scale.
+
+    Crosses mark layers that are not finite.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    floor = 1e-9  # height at which a difference of 0 is drawn
+    sizes = np.array([max(one.largest, floor) if np.isfinite(one.largest) else np.nan for one in layers])
+    tolerances = np.array([one.tolerance for one in layers])
+    numbers = np.arange(len(layers))
+    axes.plot(numbers, sizes, "o-", color="#4C78A8", label="largest difference of a token")
+    axes.step(numbers, tolerances, where="mid", color="#79706E", linestyle="--", linewidth=1, label="tolerance")
+    different = np.array([not one.within and one.finite for one in layers])
+    nonfinite = np.array([not one.finite for one in layers])
+    for chosen, heights, marker, label in (
+        (different, sizes, "o", "differs"),
+        (nonfinite, tolerances, "x", "not finite"),
+    ):
+        if chosen.any():
+            axes.plot(numbers[chosen], heights[chosen], marker, color="#E45756", label=label)
+    axes.set_yscale("log")
+    every = max(1, len(layers) // 16)
+    axes.set_xticks(numbers[::every], [one.name for one in layers][::every], rotation=40, ha="right")
+    axes.set(ylabel="distance relative to the hidden state's length; last: nats")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best", fontsize=9)
+    unfinished = path.with_suffix(".part.png")
+    figure.savefig(unfinished)
+    unfinished.replace(path)

@@ -9,7 +9,7 @@ from models_for_layouts import groups_of_responses, make
 
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
-from mrl.diagnostics.replay import LOGPROBS, Found, verdict
+from mrl.diagnostics.replay import LOGPROBS, TokenLocation, compare_step_traces
 from mrl.workers.dp_partition import Packing, partition_step
 from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_gradients, compare_sketches, row_and_position
@@ -28,7 +28,9 @@ def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32
 
     block, numbers = groups_of_responses()
     packing = Packing(60) if dims.world_size > 1 else Packing(10_000, share_prompts=False)
-    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, packing, "token_mean").rank_batches[
+        dims.coords(rank).dp
+    ]
     actor = MegatronActor(ModelSpec(str(path), dims, dtype, OptimConfig(eps=1e-6), {}))
     if harm:
         harm(rank, actor)
@@ -93,40 +95,44 @@ def plant_nan(rank: int, actor) -> None:
 
 def test_the_first_layer_that_differs_is_the_one_that_was_harmed(traced):
     block, _ = groups_of_responses()
-    found = verdict(block, traced("dense"), traced("dense", ParallelDims(tp=2), harm=scale_an_mlp), "float32")
-    assert [p.name for p in found.places if not p.within] == ["layer 2", "layer 3", "final norm", LOGPROBS]
-    assert not found.equal and found.first_nonfinite is None and found.broken_gradients == []
+    found = compare_step_traces(
+        block, traced("dense"), traced("dense", ParallelDims(tp=2), harm=scale_an_mlp), "float32"
+    )
+    assert [p.name for p in found.layers if not p.within] == ["layer 2", "layer 3", "final norm", LOGPROBS]
+    assert not found.equal and found.first_nonfinite is None and found.nonfinite_gradients == []
     first = found.first_different
-    assert first and first.name == "layer 2"
+    assert first and first.layer == "layer 2"
     row = block.tokens[block.cu_seqlens[first.row] : block.cu_seqlens[first.row + 1]]
     assert row[first.position] == first.token and first.in_prompt == (first.position < block.prompt_lengths[first.row])
 
 
 def test_round_off_of_bfloat16_is_no_difference(traced):
     block, _ = groups_of_responses()
-    found = verdict(
+    found = compare_step_traces(
         block, traced("dense", dtype="bfloat16"), traced("dense", ParallelDims(tp=2), dtype="bfloat16"), "bfloat16"
     )
-    assert found.equal, found.places
-    assert max(place.largest for place in found.places) > 1e-3, "it was computed in bfloat16"
+    assert found.equal, found.layers
+    assert max(place.largest for place in found.layers) > 1e-3, "it was computed in bfloat16"
 
 
 def test_a_nan_is_found_at_its_token(traced):
     block, _ = groups_of_responses()
-    found = verdict(block, traced("dense"), traced("dense", harm=plant_nan), "float32")
-    assert found.first_nonfinite == Found(
+    found = compare_step_traces(block, traced("dense"), traced("dense", harm=plant_nan), "float32")
+    assert found.first_nonfinite == TokenLocation(
         "embedding", *row_and_position(block, int(np.flatnonzero(block.tokens == 7)[0])), 7, True
     )
-    assert "model.embed_tokens.weight" in found.broken_gradients and np.isnan(found.grad_norms[0])
+    assert "model.embed_tokens.weight" in found.nonfinite_gradients and np.isnan(found.grad_norms[0])
 
 
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     """(mini-batch that failed, whether every weight of this rank is as it was before that)."""
-    from mrl.workers.actor import MegatronActor
     from mrl.core.run_errors import NonFiniteGradientError
+    from mrl.workers.actor import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[
+        dims.coords(rank).dp
+    ]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
     advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank; all must stop
@@ -148,7 +154,9 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
     from mrl.workers.actor import MegatronActor
 
     block, numbers = groups_of_responses()
-    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[dims.coords(rank).dp]
+    share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[
+        dims.coords(rank).dp
+    ]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     if take:
         actor.load_weights(folder)

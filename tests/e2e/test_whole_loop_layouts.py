@@ -58,13 +58,13 @@ def test_a_mixture_of_experts_learns_with_replayed_routing(start_mrl, tmp_path):
     assert whole < first["weight_sync/bytes"] < 1.01 * whole, "an expert goes to one rank; norms and routers go to both"
 
 
-def test_a_certificate_of_a_right_layout(start_mrl, inputs):
+def test_a_parity_check_of_a_correct_layout_finds_no_difference(start_mrl, inputs):
     run = start_mrl(
         "certify", "experiment=quickstart", f"data.inputs.folder={inputs}", "parallel.tp=2", "parallel.pp=2"
     ).finish()
     assert run.process.returncode == 0, run.output()
     assert "agree with one process" in run.output() and "gradient lm_head.weight" in run.output()
-    found = json.loads((run.folder / "certificate.json").read_text())
+    found = json.loads((run.folder / "parity.json").read_text())
     names = [line["name"] for line in found]
     assert len([n for n in names if n.startswith("gradient model.")]) == len(
         [n for n in names if n.startswith("weight model.")]
@@ -73,7 +73,7 @@ def test_a_certificate_of_a_right_layout(start_mrl, inputs):
 
 
 @pytest.mark.extended
-def test_a_certificate_of_a_layout_that_changes_the_step(start_mrl, inputs):
+def test_a_parity_check_of_a_layout_that_changes_the_step_finds_a_difference(start_mrl, inputs):
     """Experts that drop tokens over their capacity do so by rank: another step than one process makes."""
     wrong = ["megatron.moe_expert_capacity_factor=0.5", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2"]
     folder = inputs.parent / "moe_inputs"

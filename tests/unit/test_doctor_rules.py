@@ -47,7 +47,7 @@ from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousSt
 from mrl.doctor.requirements import process_groups
 from mrl.hang_report.network_interfaces import NetworkInterface
 from mrl.rollout.engines.leases import PortLease
-from mrl.sweep.plan import Sweep
+from mrl.sweep.points import Sweep
 from parallel.dims import ParallelDims
 
 ROOT = Path(__file__).resolve().parents[2]

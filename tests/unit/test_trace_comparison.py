@@ -79,7 +79,7 @@ def test_stored_tensors_equal_the_originals(tmp_path):
 
 
 def test_the_printed_table_has_a_row_for_each_kind_of_tensor(capsys):
-    command.show(compare_traces(REFERENCE, replace(REFERENCE, grad_norm=3.0)), "tp2")
+    command.print_table(compare_traces(REFERENCE, replace(REFERENCE, grad_norm=3.0)), "tp2")
     lines = capsys.readouterr().out.splitlines()
     assert any("gradient a.*.w" in line and " 2 " in line and "equal" in line for line in lines)
     assert any("gradient norm" in line and "DIFFERS" in line for line in lines)

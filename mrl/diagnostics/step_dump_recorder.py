@@ -1,0 +1,159 @@
+"""Recorder of step dumps: dumps requested steps, steps whose gradient is not finite, and steps with a gradient spike."""
+
+import json
+import logging
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.algorithms.objective import Objective
+from mrl.config.schema import StepDumpConfig
+from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
+from mrl.core.types import UpdateReport
+from mrl.diagnostics.step_dump import MANIFEST, StepDescription, WeightsLocation, write_manifest, write_mini_batches
+from mrl.workers.group import WorkerGroup
+from mrl.workers.model_trainers import UpdateRequest
+from mrl.workers.worker import DUMPED_WEIGHTS, TrainWorker
+
+logger = logging.getLogger(__name__)
+SPIKE = "the gradient norm"  # first words of the reason of a spike's dump
+
+
+@dataclass
+class StepDumpRecorder:
+    """Observer of the actor's updates that dumps some of their steps.
+
+    The trainer ranks write the dumps: tokens go from Ray's object store to them, not through the driver.
+    """
+
+    folder: Path  # RUN/step_dumps
+    settings: StepDumpConfig
+    layout: dict[str, Any]
+    config: dict[str, Any]
+    latest_weights: Callable[[], WeightsLocation | None]  # newest weights on disk
+    first_step: int = 0  # steps before the actor's first update
+    _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
+    _num_spikes: int = field(init=False)  # spikes dumped so far, also before a resume
+
+    def __post_init__(self) -> None:
+        self._norms = deque(maxlen=self.settings.spike_window)
+        manifests = [json.loads(path.read_text()) for path in self.folder.glob(f"step_*/{MANIFEST}")]
+        self._num_spikes = sum(manifest["step"]["reason"].startswith(SPIKE) for manifest in manifests)
+
+    @contextmanager
+    def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
+        """Return the context of the actor's update number `step`; the update appends its reports to the list.
+
+        Raises FloatingPointError with the path of the dump if a gradient is not finite.
+        """
+        reports: list[UpdateReport] = []
+        description = self._describe(update, step + self.first_step + 1)
+        if description.step in self.settings.steps:
+            requested = replace(description, reason="requested (step_dump.steps)")
+            written = self._try_to_write(requested, lambda: self._dump(group, update, requested))
+            description = requested if written else description
+        try:
+            yield reports
+        except NonFiniteGradientError as error:
+            raise self._dump_nonfinite(group, update, description, error) from error
+        grad_norms, losses = _values(reports, "optim/grad_norm"), _values(reports, "loss")
+        finished = replace(description, grad_norms=grad_norms, losses=losses)
+        if finished.reason:
+            self._try_to_write(finished, lambda: self._complete(finished))
+        elif reason := self._spike_reason(grad_norms):
+            spike = replace(finished, reason=reason, weights=self.latest_weights())
+            self._num_spikes += self._try_to_write(spike, lambda: self._dump_and_complete(group, update, spike))
+        self._norms.append(max(grad_norms))
+
+    def _dump_nonfinite(
+        self, group: WorkerGroup, update: UpdateRequest, description: StepDescription, error: NonFiniteGradientError
+    ) -> FloatingPointError:
+        """Dump the step with the current weights, which are those before the failed mini-batch; returns the error to raise."""
+        cause: NonFiniteGradientError = getattr(error, "cause", error)  # Ray 2.60 wraps our error in a class of its own
+        reason = f"the gradient of mini-batch {cause.mini_batch} is not finite (norm {cause.norm})"
+        description = replace(description, reason=reason, mini_batch=cause.mini_batch)
+        try:
+            self._dump_and_complete(group, update, description)
+        except Exception:  # the run ends because of the gradient, whether or not the dump succeeds
+            logger.exception("step %d could not be dumped", description.step)
+            return FloatingPointError(f"step {description.step}: {cause}")
+        path = self._path(description)
+        return FloatingPointError(
+            f"step {description.step}: {cause} Its step dump is {path}; `mrl replay {path}` finds the first layer and "
+            "token that are not finite."
+        )
+
+    def _describe(self, update: UpdateRequest, step: int) -> StepDescription:
+        loss = update.options["loss"]
+        return StepDescription(
+            step=step,
+            reason="",
+            weights=WeightsLocation(DUMPED_WEIGHTS, step - 1),
+            mini_batch=0,
+            lrs=update.lrs,
+            aggregation=update.aggregation,
+            max_response_tokens=update.max_response_tokens,
+            temperature=update.options["temperature"],
+            kl_coef=loss.kl.coef if isinstance(loss, Objective) and loss.kl else None,
+            grad_norms=[],
+            losses=[],
+            layout=self.layout,
+            config=self.config,
+        )
+
+    def _spike_reason(self, grad_norms: list[float]) -> str:
+        """Say why the step is a spike.
+
+        Returns "" if it is not a spike, if the median is not yet known, or if enough spikes have been dumped.
+        """
+        factor, known = self.settings.spike_factor, len(self._norms)
+        too_early = known < max(1, self.settings.spike_window // 2)
+        if not factor or self._num_spikes >= self.settings.max_spikes or too_early:
+            return ""
+        largest, median = max(grad_norms), float(np.median(self._norms))
+        if largest <= factor * median:
+            return ""
+        return f"{SPIKE} {largest:.4g} is more than {factor:g} times {median:.4g}, the median of {known} steps before"
+
+    def _path(self, description: StepDescription) -> Path:
+        return self.folder / f"step_{description.step:06d}"
+
+    def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
+        """Have the trainer ranks write their parts, and the current weights if the description names them."""
+        folder, batch = self._path(description), update.steps[0]
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with_weights = description.weights is not None and description.weights.path == DUMPED_WEIGHTS
+        group.call(TrainWorker.dump_step, batch.block, batch.columns, str(folder), with_weights)
+        write_mini_batches(folder, update.steps)
+
+    def _dump_and_complete(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
+        self._dump(group, update, description)
+        self._complete(description)
+
+    def _try_to_write(self, description: StepDescription, write: Callable[[], None]) -> bool:
+        """Call `write`; if it fails, e.g. on a full disk, remove the dump and let the run continue. Returns success."""
+        try:
+            write()
+        except ProcessesLostError:
+            raise
+        except Exception:  # any error of the disk, or of the model export
+            logger.exception("step %d could not be dumped (reason: %s)", description.step, description.reason)
+            shutil.rmtree(self._path(description), ignore_errors=True)
+            return False
+        return True
+
+    def _complete(self, description: StepDescription) -> None:
+        write_manifest(self._path(description), description)
+        logger.warning("step %d was dumped to %s: %s", description.step, self._path(description), description.reason)
+
+
+def _values(reports: list[UpdateReport], name: str) -> list[float]:
+    """Return a metric of each mini-batch; 0 for a mini-batch without rows."""
+    return [(report.sums | report.maxima).get(name, 0.0) for report in reports]
