@@ -1,28 +1,28 @@
-"""`mrl <command>`: one file per command in mrl/commands."""
+"""Entry point of `mrl COMMAND`. Each command is a module in mrl/commands."""
 
 import importlib
 import sys
 
 COMMANDS = {
-    "train": "train a model by reinforcement (the default experiment runs on any machine)",
-    "sft": "supervised fine-tuning on prompt/response rows",
-    "generate": "sample responses to a data set, to parquet",
-    "evaluate": "pass@k, maj@k and mean score of a model, with confidence intervals",
-    "certify": "check that a parallel layout computes exactly what one process does",
-    "replay": "run a kept step again, and name the first layer that differs between layouts or is not finite",
-    "plan": "explain what a configuration would do, without starting anything",
-    "doctor": "whether this machine, or a job's hosts, are fit for a run; what is wrong, and the command that mends it",
-    "convert": "weights between Hugging Face folders and Megatron checkpoints, and whether that is exact",
+    "train": "train a model with RL (the default experiment runs on any machine)",
+    "sft": "fine-tune a model on prompt/response rows",
+    "generate": "sample responses to a data set, into parquet files",
+    "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
+    "certify": "check that a parallel layout computes what one process computes",
+    "replay": "repeat a dumped step, and name the first layer that differs between layouts or is not finite",
+    "plan": "show memory, placement and weight sync of a config, without starting anything",
+    "doctor": "check this machine, or the hosts of a job, and name the command that fixes each problem",
+    "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
     "config": "describe the keys of the config: defaults, units, allowed values",
-    "data": "make or convert input files",
+    "data": "create or convert data files",
 }
 
 
 def usage() -> str:
-    """The text of `mrl --help`."""
+    """Return the text of `mrl --help`."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: mrl COMMAND [ARGUMENTS]", "", *lines, "", "mrl COMMAND --help says more.", ""])
+    return "\n".join(["usage: mrl COMMAND [ARGUMENTS]", "", *lines, "", "mrl COMMAND --help describes a command.", ""])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         sys.stderr.write(f"mrl: unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}\n")
         return 2
-    command = importlib.import_module(f"mrl.commands.{argv[0]}")  # only the command that runs pays for its imports
+    command = importlib.import_module(f"mrl.commands.{argv[0]}")  # imports only what this command needs
     return command.main(argv[1:])
 
 

@@ -1,1 +1,1 @@
-"""The state of a run on disk: its folder, its checkpoints, and the decision where to resume."""
+"""The state of a run on disk: run directory, checkpoints, sample ledger, and the resume point."""

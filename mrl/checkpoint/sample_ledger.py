@@ -1,4 +1,4 @@
-"""Which samples a run trained, step by step: the proof that none was lost, and none trained twice or too late."""
+"""SampleLedger: which samples each step trained. It proves that no sample was lost, trained twice, or trained too late."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,12 @@ from mrl.core.types import Rollouts
 class SampleLedger:
     """One line per step in run.dir/ledger.jsonl.
 
-    `drawn`: rows of each source so far. `groups`: row and hash of each group's samples; `tickets`: its place in the order of
-    drawing; `prompts` and `lengths`: tokens of its prompt, and sampled ones of its responses. `updates`, for each optimizer
-    step: weight version -> [tokens of it that were in the loss, their share of the loss's weights before corrections].
+    `drawn`: rows drawn from each source since the run began. `groups`: data set row and hash of each group. `requests`: number
+    of the group's prompt request, in drawing order. `prompts`: tokens of each group's prompt. `lengths`: sampled tokens of its
+    responses. `updates`: for each optimizer step, weight version -> [tokens of that version in the loss, their fraction of the
+    loss's total weight before corrections].
 
-    A run that goes back to a checkpoint takes back the lines of the steps whose effect is gone.
+    When a run goes back to a checkpoint, the lines of later steps are removed.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -27,9 +28,10 @@ class SampleLedger:
     def record(
         self, step: int, rollouts: Rollouts, drawn: list[int], weights: Sequence[NDArray[np.float64]] = ()
     ) -> None:
-        """The weights of version `step` have learnt from these; `drawn`: rows of each source since the run began.
+        """Record the samples that led to weight version `step`.
 
-        `weights`: of each optimizer step, [B] what one token of a response counted for in the loss.
+        `drawn`: rows drawn from each source since the run began. `weights`: for each optimizer step, the weight [B] of one token
+        of each response in the loss.
         """
         starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
         hashes = [xxhash.xxh3_64_hexdigest(part.tobytes()) for part in np.split(rollouts.digests, starts[1:])]
@@ -41,7 +43,7 @@ class SampleLedger:
         self._lines.write(step, line | dict(updates=[_by_version(rollouts.spans, of_step) for of_step in weights]))
 
     def rewind(self, last_step: int) -> None:
-        """Take back the steps after `last_step`."""
+        """Remove the lines of steps after `last_step`."""
         self._lines.rewind(last_step)
 
     def close(self) -> None:
@@ -50,11 +52,11 @@ class SampleLedger:
 
 
 def _by_version(spans: NDArray[np.int64], weights: NDArray[np.float64]) -> dict[str, list[float]]:
-    """Weight version -> [tokens, their share of all weights]."""
+    """Return weight version -> [tokens in the loss, their fraction of all loss weights]."""
     responses, versions, tokens = spans.T
-    part, total = weights[responses] * tokens, float((weights[responses] * tokens).sum())
-    found = {}
-    for version in np.unique(versions[part > 0]).tolist():
-        ours = (versions == version) & (part > 0)
-        found[str(version)] = [int(tokens[ours].sum()), round(float(part[ours].sum()) / total, 9)]
-    return found
+    token_weights, total = weights[responses] * tokens, float((weights[responses] * tokens).sum())
+    fractions = {}
+    for version in np.unique(versions[token_weights > 0]).tolist():
+        selected = (versions == version) & (token_weights > 0)
+        fractions[str(version)] = [int(tokens[selected].sum()), round(float(token_weights[selected].sum()) / total, 9)]
+    return fractions

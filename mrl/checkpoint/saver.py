@@ -1,4 +1,4 @@
-"""CheckpointSaver: writes checkpoints and Hugging Face folders during a run. One checkpoint at a time, while training continues."""
+"""CheckpointSaver: writes checkpoints and Hugging Face folders during a run, one at a time, while training continues."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class CheckpointStore:
 
 
 def find_checkpoint(path_or_run: str) -> Checkpoint:
-    """Return the checkpoint in a folder: a checkpoint, a run directory, or its checkpoints/. Raises ValueError if there is none."""
+    """Return the checkpoint in a folder: a checkpoint, a run directory, or its checkpoints/. Raises ValueError if it has none."""
     path = Path(path_or_run)
     if not path.is_dir():
         raise ValueError(f"resume={path_or_run}: no such folder; name a checkpoint, or use auto or never.")

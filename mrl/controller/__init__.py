@@ -1,1 +1,1 @@
-"""The controller: the training loop, the plan it is built from, and the processes that it drives."""
+"""The controller: the training loop, the plan that it is built from, and the processes that it drives."""

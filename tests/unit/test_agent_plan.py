@@ -14,7 +14,7 @@ def inputs(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic_tasks, "NUM_TRAIN", 64)
+        patch.setattr(synthetic_tasks, "PRODUCT_NUM_TRAIN", 64)
         synthetic_tasks.make_calculator_task(folder)
     return folder
 
