@@ -134,7 +134,7 @@ class PythonTool:
     def __post_init__(self) -> None:
         from mrl.rewards import sandbox  # the import queries kernel features, so only users of this tool pay for it
 
-        sandbox.require()
+        sandbox.require_sandbox()
         object.__setattr__(self, "_limits", sandbox.SandboxLimits.of(self.limits))
 
     def __call__(self, code: str) -> str:
