@@ -1,4 +1,4 @@
-"""Correction biases are weights that no optimizer moves; layers for multi-token prediction are left out."""
+"""Correction biases are weights that the optimizer does not update; multi-token prediction layers are ignored."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.extended
 
 
 def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool):
-    """(correction biases as they were loaded, and after a step that moves them or a checkpoint that brings the moved ones)."""
+    """Return the loaded correction biases, and those after an update step or after loading the updated checkpoint."""
     from mrl.workers.actor import MegatronActor
 
     megatron = dict(moe_router_bias_update_rate=0.125)
@@ -39,7 +39,7 @@ def biases(actor) -> dict[str, np.ndarray]:
     return {name: tensor.clone().numpy() for name, tensor in tensors if name.endswith("e_score_correction_bias")}
 
 
-def test_correction_biases_are_saved_unrounded_and_move_when_asked(run_ranks, tmp_path):
+def test_correction_biases_are_saved_in_float32_and_updated_only_on_request(run_ranks, tmp_path):
     make("glm", tmp_path / "model")
     loaded = load_file(tmp_path / "model/model.safetensors")
     first, second = ParallelDims(dp=2, ep=2), ParallelDims(tp=2, pp=2)
@@ -64,13 +64,13 @@ def exported(rank: int, path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["glm", "deepseek"])
-def test_layers_for_multi_token_prediction_are_left_where_they_are(run_ranks, tmp_path, kind):
+def test_multi_token_prediction_layers_are_ignored(run_ranks, tmp_path, kind):
     make(kind, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     matrix = np.ones((32, 64), np.float32)
     save_file(
         weights | {"model.layers.4.eh_proj.weight": matrix}, tmp_path / "model.safetensors"
-    )  # a fifth layer of four
+    )  # a fifth layer in a model of four
     assert run_ranks(ParallelDims(), exported, tmp_path) == [weights.keys()]
     save_file(weights | {"model.layers.3.eh_proj.weight": matrix}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.layers\.3\.eh_proj\.weight .* is not in the table"):

@@ -1,4 +1,4 @@
-"""Hidden states are found again under every layout, and a mistake in one layer is seen at that layer."""
+"""Traces of hidden states agree between layouts, and an error in one layer is located in that layer."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from parallel.trainer_config import OptimConfig
 pytestmark = pytest.mark.extended
 
 ONE = ParallelDims()
-PLACES = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final norm"]
+LAYER_NAMES = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final norm"]
 
 
 def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32") -> StepTrace:
@@ -54,9 +54,9 @@ def traced(run_ranks, tmp_path_factory):
 
 
 def differences(expected: StepTrace, found: StepTrace, dtype: str = "float32"):
-    places = compare_sketches(expected.sketches, found.sketches, TOLERANCES[dtype].layers)
-    assert [place.name for place in places] == PLACES
-    return places
+    layers = compare_sketches(expected.sketches, found.sketches, TOLERANCES[dtype].layers)
+    assert [layer.name for layer in layers] == LAYER_NAMES
+    return layers
 
 
 @pytest.mark.parametrize(
@@ -69,31 +69,35 @@ def differences(expected: StepTrace, found: StepTrace, dtype: str = "float32"):
     ],
     ids=str,
 )
-def test_no_layer_differs_between_layouts(traced, kind, dims):
+def test_all_layers_agree_between_layouts(traced, kind, dims):
     block, _ = groups_of_responses()
     expected, found = traced(kind), traced(kind, dims)
-    for place in differences(expected, found):
-        assert place.finite and place.within, place
-        assert 0 < place.compared < len(block.tokens), "shared prompts are computed once, all else is compared"
+    for layer in differences(expected, found):
+        assert layer.finite and layer.within, layer
+        assert 0 < layer.compared < len(block.tokens), (
+            "tokens of shared prompts are computed once; all others are compared"
+        )
     (embedding, *_), sizes = found.sketches, [len(sketch.tokens) for sketch in found.sketches]
-    assert len(np.unique(embedding.tokens)) == sizes[0] and len(set(sizes)) == 1, "each token once at every place"
+    assert len(np.unique(embedding.tokens)) == sizes[0] and len(set(sizes)) == 1, (
+        "each token occurs once at every depth"
+    )
     assert all(d.within for d in compare_gradients(expected, found, TOLERANCES["float32"]))
 
 
 def scale_an_mlp(rank: int, actor) -> None:
-    """Layer 2's part of the second tensor-parallel rank is wrong by one percent."""
+    """Change the shard of layer 2 on the second tensor-parallel rank by one percent."""
     if rank == 1:
         with torch.no_grad():
             actor.bridge.params["decoder.layers.2.mlp.linear_fc2.weight"].mul_(1.01)
 
 
 def plant_nan(rank: int, actor) -> None:
-    """One row of the embedding, the token 7, and with it all that sees this token, is no number."""
+    """Set the embedding of token 7 to NaN, which reaches every token that attends to it."""
     with torch.no_grad():
         actor.bridge.params["embedding.word_embeddings.weight"][7] = float("nan")
 
 
-def test_the_first_layer_that_differs_is_the_one_that_was_harmed(traced):
+def test_the_first_differing_layer_is_the_changed_one(traced):
     block, _ = groups_of_responses()
     found = compare_step_traces(
         block, traced("dense"), traced("dense", ParallelDims(tp=2), harm=scale_an_mlp), "float32"
@@ -106,16 +110,16 @@ def test_the_first_layer_that_differs_is_the_one_that_was_harmed(traced):
     assert row[first.position] == first.token and first.in_prompt == (first.position < block.prompt_lengths[first.row])
 
 
-def test_round_off_of_bfloat16_is_no_difference(traced):
+def test_bfloat16_round_off_is_not_reported(traced):
     block, _ = groups_of_responses()
     found = compare_step_traces(
         block, traced("dense", dtype="bfloat16"), traced("dense", ParallelDims(tp=2), dtype="bfloat16"), "bfloat16"
     )
     assert found.equal, found.layers
-    assert max(place.largest for place in found.layers) > 1e-3, "it was computed in bfloat16"
+    assert max(layer.largest for layer in found.layers) > 1e-3, "it was computed in bfloat16"
 
 
-def test_a_nan_is_found_at_its_token(traced):
+def test_a_nan_is_located_at_its_token(traced):
     block, _ = groups_of_responses()
     found = compare_step_traces(block, traced("dense"), traced("dense", harm=plant_nan), "float32")
     assert found.first_nonfinite == TokenLocation(
@@ -125,7 +129,7 @@ def test_a_nan_is_found_at_its_token(traced):
 
 
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
-    """(mini-batch that failed, whether every weight of this rank is as it was before that)."""
+    """Return (failed mini-batch, whether all weights of this rank are unchanged by it)."""
     from mrl.core.run_errors import NonFiniteGradientError
     from mrl.workers.actor import MegatronActor
 
@@ -135,7 +139,7 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     ]
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(eps=1e-6), {}))
     advantages = block.columns["advantages"].copy()
-    advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank; all must stop
+    advantages[0] = np.inf if rank == dims.world_size - 1 else advantages[0]  # on one rank only; all ranks must stop
     before = {name: param.detach().clone() for name, param in actor.bridge.params.items()}
     with pytest.raises(NonFiniteGradientError, match="mini-batch 0 is not finite") as caught:
         actor.update(block.with_columns(advantages=advantages), [share, share], PPOClip(), [1e-2, 1e-2])
@@ -143,14 +147,14 @@ def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     return caught.value.mini_batch, same
 
 
-def test_weights_stay_as_they_were_when_a_gradient_is_not_finite(run_ranks, tmp_path):
+def test_a_non_finite_gradient_leaves_the_weights_unchanged(run_ranks, tmp_path):
     make("dense", tmp_path)
     dims = ParallelDims(pp=2)
     assert run_ranks(dims, steps_on_nan, tmp_path, dims) == [(0, True)] * 2
 
 
 def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: bool) -> dict[str, np.ndarray]:
-    """Whole weights after a step, which is saved; or of an actor that takes them from there and makes a step of size 0."""
+    """Return the weights after a saved step, or those of an actor that loads them and makes a step with lr 0."""
     from mrl.workers.actor import MegatronActor
 
     block, numbers = groups_of_responses()
@@ -168,7 +172,7 @@ def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: b
     )
 
 
-def test_weights_are_taken_from_a_checkpoint_and_the_optimizer_starts_from_them(run_ranks, tmp_path):
+def test_loaded_weights_also_replace_the_master_weights_of_the_optimizer(run_ranks, tmp_path):
     make("dense", tmp_path / "model")
     before, after, folder = ParallelDims(tp=2), ParallelDims(dp=2), tmp_path / "checkpoint"
     expected = run_ranks(before, weights_of_a_checkpoint, tmp_path / "model", folder, before, False)[0]

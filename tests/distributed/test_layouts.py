@@ -1,4 +1,4 @@
-"""One process gives the numbers of transformers; exports do not depend on the layout."""
+"""A single process computes the numbers of transformers, and exports do not depend on the layout."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_logprobs_equal_those_of_transformers_for_any_vocabulary(run_ranks, tiny
     import torch
     from transformers import Qwen3ForCausalLM
 
-    path, dims = tiny_qwen3(vocab_size=41, tied=tied), ParallelDims(tp=tp)  # 41: tp=2 must pad the vocabulary
+    path, dims = tiny_qwen3(vocab_size=41, tied=tied), ParallelDims(tp=tp)  # with 41 tokens, tp=2 pads the vocabulary
     block = ragged_block(41)
     reference = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     for found, order in run_ranks(dims, logprobs, path, dims, block):
@@ -98,7 +98,7 @@ def train_on_nan(rank: int, path, block: TokenBlock):
         actor.update(block, [share_of(block, ParallelDims(), 40, rank)], PPOClip(), [1e-2])
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(run_ranks, tiny_qwen3):
+def test_a_non_finite_gradient_raises_an_error(run_ranks, tiny_qwen3):
     run_ranks(ParallelDims(), train_on_nan, tiny_qwen3(), ragged_block(40))
 
 
@@ -123,7 +123,7 @@ def export(rank: int, path, folder, dims: ParallelDims):
     ],
     ids=str,
 )
-def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tmp_path, kind, dims):
+def test_an_export_is_bit_equal_to_the_loaded_weights(run_ranks, tmp_path, kind, dims):
     from safetensors.numpy import load_file
 
     make(kind, tmp_path / "model")
@@ -135,7 +135,7 @@ def test_an_export_holds_the_bytes_that_were_loaded(run_ranks, tmp_path, kind, d
 
 
 def two_mini_batches(rank: int, path, dims: ParallelDims):
-    """(old log-probabilities by row, gaps reported, weights) of two optimizer steps on one rollout, the second off policy."""
+    """Return (old log-probabilities by row, reported mismatch, weights) of two optimizer steps on one rollout."""
 
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
@@ -166,7 +166,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
 @pytest.mark.parametrize(
     "dims", [ParallelDims(), ParallelDims(pp=2), ParallelDims(cp=2), ParallelDims(tp=2, dp=2)], ids=str
 )
-def test_later_mini_batches_are_clipped_against_the_weights_before_the_first(run_ranks, tmp_path, dims):
+def test_all_mini_batches_use_the_old_log_probabilities_of_the_weights_before_the_first(run_ranks, tmp_path, dims):
     make("dense", tmp_path)
     one = ParallelDims()
     old, gaps, expected = run_ranks(one, two_mini_batches, tmp_path, one)[0]
@@ -175,11 +175,11 @@ def test_later_mini_batches_are_clipped_against_the_weights_before_the_first(run
         np.testing.assert_allclose(ranks[0][2][name], tensor, atol=2e-5, err_msg=name)
     for found, seen, _ in [(old, gaps, None), *ranks]:
         np.testing.assert_allclose(found, old, atol=1e-5)
-        np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the policy's own movement is no mismatch
+        np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the update of the policy itself is no mismatch
 
 
-def test_clipping_shows_in_the_weights(run_ranks, tmp_path):
-    """Without the column every step would be its own old policy, and nothing would be clipped."""
+def test_clipping_changes_the_updated_weights(run_ranks, tmp_path):
+    """Without the old log-probabilities, every ratio would be 1 and no token would be clipped."""
     make("dense", tmp_path)
     one = ParallelDims()
     clipped, free = (run_ranks(one, second_step_clips, tmp_path, one, given)[0] for given in (True, False))
@@ -187,7 +187,7 @@ def test_clipping_shows_in_the_weights(run_ranks, tmp_path):
 
 
 def second_step_clips(rank: int, path, dims: ParallelDims, given: bool) -> float:
-    """Fraction of tokens that are clipped in a second step on the same rows."""
+    """Return the fraction of tokens that a second step on the same rows clips."""
     block, groups = groups_of_responses()
     actor = make_actor(path, dims)
     (share,) = partition_step(TrainBatch.of(block, groups), dims, Packing(1000), "token_mean").rank_batches

@@ -1,4 +1,4 @@
-"""A model whose memory is given back and taken again between steps trains as one that never slept, bit by bit."""
+"""Training with offloading between steps is bit-equal to training without it."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LAYOUTS = [
     ("dense", ParallelDims(pp=2, vpp=2), "bfloat16"),
     ("moe", ParallelDims(dp=2, ep=2), "bfloat16"),
     ("moe", ParallelDims(tp=2, ep=2, etp=1), "float32"),
-    ("deepseek", ParallelDims(dp=2, ep=2), "bfloat16"),  # its router has a bias, which is no parameter
+    ("deepseek", ParallelDims(dp=2, ep=2), "bfloat16"),  # its router has a correction bias, which is a buffer
 ]
 
 
@@ -30,7 +30,7 @@ def make_actor(path, dims: ParallelDims, dtype: str, trained: bool = True):
 
 
 def train(actor, dims: ParallelDims, rank: int) -> dict[str, str]:
-    """One step; every number reported, bit by bit (nothing sampled these tokens: some are NaN)."""
+    """Train one step; return all reported numbers as bytes (no engine sampled these tokens, so some are NaN)."""
     block = ragged_block(40)
     report = actor.update(block, [share_of(block, dims, 40, rank)], CrossEntropy(), [LR])[0]
     numbers = {**report.sums, **report.maxima}
@@ -43,7 +43,7 @@ def logprobs(actor, dims: ParallelDims, rank: int) -> list[bytes]:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A copy, so that the tensor's memory can still be given back."""
+    """Return a copy, so that the memory of the tensor can still be offloaded."""
     return tensor.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -66,7 +66,7 @@ def nbytes(tensors) -> list[int]:
 
 
 def places(tensors) -> list[tuple]:
-    """Which storage each lies in, and where."""
+    """Return the storage and offset of each tensor."""
     return [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()) for t in tensors]
 
 
@@ -83,7 +83,7 @@ def train_awake(rank: int, path, dims: ParallelDims, dtype: str):
 def train_between_sleeps(rank: int, path, dims: ParallelDims, dtype: str):
     actor, found = make_actor(path, dims, dtype), []
     for _ in range(STEPS):
-        sleep_and_wake(actor)  # the first time before there is any optimizer state
+        offload_and_load(actor)  # the first time before any optimizer state exists
         losses = train(actor, dims, rank)
         assert actor.offload(keep_weights=True) > 0
         found.append((losses, logprobs(actor, dims, rank)))
@@ -91,7 +91,7 @@ def train_between_sleeps(rank: int, path, dims: ParallelDims, dtype: str):
     return found, everything(actor)
 
 
-def sleep_and_wake(actor) -> None:
+def offload_and_load(actor) -> None:
     before, where = everything(actor), places([*weights(actor), *state(actor)])
     sizes = nbytes(gradients(actor))
     assert actor.offload(keep_weights=False) == 0 == actor.offload(keep_weights=False)
@@ -106,16 +106,16 @@ def sleep_and_wake(actor) -> None:
 
 @pytest.mark.extended_except("dense-tp2 pp2 sp-float32", "moe-dp2 ep2-bfloat16")
 @pytest.mark.parametrize(("kind", "dims", "dtype"), LAYOUTS, ids=str)
-def test_training_between_sleeps_is_training_bit_by_bit(run_ranks, tmp_path, kind, dims, dtype):
+def test_training_with_offloading_between_steps_is_bit_exact(run_ranks, tmp_path, kind, dims, dtype):
     make(kind, tmp_path)
     expected = run_ranks(dims, train_awake, tmp_path, dims, dtype)
     assert run_ranks(dims, train_between_sleeps, tmp_path, dims, dtype) == expected
     losses = [sum(float.fromhex(found[step][0].get("loss", "0")) for found, _ in expected) for step in range(STEPS)]
-    assert losses[-1] < losses[0]  # it is trained at all
+    assert losses[-1] < losses[0]  # training has an effect
 
 
 def levels(rank: int, path, dims: ParallelDims, dtype: str):
-    """From every level to every other, weights on the device where they belong and nothing else."""
+    """Move from every level to every other; check that exactly the data of the level is on the device."""
     actor = make_actor(path, dims, dtype)
     train(actor, dims, rank)
     before, held = everything(actor), sum(set_of_bytes(weights(actor)))
@@ -160,13 +160,13 @@ def host_memory(rank: int, path, dims: ParallelDims):
     train(actor, dims, rank)
     parts, blocks = (actor.offloader._weights, actor.offloader._state), []
     for _ in range(3):
-        actor.offload(keep_weights=True)  # the optimizer goes first, and comes back last
+        actor.offload(keep_weights=True)  # the optimizer state is offloaded first and loaded last
         actor.offload(keep_weights=False)
         actor.offload(keep_weights=True)
         actor.offload(keep_weights=False)
         blocks.append([[block.data_ptr() for block in part._blocks] for part in parts])
         actor.load_to_device()
-    actor.reset_optimizer(OptimConfig(lr=LR))  # other storages, of the same size
+    actor.reset_optimizer(OptimConfig(lr=LR))  # new storages of the same size
     train(actor, dims, rank)
     before = everything(actor)
     actor.offload(keep_weights=False)
@@ -176,17 +176,17 @@ def host_memory(rank: int, path, dims: ParallelDims):
     return blocks
 
 
-def test_memory_on_the_host_is_taken_once(run_ranks, tmp_path, monkeypatch):
+def test_host_memory_is_allocated_once(run_ranks, tmp_path, monkeypatch):
     from parallel import offload
 
-    monkeypatch.setattr(offload, "BLOCK_BYTES", 1000)  # storages lie across many blocks
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 1000)  # storages span many blocks
     make("dense", tmp_path)
     for blocks in run_ranks(ParallelDims(tp=2), host_memory, tmp_path, ParallelDims(tp=2)):
         assert len(blocks[0][0]) > 10 and all(later == blocks[0] for later in blocks)
 
 
 def failing_moves(rank: int, path):
-    """(bytes of everything before, after) moves that the host or the device has no memory for."""
+    """Return (bytes of all tensors before, after) moves that fail for lack of host or device memory."""
     from parallel import offload
 
     actor = make_actor(path, ParallelDims(), "bfloat16")
@@ -227,7 +227,7 @@ def failing_moves(rank: int, path):
 
 
 @pytest.mark.extended
-def test_a_move_that_fails_can_be_repeated_or_taken_back(run_ranks, tmp_path, monkeypatch):
+def test_a_failed_move_can_be_repeated_or_reverted(run_ranks, tmp_path, monkeypatch):
     from parallel import offload
 
     monkeypatch.setattr(offload, "BLOCK_BYTES", 1000)
@@ -244,7 +244,7 @@ def frozen(rank: int, path, dims: ParallelDims):
     assert logprobs(model, dims, rank) == before
 
 
-def test_a_model_that_is_not_trained_sleeps_too(run_ranks, tmp_path):
+def test_a_model_without_an_optimizer_can_be_offloaded(run_ranks, tmp_path):
     make("moe", tmp_path)
     run_ranks(ParallelDims(tp=2), frozen, tmp_path, ParallelDims(tp=2))
 
@@ -264,13 +264,13 @@ def reference(rank: int, path, dims: ParallelDims):
 
 
 @pytest.mark.extended
-def test_the_reference_policy_outlives_sleep(run_ranks, tmp_path):
+def test_the_reference_weights_survive_offloading(run_ranks, tmp_path):
     make("dense", tmp_path)
     assert any(run_ranks(ParallelDims(tp=2), reference, tmp_path, ParallelDims(tp=2)))
 
 
 def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
-    """Writers begin when the model has slept, waked and trained on."""
+    """Save asynchronously; the writers start after the model was offloaded, loaded and trained."""
     from test_checkpoints import hold_writers
 
     gate = folder.with_name("gate")
@@ -288,11 +288,11 @@ def save_then_sleep(rank: int, path, folder, dims: ParallelDims):
     assert actor.load(folder)
     assert everything(actor) == before
     actor.export_hf(folder.with_name("hf"), {})
-    assert actor.offload(keep_weights=False) == 0  # whoever reads weights leaves them as they were
+    assert actor.offload(keep_weights=False) == 0  # reading weights leaves nothing on the device
 
 
 @pytest.mark.extended
-def test_a_checkpoint_on_its_way_does_not_keep_memory_nor_lose_any(run_ranks, tmp_path):
+def test_offloading_during_an_asynchronous_save_frees_memory_and_keeps_the_checkpoint_intact(run_ranks, tmp_path):
     make("dense", tmp_path / "model")
     dims = ParallelDims(tp=2, dp=2)
     run_ranks(dims, save_then_sleep, tmp_path / "model", tmp_path / "checkpoint", dims)
@@ -306,10 +306,10 @@ METHODS_OF_LEVEL = {
 
 
 def refusals(rank: int, path) -> dict[OffloadLevel, list[tuple[str, str]]]:
-    """(method, error message) of every method that needs more of the model than is on the device, by level."""
+    """Return, by level, (method, error message) of every method that needs more of the model on the device."""
     from mrl.workers.worker import TrainWorker, required_level
 
-    worker = object.__new__(TrainWorker)  # as after setup(), without Ray
+    worker = object.__new__(TrainWorker)  # as after setup(), but without Ray
     worker.model = make_actor(path, ParallelDims(), "float32")
     methods = {name: required_level(method) for name, method in vars(TrainWorker).items() if callable(method)}
     messages: dict[OffloadLevel, list[tuple[str, str]]] = {}

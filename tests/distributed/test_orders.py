@@ -1,4 +1,4 @@
-"""One step of a real model does not depend on the order of rows, the token budget or the number of replicas."""
+"""One optimizer step does not depend on the order of rows, the token budget of micro-batches, or the number of replicas."""
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ Case = tuple[list[int], int]  # (order of rows, max_tokens)
 
 
 def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
-    """One step of a fresh model for each case; outputs under the rows' first numbers."""
+    """Run one step of a fresh model for each case; return outputs in the original order of rows."""
     from dataclasses import replace
 
     from mrl.workers.actor import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
-    found = []
+    results = []
     for order, max_tokens in cases:
         block, groups = groups_of_responses()
         order = np.array(order)
@@ -35,25 +35,24 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         batch = TrainBatch.of(block, groups)
         step = partition_step(batch, dims, Packing(max_tokens, True, CostModel(1.0, 0.01)), "token_mean")
         actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
-        step_seen = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
+        trace = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
-            {int(order[row]): column for row, column in columns.items()}
-            for columns in (step_seen.outputs, step_seen.after)
+            {int(order[row]): column for row, column in columns.items()} for columns in (trace.outputs, trace.after)
         )
-        found.append(replace(step_seen, outputs=outputs, after=after))
-    return found
+        results.append(replace(trace, outputs=outputs, after=after))
+    return results
 
 
 @pytest.fixture(scope="session")
 def expected(run_ranks, tmp_path_factory):
-    """(folder of the model, its step with all rows in one pack, in their own order)."""
+    """Return (model folder, result of the step with all rows in one pack in the original order)."""
     path = tmp_path_factory.mktemp("dense")
     make("dense", path)
     return path, run_ranks(ParallelDims(), traces, path, ParallelDims(), [(list(range(COUNT)), 10_000)])[0][0]
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_step_is_the_same_for_any_order_and_any_budget(run_ranks, expected, dp):
+def test_a_step_is_the_same_for_any_row_order_and_any_token_budget(run_ranks, expected, dp):
     from mrl.workers.trace_comparison import StepTrace, compare_traces
 
     path, reference = expected

@@ -1,4 +1,4 @@
-"""The parity table: under every layout, log-probabilities, loss, gradients and updated weights are those of one process."""
+"""Parity of layouts: log-probabilities, loss, gradients and updated weights equal those of a single process."""
 
 from dataclasses import replace
 
@@ -15,13 +15,13 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 LR = 1e-4
-EPS = 1e-6  # Adam's first step divides each gradient by itself: below this, round-off would become whole steps
+EPS = 1e-6  # Adam's first step divides each gradient by itself: without eps, round-off would become a full step
 ONE = ParallelDims()
-LOSS = PPOClip(clip_low=0.99, clip_high=50.0)  # nearly all tokens of a random model keep their gradient
+LOSS = PPOClip(clip_low=0.99, clip_high=50.0)  # wide clipping range: nearly all tokens keep their gradient
 
 
 def layouts(*texts: str) -> list[ParallelDims]:
-    """ "tp2 pp2" -> ParallelDims(tp=2, pp=2); "sp0" turns sequence parallelism off."""
+    """Parse "tp2 pp2" to ParallelDims(tp=2, pp=2); "sp0" turns sequence parallelism off."""
     found = []
     for text in texts:
         sizes = {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in text.split()}
@@ -70,7 +70,7 @@ def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
 
 
 def random_experts(block) -> np.ndarray:
-    """[S, layers, topk] two different experts of four for each token, the same for the tokens of a shared prompt."""
+    """Draw routing [S, layers, topk]: two of four experts per token, equal for the copies of a shared prompt."""
     position = np.arange(len(block.tokens)) - np.repeat(block.cu_seqlens[:-1], block.lengths)
     seeds = block.tokens[:, None] * 7 + position[:, None] * 3 + np.arange(4)
     first = seeds % 4
@@ -79,7 +79,7 @@ def random_experts(block) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def traced(run_ranks, tmp_path_factory):
-    """`traced(kind, dims, critic, **options)`: one step of a tiny model under a layout; the same question once only."""
+    """`traced(kind, dims, critic, **options)` runs one step of a tiny model under a layout, and caches the result."""
     from mrl.workers.trace_comparison import StepTrace
 
     paths, known = {}, {}
@@ -97,7 +97,7 @@ def traced(run_ranks, tmp_path_factory):
 
 
 def reference(traced, kind: str, critic: bool = False, **options):
-    """One process, no prompt shared, everything in one pack."""
+    """Run the step in a single process, without shared prompts, in one pack."""
     return traced(kind, critic=critic, share_prompts=False, max_tokens=10_000, chunk=1000, **options)
 
 
@@ -125,9 +125,11 @@ def test_an_actor_with_experts(traced, dims):
     check(reference(traced, "moe"), traced("moe", dims))
 
 
-def test_replicas_that_share_a_copy_of_the_experts_in_part_keep_step(traced):
-    """Ranks 0 and 1, 2 and 3, 4 and 5 hold one copy each, ranks 0 to 2 one replica: the middle copy serves both."""
-    dims = ParallelDims(cp=3, dp=2, ep=2)  # at 20 tokens, 8 packs and 7: without lockstep the ranks wait forever
+def test_replicas_that_share_a_copy_of_the_experts_run_in_lockstep(traced):
+    """Ranks (0, 1), (2, 3) and (4, 5) hold one copy of the experts each; ranks 0 to 2 are one replica, 3 to 5 another."""
+    dims = ParallelDims(
+        cp=3, dp=2, ep=2
+    )  # with 20 tokens per pack, 8 and 7 packs: without lockstep the ranks would wait forever
     check(reference(traced, "moe"), traced("moe", dims, max_tokens=20))
 
 
@@ -167,8 +169,8 @@ def test_sigmoid_and_shared_experts(traced, kind, dims):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("cp2", "dp2 ep2", "tp2 pp2"), ids=str)
-def test_correction_biases_that_move(traced, dims):
-    """They count the tokens of the packs, so one process has the same packs."""
+def test_updated_correction_biases(traced, dims):
+    """The biases depend on token counts per pack, so the single process uses the same packs."""
     moving = dict(moe_router_bias_update_rate=0.1)
     expected = traced("glm", megatron=moving, packs_of=dims)
     still = reference(traced, "glm").weights
@@ -190,7 +192,7 @@ def test_biases(traced, kind, dims):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_shared_prompts_and_micro_batches_change_nothing(traced, kind):
+def test_shared_prompts_and_micro_batches_do_not_change_the_result(traced, kind):
     expected = reference(traced, kind)
     for options in (dict(max_tokens=10_000), dict(max_tokens=30), dict(share_prompts=False, max_tokens=30)):
         check(expected, traced(kind, **options))
@@ -226,7 +228,7 @@ def test_the_allgather_dispatcher(traced, dims):
     ids=str,
 )
 def test_bfloat16_with_float32_master_weights(traced, kind, dims):
-    """Within its stated tolerances, and no further from one process than half precision is from float32 (by norm)."""
+    """Differences are within the stated tolerances, and at most as large as those between bfloat16 and float32 (by norm)."""
     expected, found = reference(traced, kind, dtype="bfloat16"), traced(kind, dims, dtype="bfloat16")
     check(expected, found, "bfloat16")
     full = reference(traced, kind)
@@ -234,7 +236,7 @@ def test_bfloat16_with_float32_master_weights(traced, kind, dims):
 
 
 def distance(mine, other) -> float:
-    """Euclidean, over all tensors."""
+    """Return the Euclidean norm over all tensors."""
     return float(np.sqrt(sum(((mine[name] - other[name]) ** 2).sum(dtype=np.float64) for name in other)))
 
 
@@ -242,7 +244,7 @@ def distance(mine, other) -> float:
 @pytest.mark.parametrize("dims", [ONE, *layouts("tp2 pp2", "cp2 ep2", "pp2 vpp2 dp2 ep2")], ids=str)
 @pytest.mark.parametrize("megatron", [{}, RECOMPUTE], ids=["kept", "recomputed"])
 def test_replayed_routing(traced, dims, megatron):
-    """Experts drawn at random are taken forward, backward and in recomputation, under every layout."""
+    """Random routing is replayed in forward, backward and recomputation under every layout."""
     replay = dict(megatron=dict(moe_enable_routing_replay=True), routed=True)
     expected = reference(traced, "moe", **replay)
     assert abs(expected.grad_norm - reference(traced, "moe").grad_norm) > 1e-2, "the router chose by itself"
@@ -252,7 +254,7 @@ def test_replayed_routing(traced, dims, megatron):
 @pytest.mark.extended
 @pytest.mark.parametrize("dims", layouts("tp2", "pp2", "cp2", "tp2 cp2", "dp2", "dp2 ep2", "pp2 dp2"), ids=str)
 def test_balancing_losses(traced, dims):
-    """They depend on the packs, so one process has the same packs; not on how those are spread over processes."""
+    """The losses depend on the packs but not on their distribution over ranks, so the single process uses the same packs."""
     balance = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=1e-3)
     expected = traced("moe", megatron=balance, packs_of=dims)
     assert abs(expected.grad_norm - traced("moe", packs_of=dims).grad_norm) > 1e-4, "the balancing loss has no effect"

@@ -1,4 +1,4 @@
-"""Responses of several turns: what tools said is context and no target, under every layout, as computed by hand."""
+"""Responses of several turns: tool results are context and not targets, under every layout and as computed by hand."""
 
 import numpy as np
 import pytest
@@ -21,11 +21,11 @@ LAYOUTS = [
 ]
 PLAIN = Packing(10_000, False, CostModel(1.0, 0.01))
 PACKED = Packing(60, True, CostModel(1.0, 0.01))
-PPO = PPOClip(clip_low=0.99, clip_high=50.0)  # nearly all tokens of a random model keep their gradient
+PPO = PPOClip(clip_low=0.99, clip_high=50.0)  # wide clipping range: nearly all tokens keep their gradient
 
 
 def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArray]:
-    """(block of responses with tool results at any place, one with nothing sampled at all; [B] groups)."""
+    """Return (block of responses with tool results at random positions, one without sampled tokens; groups [B])."""
     rng = np.random.default_rng(3)
     prompts, responses, sampled, logprobs = [], [], [], []
     for _ in range(num_groups):
@@ -44,13 +44,13 @@ def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArr
 
 
 def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTrace:
-    """One step of a fresh actor on the conversations."""
+    """Train one step of a fresh actor on the conversations."""
     from mrl.workers.actor import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     block, groups = conversations()
     share = partition_step(TrainBatch.of(block, groups), dims, packing, "token_mean").rank_batches[dims.coords(rank).dp]
-    # Adam's first step divides each gradient by itself: round-off below eps would become whole steps.
+    # Adam's first step divides each gradient by itself: without eps, round-off would become a full step.
     spec = ModelSpec(
         str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}, share_prompts=packing.share_prompts
     )
@@ -66,13 +66,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(run_ranks, folder) -> StepTrace:
-    """In one process, one plain pack."""
+    """Return the step of a single process with one pack."""
     (found,) = run_ranks(ONE, trace, folder, ONE, PLAIN, PPO)
     return found
 
 
 @pytest.mark.parametrize("dims", [ONE, *LAYOUTS], ids=str)
-def test_a_step_on_conversations_is_the_same_under(run_ranks, folder, alone, dims):
+def test_a_step_on_conversations_is_the_same_under_layout(run_ranks, folder, alone, dims):
     found = StepTrace.merge(run_ranks(dims, trace, folder, dims, PACKED, PPO))
     block, _ = conversations()
     assert {row: len(output) for row, output in found.outputs.items()} == dict(
@@ -82,8 +82,8 @@ def test_a_step_on_conversations_is_the_same_under(run_ranks, folder, alone, dim
     assert not wrong, wrong[:5]
 
 
-def test_the_loss_and_its_gradients_are_those_computed_by_hand(run_ranks, folder):
-    """Transformers, one conversation at a time: mean cross-entropy of the sampled tokens, and nothing of the others."""
+def test_loss_and_gradients_equal_those_computed_by_hand(run_ranks, folder):
+    """The reference is transformers, one conversation at a time: mean cross-entropy of the sampled tokens only."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -105,8 +105,8 @@ def test_the_loss_and_its_gradients_are_those_computed_by_hand(run_ranks, folder
         assert np.abs(gradient - found.gradients[name]).max() < 1e-5 * max(1.0, np.abs(gradient).max()), name
 
 
-def test_what_tools_said_matters_to_what_follows_and_to_nothing_before(run_ranks, folder, alone):
-    """The block's tokens are all seen: were tool results dropped, log-probabilities behind them would not depend on them."""
+def test_a_tool_result_affects_later_tokens_only(run_ranks, folder, alone):
+    """All tokens are context: log-probabilities after a tool result depend on it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -119,6 +119,8 @@ def test_what_tools_said_matters_to_what_follows_and_to_nothing_before(run_ranks
     with torch.no_grad():
         logits = model(torch.from_numpy(kept)[None]).logits[0, :-1].log_softmax(-1)
     without = logits.gather(1, torch.from_numpy(kept)[1:, None])[block.prompt_lengths[row] - 1 :, 0].numpy()
-    first = int(np.flatnonzero(~mine[block.prompt_lengths[row] :])[0])  # sampled tokens before the first result
+    first = int(
+        np.flatnonzero(~mine[block.prompt_lengths[row] :])[0]
+    )  # number of sampled tokens before the first tool result
     found = alone.outputs[row]
     assert np.abs(without[:first] - found[:first]).max() < 1e-5 < np.abs(without[first:] - found[first:]).max()

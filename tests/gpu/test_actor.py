@@ -1,4 +1,4 @@
-"""The actor on a GPU, in a process of its own: CUDA does not survive a fork. Run with `pytest -m gpu`."""
+"""The actor on a GPU. Run with `pytest -m gpu`; the program runs in a new process, because CUDA does not survive a fork."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A checkpoint from and to a GPU, in a process of its own: CUDA does not survive a fork. Run with `pytest -m gpu`."""
+"""Checkpoints of a model on a GPU. Run with `pytest -m gpu`; each runs in a new process, as CUDA does not survive a fork."""
 
 import subprocess
 import sys

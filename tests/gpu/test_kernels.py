@@ -1,6 +1,6 @@
-"""Packs on a GPU: the variable-length kernel, log-probabilities and a whole step over NCCL. Run with `pytest -m gpu`.
+"""GPU kernels: variable-length attention, log-probabilities, and a whole step over NCCL. Run with `pytest -m gpu`.
 
-Everything runs in processes of its own: CUDA does not survive a fork.
+Every program runs in a new process, because CUDA does not survive a fork.
 """
 
 import subprocess
@@ -110,16 +110,16 @@ def run(program: str, *arguments: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_variable_length_kernel_attends_as_the_exact_path_does():
+def test_the_variable_length_kernel_equals_the_exact_attention():
     run(ATTENTION)
 
 
 @pytest.mark.gpu
-def test_logprobs_in_chunks_equal_whole_logits_and_bound_memory():
+def test_chunked_logprobs_equal_those_of_whole_logits_with_bounded_memory():
     run(LOGPROBS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_over_nccl_does_not_depend_on_packs(tmp_path, dtype):
+def test_a_step_over_nccl_does_not_depend_on_the_micro_batches(tmp_path, dtype):
     run(STEP, str(tmp_path), str(FOLDER.parent / "distributed"), dtype)

@@ -1,6 +1,6 @@
-"""Memory of a GPU that a sleeping trainer and a sleeping engine give back. Run with `pytest -m gpu`.
+"""GPU memory that an offloaded trainer and an offloaded engine release. Run with `pytest -m gpu`.
 
-Everything runs in processes of its own: CUDA does not survive a fork.
+Every program runs in a new process, because CUDA does not survive a fork.
 """
 
 import importlib.util
@@ -49,12 +49,12 @@ torch.distributed.all_reduce(total)  # NCCL has its buffers
 weights = sum(p.numel() * p.element_size() for p in actor.chunks[0].module.parameters())
 state = sum(t.numel() * t.element_size() for t in optimizer_tensors(actor.optimizer))
 assert weights > 50e6 and state > 5 * weights
-before, awake = everything(), free()
+before, loaded = everything(), free()
 kept = actor.offload(keep_weights=True)
-assert free() - awake >= state, (free() - awake, state)
-asleep = actor.offload(keep_weights=False)
-assert free() - awake >= weights + state, (free() - awake, weights + state)
-assert kept - asleep >= weights and asleep < 0.2 * weights, (kept, asleep, weights)
+assert free() - loaded >= state, (free() - loaded, state)
+offloaded = actor.offload(keep_weights=False)
+assert free() - loaded >= weights + state, (free() - loaded, weights + state)
+assert kept - offloaded >= weights and offloaded < 0.2 * weights, (kept, offloaded, weights)
 host = [[block.data_ptr() for block in part._blocks] for part in (actor.offloader._weights, actor.offloader._state)]
 assert all(block.is_pinned() for part in (actor.offloader._weights, actor.offloader._state) for block in part._blocks)
 actor.load_to_device()
@@ -84,17 +84,17 @@ with EngineServer(args, log) as server:
     client, control = EngineClient(server.url, 60), EngineControl(server.url, 60)
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     client.generate([[5, 6, 7]], sampling)
-    awake, total = torch.cuda.mem_get_info()
+    loaded, total = torch.cuda.mem_get_info()
     control.pause("retract")
     control.release_memory(["kv_cache", "weights"])
-    asleep, _ = torch.cuda.mem_get_info()
-    assert asleep - awake > 0.2 * total, (awake, asleep, total)  # weights and KV cache are 0.3 of it
+    offloaded, _ = torch.cuda.mem_get_info()
+    assert offloaded - loaded > 0.2 * total, (loaded, offloaded, total)  # weights and KV cache are 0.3 of it
     done = []
     asking = threading.Thread(target=lambda: done.append(client.generate([[5, 6, 7]], sampling)))
     asking.start()
     control.resume_memory(["weights"])
     client.update_weights_from_disk(folder)
-    assert torch.cuda.mem_get_info()[0] - awake > 0.1 * total and not done
+    assert torch.cuda.mem_get_info()[0] - loaded > 0.1 * total and not done
     control.resume_memory(["kv_cache"])
     control.resume()
     asking.join(60)
@@ -109,7 +109,7 @@ def run(code: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A model of some 50 million parameters."""
+    """A model of about 50 million parameters."""
     path = tmp_path_factory.mktemp("qwen3")
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, head_dim=128)
     make_family("qwen3", path, **sizes, num_hidden_layers=4, max_position_embeddings=512)
@@ -117,12 +117,12 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.mark.gpu
-def test_a_sleeping_trainer_has_given_its_weights_and_optimizer_state_back(folder):
+def test_an_offloaded_trainer_releases_its_weights_and_optimizer_state(folder):
     run(TRAINER, folder)
 
 
 @pytest.mark.gpu
-def test_a_sleeping_engine_has_given_its_weights_and_cache_back(folder, tmp_path):
+def test_an_offloaded_engine_releases_its_weights_and_kv_cache(folder, tmp_path):
     if importlib.util.find_spec("torch_memory_saver") is None:
         pytest.skip("torch_memory_saver is not installed")
     run(ENGINE, folder, str(tmp_path / "engine.log"))
