@@ -7,7 +7,7 @@ from mrl.algorithms.advantages import Advantage
 from mrl.algorithms.corrections import ImportanceSampling, is_importance_sampling
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.kl import KLPenalty
-from mrl.algorithms.objective import AGGREGATIONS, Objective
+from mrl.algorithms.objective import Objective
 from mrl.config.instantiate import plug_in
 from mrl.config.schema import Config, Node
 
@@ -60,8 +60,6 @@ def build_algorithm(config: Config) -> AlgorithmParts:
 def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer steps minimise. Raises ValueError as `build_algorithm`."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
-    if algorithm.aggregation not in AGGREGATIONS:
-        raise ValueError(f"algorithm.aggregation={algorithm.aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")
     correction = plug_in(algorithm.correction, "algorithm.correction") if algorithm.correction else None
     if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(

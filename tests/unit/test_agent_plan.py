@@ -24,7 +24,7 @@ def plan(inputs, tmp_path, *overrides: str) -> TrainPlan:
     return plan_training(hydra_entry.compose_config([*ours, *overrides]))
 
 
-def test_the_experiment_has_its_agent_and_a_prefix_cache(inputs, tmp_path):
+def test_the_calculator_experiment_has_an_agent_and_a_prefix_cache(inputs, tmp_path):
     made = plan(inputs, tmp_path)
     assert made.agent is not None and made.agent.max_turns == 2
     assert made.agent.tools == {"calculator": Calculator()} and made.agent.parser == MarkerParser("calculator")
@@ -36,7 +36,7 @@ def test_the_experiment_has_its_agent_and_a_prefix_cache(inputs, tmp_path):
     ["+sglang.disable_radix_cache=true", "weight_sync.pause_mode=in_place", "rollout.agent=null"],
     ids=["the user says so", "weights change under a kept cache", "there is no agent"],
 )
-def test_there_is_no_prefix_cache_where(inputs, tmp_path, override):
+def test_the_prefix_cache_is_off(inputs, tmp_path, override):
     assert plan(inputs, tmp_path, override).server_args["disable_radix_cache"] is True
 
 
@@ -58,7 +58,7 @@ def test_there_is_no_prefix_cache_where(inputs, tmp_path, override):
         ("rollout.agent.tools.calculator._target_=mrl.nowhere.Tool", "rollout.agent.tools.calculator._target_"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(inputs, tmp_path, override, why):
+def test_a_mistake_in_the_agent_is_an_error_before_any_process_starts(inputs, tmp_path, override, why):
     with pytest.raises(ValueError) as raised:
         plan(inputs, tmp_path, override)
     assert why in str(raised.value)

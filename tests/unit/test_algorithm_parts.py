@@ -46,7 +46,7 @@ IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampl
         (["algorithm=distill", "++algorithm.kl_in_reward.coef=0.1"], "OnPolicyDistillation does not use token rewards"),
         (["++algorithm.kl_in_loss.kind=k4"], "algorithm.kl_in_loss: .*kind='k4': expected one of k1, k2"),
         (["++algorithm.kl_in_loss.coeff=1"], "algorithm.kl_in_loss.coeff: .* did you mean 'coef'"),
-        (["algorithm.aggregation=mean"], "algorithm.aggregation='mean'; expected one of"),
+        (["algorithm.aggregation=mean"], "algorithm.aggregation='mean': expected token_mean"),
     ],
 )
 def test_contradictory_settings_are_refused(overrides, message):

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent: whatever ends the writing, or the disk, or the bytes afterwards."""
+"""CheckpointStore: a checkpoint is complete or absent, whatever interrupts its writing or damages it later."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def steps(store: CheckpointStore) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in store.folder.glob("step_*"))
 
 
-def test_the_newest_whole_checkpoint_is_found_by_looking(tmp_path):
+def test_the_newest_complete_checkpoint_is_found(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
     assert store.latest() is None
     for step in (9, 10, 100):
@@ -47,7 +47,7 @@ TEARS = {
 
 
 @pytest.mark.parametrize("tear", TEARS)
-def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_refused_by_name(tmp_path, caplog, tear):
+def test_an_incomplete_checkpoint_is_skipped_with_a_warning_and_refused_by_name(tmp_path, caplog, tear):
     act, message = TEARS[tear]
     store = CheckpointStore(tmp_path)
     written(store, 10)
@@ -60,7 +60,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_and_refused_by_name(tmp
         find_checkpoint(str(tmp_path / "step_000020"))
 
 
-def test_what_was_not_committed_is_no_checkpoint_and_is_removed_by_the_next(tmp_path):
+def test_an_uncommitted_folder_is_not_a_checkpoint_and_the_next_begin_removes_it(tmp_path):
     store = CheckpointStore(tmp_path)
     written(store, 1)
     left = store.begin()
@@ -71,7 +71,7 @@ def test_what_was_not_committed_is_no_checkpoint_and_is_removed_by_the_next(tmp_
     assert not left.exists()
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_only_the_earlier_checkpoint(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     written(store, 1)
     partial = store.begin()
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path, mo
     assert steps(store) == [1] and latest and latest.step == 1 and not partial.exists()
 
 
-def test_the_last_ones_and_the_best_ones_are_kept(tmp_path):
+def test_the_last_and_the_best_checkpoints_are_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=2)
     for step, score in enumerate([0.5, 0.9, 0.1, 0.8, 0.3, 0.2, None], 1):
         written(store, step, score)
@@ -95,7 +95,7 @@ def test_the_last_ones_and_the_best_ones_are_kept(tmp_path):
     assert not list(tmp_path.glob(".partial*"))
 
 
-def test_torn_ones_take_nobodys_place(tmp_path):
+def test_incomplete_checkpoints_do_not_count_among_those_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (950, 1000):
         torn_shard(written(store, step).path)
@@ -105,7 +105,7 @@ def test_torn_ones_take_nobodys_place(tmp_path):
     assert latest and latest.step == 50 and not store.all_incomplete()
 
 
-def test_a_checkpoint_is_there_at_any_moment_while_it_is_replaced(tmp_path, monkeypatch):
+def test_a_checkpoint_exists_at_every_moment_of_its_replacement(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, keep_last=1)
     written(store, 7)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: found.append(store.latest() is not None))
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_there_at_any_moment_while_it_is_replaced(tmp_path, monk
     assert found and all(found)
 
 
-def test_a_copy_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
+def test_a_hanging_copy_delays_nothing(tmp_path, monkeypatch, caplog):
     store, go_on = CheckpointStore(tmp_path, copy_to="file:///unused"), threading.Event()
     monkeypatch.setattr(CheckpointStore, "_copy", lambda self, path: go_on.wait(60))
     for step in (1, 2):
@@ -124,7 +124,7 @@ def test_a_copy_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
     assert store.copied(60)
 
 
-def test_a_torn_one_of_the_same_step_is_replaced(tmp_path):
+def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(tmp_path):
     store = CheckpointStore(tmp_path)
     torn_shard(written(store, 20).path)
     written(store, 20)
@@ -132,7 +132,7 @@ def test_a_torn_one_of_the_same_step_is_replaced(tmp_path):
     assert latest and latest.step == 20
 
 
-def test_what_never_changes_is_linked_not_written_again(tmp_path):
+def test_constant_parts_are_linked_and_not_written_again(tmp_path):
     store = CheckpointStore(tmp_path)
     partial = store.begin()
     assert not store.link_latest("reference", partial), "there is no checkpoint yet"
@@ -146,7 +146,7 @@ def test_what_never_changes_is_linked_not_written_again(tmp_path):
     assert json.loads((second.path / STATE).read_text())["files"] == {"reference/weights": 1000}
 
 
-def test_whole_checkpoints_are_copied_where_the_user_says(tmp_path, caplog):
+def test_complete_checkpoints_are_copied_to_the_users_url(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "own", copy_to=f"file://{tmp_path}/copies")
     kept = written(store, 3)
     assert store.copied(60)
@@ -160,7 +160,7 @@ def test_whole_checkpoints_are_copied_where_the_user_says(tmp_path, caplog):
     assert latest and latest.step == 4
 
 
-def test_a_user_may_name_a_run_its_checkpoints_or_one_of_them(tmp_path):
+def test_a_user_can_name_a_run_its_checkpoints_folder_or_one_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path / "run/checkpoints")
     path = written(store, 5).path
     assert {find_checkpoint(str(where)).step for where in (tmp_path / "run", store.folder, path)} == {5}

@@ -23,7 +23,7 @@ def inputs(tmp_path_factory):
 
 
 def config_of(inputs, tmp_path, *overrides):
-    """The quickstart's config with these overrides, as a command line has them."""
+    """Return the quickstart's config with these command-line overrides."""
     argv = hydra_entry.check_overrides(
         ["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={tmp_path / 'run'}", *overrides]
     )
@@ -31,7 +31,7 @@ def config_of(inputs, tmp_path, *overrides):
 
 
 def plan(inputs, tmp_path, *overrides):
-    """Its training and its held-out set."""
+    """Return the training set and the held-out set of that config."""
     config = config_of(inputs, tmp_path, *overrides)
     return load_prompt_datasets(config, plan_model(config, config.model.path))
 
@@ -40,13 +40,13 @@ def plain(inputs):
     return [f"data.train=[{inputs}/plain.jsonl]", "data.columns={prompt:q,ground_truth:a}", "data.test=[]"]
 
 
-def test_the_quickstart_has_its_prompts_and_its_held_out_set(inputs, tmp_path):
+def test_the_quickstart_has_training_and_held_out_prompts(inputs, tmp_path):
     train, test = plan(inputs, tmp_path)
     assert (len(train), len(test)) == (40, 10) and test.sets() == {"": range(10)}
     assert not (tmp_path / "run").exists(), "nothing to list"
 
 
-def test_bad_and_overlong_rows_end_a_plan_unless_they_may_be_skipped(inputs, tmp_path):
+def test_bad_and_overlong_rows_are_errors_unless_the_config_skips_them(inputs, tmp_path):
     listed = tmp_path / "run/bad_rows_train.jsonl"
     with pytest.raises(ValueError, match=r"2 of 22 rows cannot be used:\n.*row 20: not a JSON.*\n.*row 21.*70 tokens"):
         plan(inputs, tmp_path, *plain(inputs))
@@ -61,7 +61,7 @@ def test_bad_and_overlong_rows_end_a_plan_unless_they_may_be_skipped(inputs, tmp
     assert test is None and train.ground_truth(19) == "20"
 
 
-def test_a_mixture_and_named_sets_are_given_on_the_command_line(inputs, tmp_path):
+def test_a_mixture_and_named_test_sets_can_be_set_on_the_command_line(inputs, tmp_path):
     doubling = f"doubling:{{files:[{inputs}/train.parquet],weight:3}}"
     sums = f"sums:{{files:[{inputs}/plain.jsonl],columns:{{prompt:q,ground_truth:a}}}}"
     train, test = plan(
@@ -90,20 +90,22 @@ def test_a_mixture_and_named_sets_are_given_on_the_command_line(inputs, tmp_path
         ),
     ],
 )
-def test_a_mistake_in_the_data_section_is_named(inputs, tmp_path, override, message):
+def test_a_mistake_in_the_data_section_names_its_key(inputs, tmp_path, override, message):
     with pytest.raises(ValueError, match=message):
         plan(inputs, tmp_path, override)
 
 
 def test_prompts_leave_room_for_the_response(inputs, tmp_path):
-    with pytest.raises(ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"):
+    with pytest.raises(
+        ValueError, match=r"40 of 40 rows cannot be used:\n.*7 tokens are more than the 4 that leave room"
+    ):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4")
     with pytest.raises(ValueError, match=r"the files: no row is left \(0 of 40 rows kept, 0 bad, 40 overlong\)"):
         plan(inputs, tmp_path, "data.max_prompt_tokens=4", "data.overlong=skip")
     assert len((tmp_path / "run/bad_rows_train.jsonl").read_text().splitlines()) == 40
 
 
-def test_a_warm_start_under_another_chat_template_is_another(inputs, tmp_path):
+def test_another_chat_template_makes_another_warm_start(inputs, tmp_path):
     def made_from(*overrides):
         return warm_start_settings(config_of(inputs, tmp_path, *overrides))
 

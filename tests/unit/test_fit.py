@@ -1,4 +1,4 @@
-"""What the loop does when processes are lost, or it is asked to leave: which steps are taken again, from which state."""
+"""Trainer.fit after lost processes and preemption: which steps are repeated, and from which state."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from mrl.data.prompts import PromptStream
 
 
 class World:
-    """Trainers that hold a number of steps, in a world where something fails at a given point of a given step, once."""
+    """All parts of a fake run; a failure occurs once, at a given point of a given step."""
 
     def __init__(self, failures: dict[tuple[str, int], Exception]) -> None:
         self.failures, self.weights, self.sampled, self.trained = failures, 0, [], []
@@ -76,7 +76,7 @@ class World:
     def between_steps(self, state, metrics):
         step = state["progress"]["step"]
         if step % 4 == 0:
-            self.saved[step] = json.loads(json.dumps(state))  # as a file has it
+            self.saved[step] = json.loads(json.dumps(state))  # as in a file
 
     def now(self, state):
         self.saved[state["progress"]["step"]] = json.loads(json.dumps(state))
@@ -85,7 +85,7 @@ class World:
         self.now(state)
 
     def recover(self, error, boundary):
-        """As mrl.controller.recovery does: from memory where the trainers are as they were, else from the last checkpoint."""
+        """Recover as ProcessRecovery does: from memory if the trainers are intact, else from the last checkpoint."""
         self.recoveries.append(boundary and boundary["progress"]["step"])
         if boundary is None:
             boundary = self.saved[max(self.saved)]
@@ -126,7 +126,7 @@ def trainer(world: World, **schedule) -> Trainer:
 
 
 @pytest.fixture
-def left_alone() -> World:
+def undisturbed() -> World:
     world = World({})
     trainer(world).fit()
     return world
@@ -137,19 +137,19 @@ PLACES = [(step, *point) for step in (0, 5, 6, 9) for point in POINTS if point[0
 
 
 @pytest.mark.parametrize("step, point, from_memory", PLACES)
-def test_whatever_is_lost_wherever_the_same_steps_are_trained_once(left_alone, step, point, from_memory):
+def test_each_step_is_trained_once_whatever_is_lost(undisturbed, step, point, from_memory):
     world = World({(point, step): ProcessesLostError("a process died")})
     world.saved[0] = trainer(World({})).state_dict()
     made = trainer(world)
     result = made.fit()
-    assert world.trained == left_alone.trained and result.steps == 11
-    assert world.logged == list(range(1, 12)), "no step is missing from the metrics, and none is there twice"
+    assert world.trained == undisturbed.trained and result.steps == 11
+    assert world.logged == list(range(1, 12)), "the metrics have each step exactly once"
     memory = from_memory or (point == "push" and step == 0)  # the first push comes before any step
     assert world.recoveries == [step if memory else None]
-    assert world.saved[11]["prompts"] == left_alone.saved[11]["prompts"]
+    assert world.saved[11]["prompts"] == undisturbed.saved[11]["prompts"]
 
 
-def test_losses_one_after_another_are_survived(left_alone):
+def test_several_losses_in_a_row_are_recovered(undisturbed):
     failures = {
         ("update", 2): ProcessesLostError("1"),
         ("rollout", 2): ProcessesLostError("2"),
@@ -159,7 +159,7 @@ def test_losses_one_after_another_are_survived(left_alone):
     world = World(failures)
     world.saved[0] = trainer(World({})).state_dict()
     trainer(world).fit()
-    assert world.trained == left_alone.trained and not world.failures
+    assert world.trained == undisturbed.trained and not world.failures
 
 
 def test_other_errors_end_the_run():
@@ -168,7 +168,7 @@ def test_other_errors_end_the_run():
 
 
 @pytest.mark.parametrize("point", ["rollout", "advantage"])
-def test_a_step_that_is_abandoned_is_saved_as_not_taken(left_alone, point):
+def test_an_abandoned_step_is_not_part_of_the_checkpoint(undisturbed, point):
     world = World({(point, 5): PreemptedError("asked to leave")})
     with pytest.raises(PreemptedError):
         trainer(world).fit()
@@ -177,10 +177,10 @@ def test_a_step_that_is_abandoned_is_saved_as_not_taken(left_alone, point):
     again.weights, again.trained = 5, world.trained
     resumed = trainer(again)
     resumed.load_state_dict(state)
-    assert resumed.fit().steps == 11 and again.trained == left_alone.trained
+    assert resumed.fit().steps == 11 and again.trained == undisturbed.trained
 
 
-def test_a_run_that_was_asked_to_leave_ends_after_its_step_and_is_saved():
+def test_a_preempted_run_ends_after_its_step_with_a_checkpoint():
     world = World({})
     world.asked_to_leave = 5
     with pytest.raises(PreemptedError):
@@ -188,19 +188,19 @@ def test_a_run_that_was_asked_to_leave_ends_after_its_step_and_is_saved():
     assert world.weights == 5 and world.saved[5]["progress"]["step"] == 5
 
 
-def test_a_resumed_run_evaluates_no_weights_twice():
+def test_a_resumed_run_does_not_evaluate_the_same_weights_twice():
     world = World({})
     trainer(world, max_steps=6).fit()
     state = world.saved[6]
     assert state["progress"]["after"] == {"eval/accuracy_sampled": 0.5, "eval/accuracy_greedy": 0.5}
-    again = World({("evaluate", 6): ValueError("measured already")})
+    again = World({("evaluate", 6): ValueError("was evaluated before")})
     again.weights = 6
     made = trainer(again, max_steps=6)
     made.load_state_dict(state)
     assert made.fit().after == state["progress"]["after"]
 
 
-def test_only_phases_before_the_update_are_abandoned_and_only_long_steps():
+def test_only_long_steps_are_abandoned_and_only_before_the_update():
     made = trainer(World({}))
     made.progress.step_s = 10.0
     found = {}

@@ -1,4 +1,4 @@
-"""Lines of a run that goes back, and of one whose disk is full; the ledger that is made of them."""
+"""JSON Lines files of a resumed run and on a full disk, and the sample ledger, which is such a file."""
 
 import json
 
@@ -14,7 +14,7 @@ def steps(path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_file_goes_on_after_the_step_that_was_resumed(tmp_path):
+def test_a_resumed_file_continues_after_the_resumed_step(tmp_path):
     path = tmp_path / "lines.jsonl"
     lines = JsonLinesFile(path)
     for step in (1, 2, 3):
@@ -31,14 +31,14 @@ def test_a_file_goes_on_after_the_step_that_was_resumed(tmp_path):
     assert steps(path) == [1, 2]
 
 
-def test_a_run_that_begins_takes_nothing_over(tmp_path):
+def test_a_new_run_keeps_no_old_lines(tmp_path):
     (tmp_path / "lines.jsonl").write_text('{"step": 1}\n')
     JsonLinesFile(tmp_path / "lines.jsonl").close()
     assert steps(tmp_path / "lines.jsonl") == []
 
 
 class FullDisk:
-    """A file whose disk takes a number of bytes, and then no more."""
+    """A file on a disk that has room for a number of bytes."""
 
     def __init__(self, file, room: int) -> None:
         self.file, self.room = file, room
@@ -54,7 +54,7 @@ class FullDisk:
         return getattr(self.file, name)
 
 
-def test_a_full_disk_loses_no_line_and_leaves_no_half_of_one(tmp_path, caplog):
+def test_a_full_disk_loses_no_line_and_leaves_no_incomplete_line(tmp_path, caplog):
     lines = JsonLinesFile(tmp_path / "lines.jsonl")
     disk = FullDisk(lines._file, room=25)
     lines._file = disk
@@ -84,7 +84,7 @@ def rollouts(rows: list[int], digests: list[int]) -> Rollouts:
     )
 
 
-def test_the_ledger_knows_each_group_by_its_row_and_its_samples(tmp_path):
+def test_the_ledger_identifies_each_group_by_its_row_and_its_samples(tmp_path):
     ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     ledger.record(5, rollouts([7, 7, 3, 3], [1, 2, 3, 4]), drawn=[20])
     weights = [np.array([0.1, 0.1, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4])]
@@ -99,7 +99,7 @@ def test_the_ledger_knows_each_group_by_its_row_and_its_samples(tmp_path):
 
 
 @pytest.mark.parametrize("last_step", [0, 5])
-def test_the_ledger_takes_back_steps_whose_effect_is_gone(tmp_path, last_step):
+def test_a_rewind_removes_later_steps_from_the_ledger(tmp_path, last_step):
     ledger = SampleLedger(tmp_path / "ledger.jsonl", 0)
     for step in (5, 6):
         ledger.record(step, rollouts([7, 7], [1, 2]), drawn=[step])
@@ -108,7 +108,7 @@ def test_the_ledger_takes_back_steps_whose_effect_is_gone(tmp_path, last_step):
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES // 3, CHUNK_BYTES, 3 * CHUNK_BYTES])
-def test_last_lines_are_whole_ones_however_long(tmp_path, size):
+def test_last_lines_are_complete_whatever_their_length(tmp_path, size):
     path = tmp_path / "lines.jsonl"
     assert last_lines(path, 2) == []
     lines = [f"{number}{'x' * size}\n".encode() for number in range(5)]

@@ -1,4 +1,4 @@
-"""Signals that ask a run to leave: the first is heeded, the second ends it at once."""
+"""PreemptionHandler: the first signal ends the run after its step, the second one ends it at once."""
 
 import os
 import signal
@@ -11,29 +11,29 @@ from mrl.core.run_errors import REQUEUE, PreemptedError, PreemptionHandler, chec
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_before_anything_is_started_a_run_ends_at_once(number):
-    former = signal.getsignal(number)
-    with PreemptionHandler() as leaving, pytest.raises(PreemptedError, match=signal.Signals(number).name):
+def test_a_signal_before_the_first_process_starts_ends_the_run_at_once(number):
+    previous = signal.getsignal(number)
+    with PreemptionHandler() as preemption, pytest.raises(PreemptedError, match=signal.Signals(number).name):
         os.kill(os.getpid(), number)
-    assert leaving() and signal.getsignal(number) is former
+    assert preemption() and signal.getsignal(number) is previous
 
 
-def test_a_step_that_can_be_given_up_is_given_up_where_the_driver_waits():
-    with PreemptionHandler(lambda: True) as leaving:
+def test_an_abandonable_step_is_abandoned_where_the_driver_waits():
+    with PreemptionHandler(lambda: True) as preemption:
         check_wait()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert leaving(), "nothing is raised inside whatever runs"
+        assert preemption(), "the signal handler itself raises nothing"
         with pytest.raises(PreemptedError, match="SIGUSR1"):
             check_wait()
     check_wait()
 
 
-def test_another_step_goes_on_to_its_end():
-    with PreemptionHandler(lambda: False) as leaving:
-        assert not leaving()
+def test_any_other_step_is_finished():
+    with PreemptionHandler(lambda: False) as preemption:
+        assert not preemption()
         os.kill(os.getpid(), signal.SIGUSR1)
         check_wait()
-        assert leaving()
+        assert preemption()
 
 
 TWICE = """
@@ -51,13 +51,13 @@ def test_the_second_signal_ends_the_process_at_once():
     assert ended.returncode == 128 + signal.SIGTERM and "still here" not in ended.stdout
 
 
-def test_one_asking_that_comes_twice_is_one():
-    """A scheduler tells all processes of a step at once, the supervisor among them, which passes it on."""
-    with PreemptionHandler(lambda: False) as leaving:
+def test_a_duplicate_signal_counts_once():
+    """Slurm signals all processes of a job step, and the supervisor among them forwards the signal."""
+    with PreemptionHandler(lambda: False) as preemption:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert leaving()
+        assert preemption()
 
 
-def test_the_status_that_asks_for_another_start_is_the_systems():
+def test_the_exit_status_that_requests_a_requeue_is_ex_tempfail():
     assert REQUEUE == os.EX_TEMPFAIL

@@ -1,4 +1,4 @@
-"""What a run's folder means for a run that is started there: go on, begin, or a mistake that is named."""
+"""Resume points: whether a run in a folder continues, starts anew, or is refused with a reason."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def quickstart() -> Config:
 
 
 def config_of(tmp_path, **overrides):
-    """The quickstart's config in a folder of this test, with dotted keys set."""
+    """Return the quickstart's config in a folder of this test, with dotted keys set."""
     config = quickstart()
     for key, value in ({"run.dir": str(tmp_path / "run")} | overrides).items():
         config = with_key(config, key.split("."), value)
@@ -42,7 +42,7 @@ def with_key(section, names: list[str], value):
 
 
 def begin(config, command: str = "train", step: int | None = None, **state) -> None:
-    """What a run leaves that was begun with this config."""
+    """Leave the files of a run with this config."""
     folder = Path(config.run.dir)
     with lock_run_dir(folder, command, config_as_json(config)):
         pass
@@ -53,12 +53,12 @@ def begin(config, command: str = "train", step: int | None = None, **state) -> N
         store.commit(partial, step, state)
 
 
-def test_a_new_folder_begins_a_run(tmp_path):
+def test_a_run_in_a_new_folder_starts_at_step_0(tmp_path):
     assert find_resume_point(config_of(tmp_path)).checkpoint is None
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
+def test_a_run_continues_from_its_newest_checkpoint(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     begin(config, step=8)
@@ -66,14 +66,14 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert found.checkpoint and found.checkpoint.step == 8 and found.changes == ()
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_what_it_sampled(tmp_path):
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again_with_its_logged_rollouts(tmp_path):
     config = config_of(tmp_path)
     begin(config)
     found = find_resume_point(config)
     assert found.checkpoint is None
 
 
-def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+def test_resume_never_refuses_a_folder_with_a_run(tmp_path):
     begin(config_of(tmp_path), step=4)
     with pytest.raises(ValueError, match=r"has run\.json of another run; name another folder"):
         find_resume_point(config_of(tmp_path, resume="never"))
@@ -83,13 +83,13 @@ def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["sft", "certify"])
-def test_what_another_command_left_is_not_resumed(tmp_path, command):
+def test_a_folder_of_another_command_is_not_resumed(tmp_path, command):
     begin(config_of(tmp_path), command)
     with pytest.raises(ValueError, match="name another folder"):
         find_resume_point(config_of(tmp_path))
 
 
-def test_another_runs_checkpoint_may_be_named_and_the_folders_own_goes_first(tmp_path):
+def test_the_folders_own_checkpoint_is_preferred_to_a_named_one_of_another_run(tmp_path):
     source = config_of(tmp_path)
     begin(source, step=4)
     target = config_of(tmp_path, **{"resume": source.run.dir, "run.dir": f"{tmp_path}/second"})
@@ -114,7 +114,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("key, value, decides", CHANGES)
-def test_changed_keys_are_named_and_samples_of_other_settings_are_not_trained(tmp_path, key, value, decides):
+def test_changed_keys_are_listed_and_logged_rollouts_of_other_settings_are_not_trained(tmp_path, key, value, decides):
     before, now = config_of(tmp_path), config_of(tmp_path, **{key: value})
     begin(before, step=4)
     found = find_resume_point(now)
@@ -122,18 +122,20 @@ def test_changed_keys_are_named_and_samples_of_other_settings_are_not_trained(tm
     assert (found.journal_key(now, "data") != found.journal_key(before, "data")) == decides
 
 
-def test_samples_belong_to_their_data_and_to_the_weights_a_run_began_with(tmp_path):
+def test_logged_rollouts_belong_to_their_data_and_to_the_initial_weights(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     own = find_resume_point(config)
     assert own.journal_key(config, "data") != own.journal_key(config, "other data")
-    assert own.journal_key(config, "data") == ResumePoint().journal_key(config, "data"), "whatever step it goes on from"
+    assert own.journal_key(config, "data") == ResumePoint().journal_key(config, "data"), (
+        "at whatever step the run continues"
+    )
     branch = config_of(tmp_path, **{"resume": config.run.dir, "run.dir": f"{tmp_path}/second"})
     assert find_resume_point(branch).of_another_run and not own.of_another_run
     assert find_resume_point(branch).journal_key(branch, "data") != own.journal_key(branch, "data")
 
 
-def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_again(tmp_path):
+def test_a_run_with_only_incomplete_checkpoints_does_not_start_again(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     (tmp_path / "run/checkpoints/step_000004/state.json").write_text("{")
@@ -141,7 +143,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_again(tmp_path):
         find_resume_point(config)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_sizes_that_differ(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_named(tmp_path):
     arch = Architecture(32, 64, Rope(rope_theta=10_000.0, dim=32), False, {"num_layers": 4}, {"hidden": 128})
     config = config_of(tmp_path)
     begin(config, step=4, model=model_sizes(arch))
@@ -165,7 +167,7 @@ with lock_run_dir(Path(sys.argv[1]), "train", {}):
 """
 
 
-def test_two_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path):
+def test_two_runs_never_share_a_folder_and_a_killed_run_releases_it(tmp_path):
     folder = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
@@ -178,7 +180,7 @@ def test_two_runs_never_share_a_folder_and_a_killed_one_frees_it(tmp_path):
     assert read_run_record(folder) == {"command": "train", "config": {"a": 1}}
 
 
-def test_logs_of_nccl_are_in_the_runs_folder_unless_another_is_named(tmp_path, monkeypatch):
+def test_nccl_logs_to_the_run_directory_unless_another_file_is_set(tmp_path, monkeypatch):
     monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
     with lock_run_dir(tmp_path / "a", "train", {}):
         assert "NCCL_DEBUG_FILE" not in os.environ
@@ -192,7 +194,7 @@ def test_logs_of_nccl_are_in_the_runs_folder_unless_another_is_named(tmp_path, m
     monkeypatch.delenv("NCCL_DEBUG_FILE")
 
 
-def test_processes_that_a_killed_run_left_are_ended_and_no_others(tmp_path):
+def test_only_processes_that_a_killed_run_left_are_killed(tmp_path):
     folder = tmp_path / "run"
     ours = os.environ | {"MRL_RUN_DIR": str(folder)}
     other = os.environ | {"MRL_RUN_DIR": str(tmp_path / "other")}
@@ -205,7 +207,7 @@ def test_processes_that_a_killed_run_left_are_ended_and_no_others(tmp_path):
         stranger.kill()
 
 
-def test_the_config_is_kept_as_json(tmp_path):
+def test_the_config_is_stored_as_json(tmp_path):
     config = config_of(tmp_path)
     assert json.loads(json.dumps(config_as_json(config))) == config_as_json(config)
     assert re.fullmatch(r".*run", config_as_json(config)["run"]["dir"])

@@ -1,4 +1,4 @@
-"""When checkpoints are begun, finished and given up; the models' part is a file here."""
+"""CheckpointSaver: when checkpoints are begun, committed and abandoned. The fake model writes one file."""
 
 import errno
 from pathlib import Path
@@ -11,7 +11,7 @@ from mrl.core.run_errors import ProcessesLostError
 
 
 class Model:
-    """A model whose state is a number; it is written when `arrive` says so."""
+    """A model whose state is a number. Its save is finished once `arrived` is set."""
 
     def __init__(self) -> None:
         self.value, self.arrived, self.error, self.abandoned = 0, False, None, 0
@@ -40,13 +40,13 @@ def model():
 
 
 @pytest.fixture
-def forgotten():
+def discarded():
     return []
 
 
 @pytest.fixture
-def saver(tmp_path, model, forgotten):
-    def made(**cadence) -> CheckpointSaver:
+def saver(tmp_path, model, discarded):
+    def build(**schedule) -> CheckpointSaver:
         defaults = dict(
             every=2, export_every=0, asynchronous=True, timeout_s=60.0, at_end=True, best_metric="reward/mean"
         )
@@ -57,21 +57,21 @@ def saver(tmp_path, model, forgotten):
             store,
             {"actor": model},
             {},
-            CheckpointSchedule(**(defaults | cadence)),
+            CheckpointSchedule(**(defaults | schedule)),
             notes,
-            forgotten.append,
+            discarded.append,
             export,
             tmp_path,
         )
 
-    return made
+    return build
 
 
 def state(step: int) -> dict:
     return {"progress": {"step": step}}
 
 
-def test_a_checkpoint_holds_the_weights_of_its_step_though_training_went_on(saver, model, forgotten):
+def test_an_asynchronous_checkpoint_has_the_weights_of_its_own_step(saver, model, discarded):
     made = saver()
     for step in range(6):
         model.value, model.arrived = step, step % 2 == 1
@@ -80,25 +80,25 @@ def test_a_checkpoint_holds_the_weights_of_its_step_though_training_went_on(save
         assert (made.store.folder / f"step_{step:06d}/actor/weights").read_text() == str(step)
     latest = made.store.latest()
     assert latest and latest.state == {"progress": {"step": 4}, "layout": {"tp": 1}}
-    assert forgotten == [2, 4] and all(asynchronous for *_, asynchronous in model.begun)
+    assert discarded == [2, 4] and all(asynchronous for *_, asynchronous in model.begun)
 
 
-def test_one_that_is_due_waits_for_the_one_before(saver, model):
+def test_a_due_checkpoint_waits_for_the_pending_one(saver, model):
     made = saver(every=1)
     for step in (1, 2, 3):
         made.between_steps(state(step), {})
     latest = made.store.latest()
-    assert latest and latest.step == 2, "the third is on its way"
+    assert latest and latest.step == 2, "the third is still pending"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("the writer died")])
-def test_one_that_fails_is_an_error_in_the_log_and_the_earlier_one_stays(saver, model, forgotten, caplog, error):
+def test_a_failed_checkpoint_is_logged_and_the_earlier_one_stays(saver, model, discarded, caplog, error):
     made = saver(every=1, asynchronous=False)
     made.between_steps(state(1), {})
     model.error = error
     made.between_steps(state(2), {})
     latest = made.store.latest()
-    assert latest and latest.step == 1 and forgotten == [1] and made.failed == 1 and model.abandoned == 1
+    assert latest and latest.step == 1 and discarded == [1] and made.failed == 1 and model.abandoned == 1
     assert str(error) in caplog.text and not list(made.store.folder.glob(".partial*"))
     model.error = None
     made.between_steps(state(3), {})
@@ -106,14 +106,14 @@ def test_one_that_fails_is_an_error_in_the_log_and_the_earlier_one_stays(saver, 
     assert latest and latest.step == 3
 
 
-def test_processes_that_are_lost_are_not_a_failed_checkpoint(saver, model):
+def test_lost_processes_are_not_treated_as_a_failed_checkpoint(saver, model):
     made = saver(every=1, asynchronous=False)
     model.error = ProcessesLostError("rank 0 died")
     with pytest.raises(ProcessesLostError):
         made.between_steps(state(1), {})
 
 
-def test_the_last_one_must_succeed(saver, model):
+def test_the_last_checkpoint_of_a_run_must_succeed(saver, model):
     made = saver(every=0)
     model.error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OSError, match="No space"):
@@ -124,23 +124,23 @@ def test_the_last_one_must_succeed(saver, model):
     assert latest and latest.step == 5 and (made.run_dir / "hf").is_dir()
 
 
-def test_a_run_that_leaves_is_saved_once(saver, model):
+def test_a_preempted_run_is_saved_once(saver, model):
     made = saver(every=2)
     made.between_steps(state(2), {})
     made.now(state(2))
-    assert len(model.begun) == 1, "the one on its way is of this step"
+    assert len(model.begun) == 1, "the pending one is of this step"
     made.now(state(3))
     assert len(model.begun) == 2 and not model.begun[-1][2]
 
 
-def test_exports_come_on_their_own_schedule(saver, tmp_path):
+def test_exports_have_their_own_schedule(saver, tmp_path):
     made = saver(every=0, export_every=3)
     for step in range(7):
         made.between_steps(state(step), {})
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step_000003", "step_000006"]
 
 
-def test_what_never_changes_is_written_once(saver, model, tmp_path):
+def test_constant_parts_are_written_once(saver, model, tmp_path):
     made, written = saver(every=1, asynchronous=False), []
 
     def write(folder: str) -> None:
