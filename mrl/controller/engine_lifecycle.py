@@ -69,9 +69,7 @@ class EngineRecord:
 
     released: set[MemoryTag] = field(default_factory=set)  # parts of its device memory that are released now
     was_offloaded: bool = False  # since it started
-    weight_version: int | None = (
-        None  # that the last push brought; None: it has the weights that it loaded at its start
-    )
+    weight_version: int | None = None  # of the last push; None: the engine has the weights that it loaded at its start
 
 
 @dataclass(kw_only=True)
@@ -86,12 +84,12 @@ class EngineLifecycle:
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
-    weights_dir: str  # of disk transport
+    weights_dir: str  # for the disk transport
     start_timeout_s: float
     marks_pushes_as_pauses: bool  # tell the host of every push, because requests run meanwhile (staleness > 0)
-    weight_version: int = field(default=-1, init=False)  # that every engine serves; -1: none was pushed
+    weight_version: int = field(default=-1, init=False)  # served by every engine; -1: no weights were pushed yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
-    _connected: bool = field(default=False, init=False)  # the trainers to all engines
+    _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
 
     def __post_init__(self) -> None:
         self.scheduler.register_engines(self)
@@ -211,7 +209,7 @@ class EngineLifecycle:
                 engine.weight_version = version
         return reports
 
-    # MemoryTag. The scheduler calls these.
+    # Memory. The scheduler calls these.
 
     def load(self) -> None:
         """Load the engines with their weights before they sample; does nothing if they are loaded."""
@@ -277,7 +275,7 @@ def _allocate(engine: EngineControl, record: EngineRecord, tag: MemoryTag) -> No
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:
-    """Metrics of one push, over all senders."""
+    """Return the metrics of one push, over all senders."""
     sent, raw = sum(r.bytes for r in reports), sum(r.raw_bytes for r in reports)
     return {
         "weight_sync/version": float(version),
