@@ -1,4 +1,4 @@
-"""Tiny random models in Hugging Face form, and a ragged batch of groups, for tests of layouts."""
+"""Tiny random Hugging Face models and a batch of groups with different lengths, for tests of parallel layouts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ VOCAB = SIZES["vocab_size"]
 KINDS = {
     "dense": ("qwen3", {}),
     "tied": ("qwen3", dict(tie_word_embeddings=True)),
-    "moe": ("qwen3_moe", {}),  # one dense layer among those with experts
+    "moe": ("qwen3_moe", {}),  # with one dense layer
     "mixtral": ("mixtral", {}),
     "biased": ("llama_biased", {}),
     "qkv_biased": ("qwen2", {}),
@@ -20,13 +20,13 @@ KINDS = {
 
 
 def make(kind: str, folder) -> None:
-    """Write a model of KINDS, of four layers."""
+    """Write a model of KINDS with four layers."""
     name, overrides = KINDS[kind]
     make_family(name, folder, num_hidden_layers=4, **overrides)
 
 
 def groups_of_responses(num_groups: int = 5, size: int = 4) -> tuple[TokenBlock, NDArray]:
-    """(block of num_groups * size sequences with columns of advantages and returns, [B] groups); lengths divide by nothing."""
+    """Return (block of num_groups * size sequences with advantages and returns, groups [B]); the lengths are irregular."""
     rng = np.random.default_rng(0)
     prompts, responses = [], []
     for _ in range(num_groups):

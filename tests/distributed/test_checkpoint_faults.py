@@ -1,4 +1,4 @@
-"""A save that fails says so on every rank; a folder that is no whole checkpoint of the model is refused before it is touched."""
+"""A failed save raises the same error on every rank, and an invalid checkpoint raises an error before the model changes."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def error_of(kind: type[Exception], action, *args) -> str:
 
 
 def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]:
-    """What this rank hears of each; rank 1's part goes wrong, but for the description of the whole, which is rank 0's."""
+    """Return the error of each failing save on this rank. Rank 1 fails, or rank 0 when it writes the metadata."""
     from parallel.checkpoint_writer import CheckpointSaveError
 
     actor, heard = make_actor(path, dims), {}
@@ -46,12 +46,12 @@ def failing_saves(rank: int, path, folder, dims: ParallelDims) -> dict[str, str]
     (folder / "file").touch()
     heard["no folder"] = error_of(CheckpointSaveError, actor.begin_save, folder / "file" / "checkpoint", True)
     (folder / "never").touch()
-    actor.begin_save(folder / "good", False)  # after all that
+    actor.begin_save(folder / "good", False)  # a save after all failures
     actor.finish_save(60)
     return heard
 
 
-def test_every_rank_hears_why_a_save_failed(run_ranks, tmp_path):
+def test_every_rank_raises_the_cause_of_a_failed_save(run_ranks, tmp_path):
     make("dense", tmp_path / "model")
     dims = ParallelDims(dp=2)
     first, second = run_ranks(dims, failing_saves, tmp_path / "model", tmp_path, dims)
@@ -69,10 +69,12 @@ def test_every_rank_hears_why_a_save_failed(run_ranks, tmp_path):
 
 
 def refused(rank: int, model, checkpoint, folder, dims: ParallelDims) -> dict[str, str]:
-    """What loading each damaged copy of a checkpoint says; the model stays as it was."""
+    """Return the error of loading each damaged copy of a checkpoint; check that the model is unchanged."""
     actor, heard = make_actor(model, dims), {}
     before = weights_of(actor)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "garbled"):  # found while it is read: last
+    for path in sorted(
+        folder.iterdir(), key=lambda path: path.name == "garbled"
+    ):  # only reading detects it, after weights may have changed: last
         heard[path.name] = error_of(ValueError, actor.load, path)
         assert weights_of(actor) == before or path.name == "garbled", path
     assert actor.load(checkpoint)
@@ -101,7 +103,7 @@ def damaged_copies(checkpoint, folder) -> None:
     (folder / "empty").mkdir()
 
 
-def test_what_is_no_whole_checkpoint_of_the_model_is_refused(run_ranks, tmp_path):
+def test_an_incomplete_or_foreign_checkpoint_raises_an_error(run_ranks, tmp_path):
     dims, folder = ParallelDims(dp=2), tmp_path / "damaged"
     for kind in ("dense", "moe"):
         make(kind, tmp_path / kind)
@@ -125,7 +127,7 @@ def test_what_is_no_whole_checkpoint_of_the_model_is_refused(run_ranks, tmp_path
 
 
 def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDims) -> list[bytes]:
-    """The reference's weights, which are not the current ones."""
+    """Return the weights of the reference, which differ from the current weights."""
     from test_checkpoints import train
 
     actor = make_actor(path, dims)
@@ -142,7 +144,7 @@ def train_with_reference(rank: int, path, folder, before: bool, dims: ParallelDi
         return {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.participates_in_export else {}
 
 
-def test_the_reference_is_saved_and_loaded_under_any_layout(run_ranks, tmp_path):
+def test_the_reference_can_be_loaded_under_another_layout(run_ranks, tmp_path):
     make("moe", tmp_path / "model")
     make_other = tmp_path / "other"
     make("moe", make_other)

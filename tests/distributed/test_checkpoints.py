@@ -1,4 +1,4 @@
-"""A run that was saved and loaded goes on as if nothing had happened: weights, optimizer state, random numbers, reference."""
+"""A run that loads a checkpoint continues exactly: weights, optimizer state, random number generators and reference."""
 
 import random
 import time
@@ -27,7 +27,7 @@ def make_model(kind: str, path, dims: ParallelDims):
 
 
 def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
-    """This rank's part of the loss of each of the next steps."""
+    """Run the next steps; return this rank's part of each loss."""
     from mrl.workers.actor import MegatronActor
 
     block = ragged_block(40)
@@ -39,7 +39,7 @@ def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
 
 
 def draws() -> list[float]:
-    """The next number of every generator of this process; the last three are of Megatron's."""
+    """Draw the next number of every generator of this process; the last three are Megatron's."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     found = [random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
@@ -54,7 +54,7 @@ def weights_of(model) -> list[bytes]:
 
 
 def hold_writers(gate) -> None:
-    """Have a save's writers wait until `gate` exists."""
+    """Make the writers of a save wait until `gate` exists."""
     from parallel import checkpoint_writer
 
     def write_later(write, *args):
@@ -66,7 +66,7 @@ def hold_writers(gate) -> None:
 
 
 def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: int, asynchronous: bool):
-    """(losses, random numbers, weights) after the save; an asynchronous one writes its first byte after all of that."""
+    """Return (losses, random numbers, weights) after the save; an asynchronous save starts to write only after that."""
     actor, gate = make_actor(path, dims), folder.with_name("gate")
     train(actor, dims, rank, steps_before)
     random.seed(100 + rank), np.random.seed(200 + rank), torch.manual_seed(300 + rank)
@@ -76,7 +76,7 @@ def save_and_go_on(rank: int, path, folder, dims: ParallelDims, steps_before: in
     actor.begin_save(folder, asynchronous)
     found = train(actor, dims, rank, 2), draws(), weights_of(actor)
     assert actor.save_finished() != asynchronous
-    torch.distributed.barrier()  # no rank opens it before all have looked
+    torch.distributed.barrier()  # no rank opens the gate before all ranks have checked
     gate.touch()
     actor.finish_save(60)
     assert weights_of(actor) == found[2]
@@ -100,8 +100,8 @@ def load_and_go_on(rank: int, path, folder, dims: ParallelDims):
     ],
     ids=str,
 )
-def test_the_same_layout_goes_on_bit_by_bit(run_ranks, tmp_path, kind, dims, steps_before, asynchronous):
-    """Every rank has its own random numbers back; what is trained beside an asynchronous save does not reach its files."""
+def test_the_same_layout_continues_bit_exactly(run_ranks, tmp_path, kind, dims, steps_before, asynchronous):
+    """Every rank restores its own generators. Training during an asynchronous save does not change the saved files."""
     path, folder = tmp_path / "model", tmp_path / "checkpoint"
     make(kind, path)
     expected = run_ranks(dims, save_and_go_on, path, folder, dims, steps_before, asynchronous)
@@ -152,7 +152,7 @@ one = ParallelDims()
     ids=lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value),
 )
 def test_a_checkpoint_continues_under_another_layout(run_ranks, tmp_path, kind, before, afters):
-    """A step, a checkpoint and two steps under one layout; the checkpoint and the two steps under the others."""
+    """One layout trains one step, saves and trains two more; other layouts load the checkpoint and train the same two."""
     path, folder = tmp_path / "model", tmp_path / "checkpoint"
     make("dense" if kind == "critic" else kind, path)
     expected = run_ranks(before, save_and_continue, kind, path, folder, before)

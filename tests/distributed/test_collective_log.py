@@ -1,4 +1,4 @@
-"""What ranks write down of their collectives, as others read it."""
+"""parallel.collective_log: other processes can read the last collective of each rank."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from parallel.dims import ParallelDims
 def use_groups(rank: int, folder: str):
     log = CollectiveLog(f"{folder}/{rank}.ops")
     log.watch()
-    log.watch()  # once is enough
+    log.watch()  # a second call does nothing
     group, ones = groups.dp_cp_group(), torch.ones(10)
     for _ in range(3):
         dist.all_reduce(ones, group=group)
@@ -25,7 +25,7 @@ def use_groups(rank: int, folder: str):
         dist.send(ones[:5], 1, group=group)
     else:
         dist.recv(ones[:5], 0, group=group)
-        dist.barrier(group=dist.new_group([1]))  # made after `watch`: not known
+        dist.barrier(group=dist.new_group([1]))  # created after `watch`: not logged
     seen = [
         last for last in read_collective_log(f"{folder}/{rank}.ops") if last.purpose == "DATA_PARALLEL_GROUP_WITH_CP"
     ]
@@ -64,8 +64,8 @@ def use_short_lived_groups(rank: int, folder: str):
     return seen, after, [reference() for reference in gone]
 
 
-def test_groups_that_were_destroyed_leave_their_place_to_others(run_ranks, tmp_path):
-    """Each weight sync session has a group of its own, and a run may have thousands of sessions."""
+def test_destroyed_groups_free_their_slots(run_ranks, tmp_path):
+    """Each weight sync session has its own group, and a run may have thousands of sessions."""
     for seen, after, gone in run_ranks(ParallelDims(dp=2), use_short_lived_groups, str(tmp_path)):
         for number, (found, _) in enumerate(seen):
             assert found[f"session {number}"] == number + 1, "not what was counted for the group before"
@@ -89,8 +89,8 @@ if rank == 0:
 """
 
 
-def test_an_interpreter_that_ends_without_closing_its_log_does_not_crash(tmp_path):
-    """With hooks that are left, it would: in torch's destructor of the group."""
+def test_an_interpreter_that_exits_without_closing_its_log_does_not_crash(tmp_path):
+    """Remaining hooks would crash torch's destructor of the group."""
     assert subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=120).returncode == 0
     (last,) = read_collective_log(tmp_path / "0.ops")
     assert (last.entered, last.operation, last.nbytes, last.ranks) == (1, "broadcast", 12, (0, 1))

@@ -1,4 +1,4 @@
-"""Converted weights go through live models of any layout, and come back byte for byte."""
+"""Converted checkpoints can be loaded and saved by live models of any layout, bit-exactly."""
 
 import pytest
 from models_for_layouts import make
@@ -8,7 +8,7 @@ from parallel.dims import ParallelDims
 
 
 class Silent:
-    """Nobody watches the progress."""
+    """Progress display that shows nothing."""
 
     def begin(self, total_bytes: int, done_bytes: int) -> None: ...
 
@@ -39,7 +39,7 @@ def assert_same_files(found, expected) -> None:
 
 
 def empty_model(folder, dims: ParallelDims):
-    """This rank's stages, all zeros."""
+    """Build this rank's virtual stages with zero weights."""
     import torch
 
     from models.hf_config import HFConfig
@@ -86,18 +86,18 @@ def assert_they_come_back(run_ranks, folders, dims: ParallelDims) -> None:
     ],
     ids=str,
 )
-def test_weights_come_back_from_every_layout(run_ranks, tmp_path, name, dims):
+def test_every_layout_loads_and_saves_converted_weights_bit_exactly(run_ranks, tmp_path, name, dims):
     folder = make_family(name, tmp_path / name, num_hidden_layers=4, num_key_value_heads=4)
     assert_they_come_back(run_ranks, [folder], dims)
 
 
-def test_weights_of_every_family_come_back_from_tensor_parallel_ranks(run_ranks, tmp_path):
+def test_every_family_is_loaded_and_saved_bit_exactly_with_tensor_parallelism(run_ranks, tmp_path):
     folders = [make_family(name, tmp_path / name) for name in FAMILIES]
     assert_they_come_back(run_ranks, folders, ParallelDims(tp=2))
 
 
 def as_megatron_loads(rank: int, folder, checkpoint) -> None:
-    """Megatron's own strict load, extra states and all, gives what the bridge loads from the Hugging Face folder."""
+    """Check that Megatron's strict load, with extra states, gives the weights that the bridge loads from Hugging Face."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -118,7 +118,7 @@ def as_megatron_loads(rank: int, folder, checkpoint) -> None:
 
 @pytest.mark.extended_except("qwen3", "qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_megatron_finds_all_it_asks_for(run_ranks, tmp_path, name):
+def test_megatron_loads_a_converted_checkpoint_strictly(run_ranks, tmp_path, name):
     import torch
 
     make_family(name, tmp_path / "model")
@@ -141,7 +141,7 @@ def train_and_save(rank: int, folder, dims: ParallelDims) -> None:
 @pytest.mark.parametrize(
     ("kind", "dims"), [("tied", ParallelDims(tp=2, pp=2)), ("moe", ParallelDims(dp=2, ep=2))], ids=str
 )
-def test_a_training_checkpoint_becomes_what_the_run_exports(run_ranks, tmp_path, kind, dims):
+def test_converting_a_training_checkpoint_gives_the_export_of_the_run(run_ranks, tmp_path, kind, dims):
     make(kind, tmp_path / "model")
     run_ranks(dims, train_and_save, tmp_path / "model", dims)
     to_hf(tmp_path / "checkpoint", tmp_path / "model", tmp_path / "converted")
@@ -156,7 +156,7 @@ def logits_finding(rank: int, folder, limit: float):
     return convert_checkpoint.check_logits(HFConfig.load(folder))
 
 
-def test_logits_beyond_the_limit_are_found(run_ranks, tmp_path):
+def test_check_detects_different_logits(run_ranks, tmp_path):
     make("moe", tmp_path / "model")
     (within,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-5)
     (beyond,) = run_ranks(ParallelDims(), logits_finding, tmp_path / "model", 1e-12)

@@ -1,4 +1,4 @@
-"""The trainer's way into a checkpoint looks at its pickles first."""
+"""Loading a checkpoint into a trainer validates its pickles first."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ def refused(rank: int, folder: str) -> str:
     return str(refusal.value)
 
 
-def test_no_rank_runs_what_a_foreign_checkpoint_holds(run_ranks, tmp_path):
+def test_no_rank_executes_a_pickle_of_a_foreign_checkpoint(run_ranks, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harm(str(tmp_path / "harm"))))
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     said = run_ranks(ParallelDims(dp=2), refused, str(tmp_path))

@@ -1,11 +1,11 @@
-"""The numbers themselves: a family's model in Megatron computes the logits of transformers."""
+"""The Megatron model of every family computes the logits and gradients of transformers."""
 
 import pytest
 from tiny_families import FAMILIES, SIZES, make_family
 
 from parallel.dims import ParallelDims
 
-LENGTHS = (37, 20)  # of two sequences in one pack
+LENGTHS = (37, 20)  # of the two sequences in one pack
 
 
 def sequences():
@@ -16,7 +16,7 @@ def sequences():
 
 
 def load(folder):
-    """(Megatron's model of `folder`, the bridge to its tensors)."""
+    """Build Megatron's model of `folder`; return (model, bridge)."""
     import torch
 
     from models.conversion.hf_reader import HFWeights, check_hf_folder
@@ -31,7 +31,7 @@ def load(folder):
 
 
 def logits_of(model):
-    """[tokens of both sequences, vocabulary] of Megatron's model, both sequences in one pack."""
+    """Return logits [tokens of both sequences, vocabulary] of Megatron's model for one pack of both sequences."""
     import torch
 
     from parallel.packing import Segment, pack
@@ -42,7 +42,7 @@ def logits_of(model):
 
 
 def expected_logits(model):
-    """The same of transformers' model, one sequence after the other."""
+    """Return the same logits of transformers, one sequence at a time."""
     import torch
 
     return torch.cat([model(sequence[None]).logits[0] for sequence in sequences()])
@@ -57,7 +57,7 @@ def our_logits(rank: int, folder):
 
 @pytest.mark.extended_except("qwen3", "llama_biased", "glm4_moe", "deepseek_v3", "mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(run_ranks, tmp_path, name):
+def test_logits_equal_those_of_transformers(run_ranks, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def test_logits_are_those_of_transformers(run_ranks, tmp_path, name):
 
 
 def loss(logits):
-    """Something that every logit has a part in."""
+    """Return a scalar that depends on every logit."""
     import torch
 
     return (logits.log_softmax(-1) * torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)).sum()
@@ -83,7 +83,7 @@ def our_gradients(rank: int, folder):
 
 
 def their_gradients(model) -> dict:
-    """By the names of the checkpoint, which has each expert's matrices apart."""
+    """Return gradients by the names in the checkpoint, which stores the matrices of each expert separately."""
     found = {}
     for name, parameter in model.named_parameters():
         stem, is_stack, matrix = name.partition(".experts.")
@@ -99,8 +99,8 @@ def their_gradients(model) -> dict:
 
 @pytest.mark.extended_except("qwen3", "qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("name", [name for name, (prefix, _) in FAMILIES.items() if prefix != "Mixtral"])
-def test_gradients_are_those_of_transformers(run_ranks, tmp_path, name):
-    """Of every tensor, biases and tied embeddings too."""
+def test_gradients_equal_those_of_transformers(run_ranks, tmp_path, name):
+    """Compares every tensor, including biases and tied embeddings."""
     import torch
     from transformers import AutoModelForCausalLM
 

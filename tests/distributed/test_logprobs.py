@@ -1,4 +1,4 @@
-"""The fused output layer, log-probabilities and entropies against torch's log_softmax over whole logits in float64."""
+"""parallel.logprobs compared with torch's log_softmax over whole logits in float64."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from parallel.dims import ParallelDims
 
 
 class Case(NamedTuple):
-    """Arrays and settings of one comparison; whole vocabulary, padded to a multiple of tp."""
+    """Inputs of one comparison, with the whole vocabulary padded to a multiple of tp."""
 
     hidden: np.ndarray  # [T, H]
     weight: np.ndarray  # [padded V, H]
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 def make_case(positions=9, vocab=21, padded=24, width=8, temperature=1.0, chunk_size=4, **settings) -> Case:
-    """Logits of about +-12, targets that include the first and the last token."""
+    """Make a case with logits of about +-12 and targets that include the first and the last token."""
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(positions, width)).astype(np.float32)
     weight = rng.normal(size=(padded, width)).astype(np.float32) * 1.5
@@ -33,7 +33,7 @@ def make_case(positions=9, vocab=21, padded=24, width=8, temperature=1.0, chunk_
 
 
 def loss_of(logprobs, entropies):
-    """A weighted sum in which every position counts differently, some negatively."""
+    """Return a weighted sum with a different weight for every position, some negative."""
     import torch
 
     weights = torch.arange(1.0, len(logprobs) + 1, dtype=logprobs.dtype)
@@ -41,7 +41,7 @@ def loss_of(logprobs, entropies):
 
 
 def reference(case: Case) -> tuple[np.ndarray, ...]:
-    """Log-probabilities, entropies, gradients of `loss_of` in hidden and in weight, in float64."""
+    """Return log-probabilities, entropies, and the gradients of `loss_of` for hidden and weight, in float64."""
     import torch
 
     hidden, weight = (torch.from_numpy(x).double().requires_grad_() for x in (case.hidden, case.weight))
@@ -53,7 +53,7 @@ def reference(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def fused(rank: int, case: Case) -> tuple[np.ndarray, ...]:
-    """The same four from this rank: whole results, its part of hidden's gradient, its rows of weight's."""
+    """Return the same four of this rank: its part of the gradient of hidden, and its rows of the gradient of weight."""
     import torch
 
     from parallel import groups
@@ -71,7 +71,7 @@ def fused(rank: int, case: Case) -> tuple[np.ndarray, ...]:
 
 
 def compare(results: list, case: Case, atol: float, rtol: float) -> None:
-    """Values within `atol`, gradients within `rtol` of their norm."""
+    """Check values within `atol`, and gradients within `rtol` of their norm."""
     logprobs, entropies, d_hidden, d_weight = reference(case)
     for result in results:
         np.testing.assert_allclose(result[0], logprobs, atol=atol, rtol=0)
@@ -102,7 +102,7 @@ def test_values_and_gradients_equal_log_softmax(run_ranks, tp):
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(24, 24), (17, 24), (3, 8), (1, 4)])
-def test_padding_has_no_probability_even_where_a_rank_holds_nothing_else(run_ranks, vocab, padded):
+def test_padding_has_no_probability_even_on_a_rank_with_only_padding(run_ranks, vocab, padded):
     case = make_case(vocab=vocab, padded=padded)
     results = run_ranks(ParallelDims(tp=4), fused, case)
     compare(results, case, atol=1e-5, rtol=2e-5)
@@ -126,12 +126,12 @@ def test_logits_far_from_zero_do_not_overflow(run_ranks, shift):
         assert all(np.isfinite(x).all() for x in values)
     logits = torch.from_numpy(case.hidden @ case.weight[: case.vocab_size].T).double()
     expected = logits.log_softmax(1).gather(1, torch.from_numpy(case.targets)[:, None])[:, 0]
-    np.testing.assert_allclose(found[0][0], expected, atol=5e-3)  # logits of 1e4 are known to 1e-3 in float32
+    np.testing.assert_allclose(found[0][0], expected, atol=5e-3)  # float32 resolves logits of 1e4 to 1e-3
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bfloat16_matmuls_keep_bfloat16_accuracy(run_ranks, tp):
-    """A logit of 12 is rounded to 2^-6 = 0.03 (8 bits), and so are the gradients' factors to 2^-8 of themselves."""
+    """bfloat16 has 8 bits: a logit of 12 is rounded to 2^-6 = 0.03, and factors of gradients to a relative 2^-8."""
     import torch
 
     case = make_case(dtype="bfloat16", positions=32, vocab=101, padded=104, width=16, chunk_size=8)
@@ -149,7 +149,7 @@ def test_no_positions_give_no_values_and_zero_gradients(run_ranks, tp):
 
 
 def on_one_rank(rank: int, check, *args):
-    """`check(group, *args)` with a group of this process alone."""
+    """Run `check(group, *args)` with a group of only this process."""
     from parallel import groups
 
     return check(groups.tp_group(), *args)
@@ -175,7 +175,7 @@ def gradients_of_each_output(group) -> bool:
     )
 
 
-def test_only_gradients_asked_for_are_computed_and_none_are_kept_under_no_grad(run_ranks):
+def test_only_required_gradients_are_computed_and_nothing_is_saved_under_no_grad(run_ranks):
     run_ranks(ParallelDims(), on_one_rank, asked_for_only)
 
 
@@ -203,7 +203,7 @@ def asked_for_only(group) -> None:
 
 
 def Created():
-    """A mode that notes how many elements each tensor has that an operator returns, and counts matrix products."""
+    """A torch dispatch mode that records the elements of every result tensor and counts matrix products."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -228,11 +228,11 @@ def Created():
     [("float32", False, 2.0), ("bfloat16", False, 2.5), ("float32", True, 3.0), ("bfloat16", True, 3.0)],
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_memory_holds_a_few_chunks_of_logits_and_never_the_whole(run_ranks, tp, dtype, needs_entropy, chunks):
+def test_memory_holds_a_few_chunks_of_logits_and_never_all_logits(run_ranks, tp, dtype, needs_entropy, chunks):
     settings = {"needs_entropy": needs_entropy, "dtype": dtype}
     case = make_case(positions=640, vocab=1599, padded=1600, width=2, chunk_size=160, **settings)
     chunk, whole = 160 * 1600 // tp, 640 * 1600 // tp
-    # Gradients, statistics of each position, and 80 kB that a bfloat16 product takes for itself on a CPU.
+    # gradients, statistics of each position, and 80 kB of workspace of a bfloat16 product on a CPU
     others = 2 * (case.hidden.size + case.weight.size // tp) + 16 * 640 + 25_000
     assert others < chunk / 2 and chunks * chunk < whole, "another half chunk, or whole logits, would be noticed"
     for largest, peak_bytes in run_ranks(ParallelDims(tp=tp), memory_of, case):
@@ -241,14 +241,14 @@ def test_memory_holds_a_few_chunks_of_logits_and_never_the_whole(run_ranks, tp, 
 
 
 def memory_of(rank: int, case: Case) -> tuple[int, int]:
-    """Largest tensor of forward and backward in elements, and the peak of what they allocate in bytes."""
+    """Return (elements of the largest tensor, peak bytes allocated) of the forward and backward pass."""
     with Created() as created:
         fused(rank, case)
     return max(created.sizes), peak_bytes_of(lambda: fused(rank, case))
 
 
 def peak_bytes_of(work) -> int:
-    """Largest sum of what torch's allocator handed out during `work` and has not got back."""
+    """Return the peak of the bytes that `work` allocates from torch."""
     import torch
 
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
@@ -261,7 +261,7 @@ def peak_bytes_of(work) -> int:
     return peak
 
 
-def test_a_chunk_of_no_rows_is_refused(run_ranks):
+def test_a_chunk_size_of_zero_raises_an_error(run_ranks):
     with pytest.raises(ValueError, match="chunk_size=0"):
         from parallel.logprobs import linear_logprobs
 

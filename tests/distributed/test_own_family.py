@@ -1,4 +1,4 @@
-"""A family in one file outside the repository: loaded, trained and exported as one of ours."""
+"""A model family in a file outside the repository is loaded, trained and exported like a built-in one."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from parallel.trainer_config import OptimConfig
 
 
 def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
-    """Gradient norm of one optimizer step; the weights before it go to `exported`."""
+    """Train one optimizer step; return the gradient norm and export the initial weights to `exported`."""
     from mrl.workers.actor import MegatronActor
 
     block, groups = groups_of_responses()
@@ -29,7 +29,7 @@ def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     return report.maxima["optim/grad_norm"]
 
 
-def test_a_family_from_a_file_trains_as_ours_does(run_ranks, tmp_path):
+def test_a_family_from_a_file_trains_like_a_built_in_family(run_ranks, tmp_path):
     from safetensors.torch import load_file
 
     text = Path(llama.__file__).read_text().replace("LlamaForCausalLM", "MineForCausalLM").replace("LLAMA =", "MINE =")

@@ -1,4 +1,4 @@
-"""Parts of parallel/ that need several processes: ranks against Megatron's groups, attention over cut sequences."""
+"""Rank arithmetic compared with Megatron's process groups, and attention over sequences that are split over ranks."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
     for rank, (places, (etp, ep), summed, ends) in enumerate(run_ranks(dims, group_places)):
         at = dims.coords(rank)
         assert places == (at.tp, at.cp, at.dp, at.pp)
-        # experts: neighbours hold the shards of one expert, and runs of ep * etp ranks one copy of all
+        # neighbouring ranks hold the shards of one expert, and ep * etp consecutive ranks hold one copy of all experts
         first = rank - rank % dims.expert_tp
         assert etp == list(range(first, first + dims.expert_tp))
         copy = rank // stage * stage + rank % stage // (dims.ep * dims.expert_tp) * dims.ep * dims.expert_tp
@@ -48,7 +48,7 @@ def test_rank_arithmetic_follows_megatron(run_ranks, dims):
 
 
 def attention_case(seed: int):
-    """(segments, (query heads, key heads), tp_multiple, query, key, value [S, ...], cotangent [S, n*d])."""
+    """Return (segments, (query heads, key heads), tp_multiple, query, key, value [S, ...], cotangent [S, n*d])."""
     from segment_trees import random_segments
 
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def attention_case(seed: int):
 
 
 def attend(rank: int, dims: ParallelDims, seeds: range):
-    """Of each case: which tokens are here, and [here, ...] of the output and of the three gradients."""
+    """Return for each case the tokens on this rank, and their output and three gradients."""
     import torch
 
     from parallel.attention import PackedAttention
@@ -74,7 +74,9 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
         mine = packed.source[packed.source >= 0]
         parts = []
         for column in columns:
-            part = torch.full((len(packed.source), *column.shape[1:]), 100.0, dtype=torch.float64)  # loud padding
+            part = torch.full(
+                (len(packed.source), *column.shape[1:]), 100.0, dtype=torch.float64
+            )  # large values at padding tokens would show in the output
             part[real] = torch.from_numpy(column[mine])
             parts.append(part.requires_grad_())
         config = SimpleNamespace(kv_channels=columns[0].shape[2], attention_dropout=0.0)
@@ -86,7 +88,7 @@ def attend(rank: int, dims: ParallelDims, seeds: range):
 
 
 @pytest.mark.parametrize("cp", [2, 3])
-def test_attention_over_cut_sequences_is_that_of_a_dense_mask(run_ranks, cp):
+def test_attention_under_context_parallelism_equals_attention_with_a_dense_mask(run_ranks, cp):
     import torch
     from segment_trees import dense_attention
 

@@ -17,7 +17,7 @@ def bad_files(inputs, tmp_path_factory):
 
 
 MISTAKES = {
-    "an unknown key": (["algorithm.lr_typo=1"], "unknown key 'algorithm.lr_typo'; did you mean 'algorithm.lr'?"),
+    "an unknown key": (["algorithm.lr_typo=1"], "unknown key 'algorithm.lr_typo'; did you mean 'optim.lr'?"),
     "a missing model": (
         ["sft.train=null", "model.path=/nowhere/model"],
         "model.path=/nowhere/model: the folder is missing",
@@ -37,7 +37,7 @@ MISTAKES = {
     ),
     "experts of a model that has none": (
         ["parallel.ep=2"],
-        "parallel.ep=2: this model has no experts to spread; use 1.",
+        "parallel.ep=2: this model has no experts; use 1.",
     ),
     "a number of processes that does not factor": (
         ["parallel.tp=2", "parallel.cp=2", "parallel.world_size=6"],
@@ -48,7 +48,7 @@ MISTAKES = {
         "this run has engines, which no pool names (there are all)",
     ),
     "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
-    "a learning-rate schedule without an end": (["algorithm.lr_schedule=cosine"], "lr_decay_steps=0"),
+    "a learning-rate schedule without an end": (["optim.lr_schedule=cosine"], "lr_decay_steps=0"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
     "rollouts that are not there": (["rollout.replay=/nowhere"], "step_000000.npz is missing"),
     "a warm start from elsewhere": (["sft.output={inputs}/model"], "was made from other settings"),
