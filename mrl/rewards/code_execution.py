@@ -1,4 +1,4 @@
-"""Rewards for programs: the code in a response is run against the test cases of its row, in the sandbox."""
+"""Reward for code: runs the program in a response on test cases, in the sandbox."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
 from mrl.rewards.reward_types import Response, Score
-from mrl.rewards.sandbox import Reason, SandboxLimits, SandboxResult, require, run
+from mrl.rewards.sandbox import Reason, SandboxLimits, SandboxResult, require_sandbox, run
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function
 
 
 class CodeTestCase(Protocol):
-    """One test: what the program reads, what is run after it, and whether what was printed is right."""
+    """Interface of a test case: input of the program, code appended to it, and check of its output."""
 
     @property
     def stdin(self) -> str: ...
@@ -31,7 +31,7 @@ class CodeTestCase(Protocol):
 
 @dataclass(frozen=True)
 class StdoutTestCase:
-    """Reads `stdin` and prints `expected`, whatever the space between words and the empty lines."""
+    """The program reads `stdin` and prints `expected`. White space between words and empty lines are ignored."""
 
     stdin: str
     expected: str
@@ -43,11 +43,13 @@ class StdoutTestCase:
 
 @dataclass(frozen=True)
 class AssertTestCase:
-    """The statements of `check` run after the program without an exception, to their end."""
+    """The statements `check` run to their end after the program, without an exception."""
 
     check: str
     stdin: str = ""
-    mark: str = field(default_factory=lambda: secrets.token_hex(16))  # printed at the end: `sys.exit(0)` is no pass
+    mark: str = field(
+        default_factory=lambda: secrets.token_hex(16)
+    )  # printed at the end, so that sys.exit(0) does not pass
 
     @property
     def tail(self) -> str:
@@ -59,9 +61,10 @@ class AssertTestCase:
 
 @dataclass(frozen=True)
 class FunctionTestCase:
-    """The function, or the method of class Solution, gives `expected` for `arguments`; compared outside the sandbox.
+    """A function, or a method of class Solution, returns `expected` for `arguments`.
 
-    Both may be wrapped as the data sets have it: an `expected` of one element also matches that element.
+    The results are compared outside the sandbox. An `expected` list with one element also matches that element,
+    because some data sets wrap the result.
     """
 
     function: str
@@ -80,21 +83,25 @@ class FunctionTestCase:
         )
 
     def accepts(self, stdout: str) -> bool:
-        said = [line.removeprefix(self.mark) for line in stdout.splitlines() if line.startswith(self.mark)]
+        printed = [line.removeprefix(self.mark) for line in stdout.splitlines() if line.startswith(self.mark)]
         try:
-            result = json.loads(said[-1]) if said else None
-        except (ValueError, RecursionError):  # the program may have put its own json.dumps in place
+            value = json.loads(printed[-1]) if printed else None
+        except (ValueError, RecursionError):  # the program may have replaced json.dumps
             return False
-        return bool(said) and (result == self.expected or [result] == self.expected)
+        return bool(printed) and (value == self.expected or [value] == self.expected)
 
 
 def read_cases(ground_truth: str | Mapping[str, Any]) -> list[CodeTestCase]:
-    """The test cases of a row.
+    """Return the test cases of a ground truth, which is an object or its JSON text.
 
-    ground_truth: an object or its JSON, {"inputs": [stdin], "outputs": [stdout]}; the same with "fn_name", where an input is
-        a list of arguments and its output a value, or both are texts: one JSON value per line, and one; or {"asserts":
-        [statements]}, for which "functional" is another name.
-    Raises: ValueError for anything else.
+    Forms:
+
+    - {"inputs": [stdin, ...], "outputs": [stdout, ...]}
+    - the same with "fn_name": an input is a list of arguments and its output a value; or an input is a text with one
+      JSON value per line, and its output a JSON text
+    - {"asserts": [statements, ...]}; the key may also be "functional"
+
+    Raises ValueError for anything else.
     """
     shown = repr(ground_truth[:80] if isinstance(ground_truth, str) else ground_truth)[:90]
     try:
@@ -120,7 +127,7 @@ def _cases(tests: Mapping[str, Any]) -> list[CodeTestCase]:
 
 
 def _returns(name: str, given: list[Any] | str, out: Any) -> FunctionTestCase:
-    """A call; texts as output are JSON where the input is a text of JSON too, and themselves where it is a list."""
+    """Return the test case of a function call. If the input is a text, a text output is JSON; else it is a plain value."""
     if isinstance(given, str):
         lines = [json.loads(line) for line in given.splitlines() if line.strip()]
         return FunctionTestCase(name, lines, json.loads(out) if isinstance(out, str) else out)
@@ -144,41 +151,39 @@ def _words(text: str) -> list[list[str]]:
 
 
 def find_code(text: str) -> str | None:
-    """The last block that is fenced as Python; None if there is none."""
+    """Return the last fenced Python block; None if there is none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
 NO_CODE = "no code"
 REASONS = (*(reason for reason in get_args(Reason) if reason != "ok"), NO_CODE)
-"""Why a program may not end well: those of the sandbox, and a response without a closed block of code."""
+"""Why a program did not run normally: the reasons of the sandbox, and a response without a complete code block."""
 
 
 def part_name(reason: str) -> str:
-    """The part of a score that tells of a reason: `time limit` -> `code_time_limit`."""
+    """Return the name of the score part for a reason: `time limit` -> `code_time_limit`."""
     return "code_" + reason.replace(" ", "_")
 
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """1 for a program that passes all test cases of its row, else 0; `partial`: the fraction that it passes.
+    """1 if the program in the response passes all test cases of its row, else 0. `partial`: the fraction that it passes.
 
-    How the program ended are parts of the score: `ended` (1: by itself, without an error, in every test case that was run) and
-    `code_<reason>` for each of REASONS (1: that is why it first did not). A score has a failure only where nothing can be
-    said of the program: test cases that cannot be read, or a sandbox that does not start.
+    The parts of the score tell how the program ended: `ended` is 1 if it ended normally in every test case that was
+    run; `code_<reason>` is 1 for the first of REASONS that occurred. Scoring fails only if the test cases cannot be
+    read or the sandbox does not start.
 
-    Raises: ValueError for limits that do not exist or cannot be kept, and where the machine cannot lock code in.
+    Raises ValueError for unknown or invalid limits, and on a machine that does not support the sandbox.
     """
 
-    partial: bool = False  # False: also stops at the first test case that is not passed
-    whole_text: bool = False  # True: all of the response is the program, not its last ```python block
-    workers: int = 4  # programs that run at the same time
-    limits: SandboxLimits | Mapping[str, float] = field(
-        default_factory=SandboxLimits
-    )  # of one program on one test case
+    partial: bool = False  # False: stop at the first failed test case
+    whole_text: bool = False  # True: the whole response is the program, not its last ```python block
+    workers: int = 4  # number of programs run in parallel
+    limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)  # of one run of a program
 
     def __post_init__(self) -> None:
-        require()
+        require_sandbox()
         if self.workers < 1:
             raise ValueError(f"workers={self.workers}: expected at least 1 program at a time.")
         if not isinstance(self.limits, SandboxLimits):
@@ -189,29 +194,33 @@ class CodeExecution:
             scores = list(pool.map(self.score, responses))
         ends = Counter(reason for score in scores for reason in REASONS if score.parts.get(part_name(reason)))
         counts = ", ".join(f"{reason} {count}" for reason, count in ends.most_common())
-        logger.info("%d programs did not end well%s", ends.total(), f": {counts}" if counts else "")
+        logger.info("%d programs did not end normally%s", ends.total(), f": {counts}" if counts else "")
         return scores
 
     def score(self, response: Response) -> Score:
-        """Run one response on its row's test cases."""
+        """Run the program of one response on its test cases."""
         try:
             cases = read_cases(response.ground_truth)
             code = response.text if self.whole_text else find_code(response.text)
             passed, reason = (0, NO_CODE) if code is None else self._passed(code, cases)
-        except (ValueError, RuntimeError, OSError) as error:  # of the row, or of the sandbox; never of the program
+        except (
+            ValueError,
+            RuntimeError,
+            OSError,
+        ) as error:  # from the ground truth or the sandbox, never from the program
             return Score.failed(str(error))
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)
 
     def _passed(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
-        """How many cases pass, and why the program first did not end normally (None: it always did)."""
+        """Return the number of passed cases, and the first reason why the program did not end normally (None: it always did)."""
         passed, reason = 0, None
         for case in cases:
-            outcome = self._run(code, case)
-            good = outcome.reason == "ok" and case.accepts(outcome.stdout)
+            result = self._run(code, case)
+            good = result.reason == "ok" and case.accepts(result.stdout)
             passed += good
-            if not reason and (reason := _reason(outcome, case)):
-                logger.debug("a program did not end well: %s", outcome.failure)
+            if not reason and (reason := _reason(result, case)):
+                logger.debug("a program did not end normally: %s", result.failure)
             if not good and not self.partial:
                 break
         return passed, reason
@@ -221,8 +230,8 @@ class CodeExecution:
         return run(code + case.tail, case.stdin, self.limits)
 
 
-def _reason(outcome: SandboxResult, case: CodeTestCase) -> str | None:
-    """Why the program did not end normally; a test case whose own assertion fails is a wrong answer."""
-    if isinstance(case, AssertTestCase) and outcome.reason == "wrong exit" and "AssertionError" in outcome.detail:
+def _reason(result: SandboxResult, case: CodeTestCase) -> str | None:
+    """Return why the program did not end normally, or None. A failed assertion of the test case is only a wrong answer."""
+    if isinstance(case, AssertTestCase) and result.reason == "wrong exit" and "AssertionError" in result.detail:
         return None
-    return None if outcome.reason == "ok" else outcome.reason
+    return None if result.reason == "ok" else result.reason

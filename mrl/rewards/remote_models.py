@@ -1,4 +1,4 @@
-"""JSON over HTTP to a model served elsewhere: bounded concurrency, a limit for each call, retries."""
+"""Rewards from remote models over HTTP: a language model as judge, and a scalar reward model served by SGLang."""
 
 import asyncio
 import os
@@ -13,38 +13,35 @@ from mrl.config.secrets import key_in
 from mrl.rewards.reward_calls import gather_scores
 from mrl.rewards.reward_types import Response, Score, as_number
 
-# FROM: A language model as the judge of responses.
-# FROM: A scalar reward model that SGLang serves.
-
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]
-"""A request's body -> the answer's."""
+"""Posts a JSON body and returns the JSON of the answer."""
 
 
 class RemoteError(Exception):
-    """The service answered, but with no result."""
+    """The service answered with an error, or not in time."""
 
 
-class Busy(RemoteError):
-    """It may answer better later: 408, 425, 429, or 5xx."""
+class RetryableError(RemoteError):
+    """The service answered with a status that may be temporary: 408, 425, 429 or 5xx."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpService:
-    """How a served model is asked; base of the rewards that do.
+    """Base class of rewards that call an HTTP service, with bounded concurrency, time limits and retries.
 
-    A call is repeated after a failure of the network, a timeout, or an answer 408, 425, 429 or 5xx, with growing pauses.
+    A call is retried with growing pauses after a network error, a timeout, or an answer 408, 425, 429 or 5xx.
 
-    Raises: ValueError for a malformed URL, limits that are not positive, or an `api_key_env` that is not set,
-    or whose key no HTTP header can carry.
+    Raises ValueError for a malformed URL, limits that are not positive, an `api_key_env` that is not set, and a key
+    that is not valid in an HTTP header.
     """
 
-    url: str  # of the server, http://HOST:PORT
-    concurrency: int = 32  # calls at a time
-    timeout_s: float = 60.0  # for one try of a call
-    attempts: int = 3  # tries of a call
-    deadline_s: float = 240.0  # for a whole batch of responses; what has no answer by then has failed
-    api_key_env: str | None = None  # environment variable, where rewards are computed, with the key; sent as Bearer
+    url: str  # base URL of the server, http://HOST:PORT
+    concurrency: int = 32  # concurrent calls
+    timeout_s: float = 60.0  # seconds, limit of one attempt
+    attempts: int = 3  # attempts of a call
+    deadline_s: float = 240.0  # seconds, limit of a whole batch; calls without an answer by then fail
+    api_key_env: str | None = None  # environment variable with the key, read where rewards run; sent as Bearer token
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -59,8 +56,8 @@ class HttpService:
         self._headers()
 
     async def ask_all(self, path: str, calls: Sequence[Callable[[Post], Awaitable[Score]]]) -> list[Score]:
-        """The score of each call, which is given a function that posts JSON to `path`; failures are recorded."""
-        import httpx  # here, because the driver only builds this object
+        """Run the calls concurrently and return their scores. Each call gets a function that posts JSON to `path`."""
+        import httpx  # not at the top: the driver only builds this object
 
         limits = httpx.Limits(max_connections=self.concurrency)
         async with httpx.AsyncClient(timeout=self.timeout_s, limits=limits, headers=self._headers()) as client:
@@ -68,7 +65,7 @@ class HttpService:
             async def post(body: Json) -> Any:
                 return await self._post(client, self.url.rstrip("/") + path, body)
 
-            bound = [_with(call, post) for call in calls]
+            bound = [_bind_post(call, post) for call in calls]
             return await gather_scores(bound, concurrency=self.concurrency, deadline_s=self.deadline_s)
 
     def _headers(self) -> dict[str, str]:
@@ -81,29 +78,29 @@ class HttpService:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.attempts),
             wait=wait_random_exponential(multiplier=0.25, max=10),
-            retry=retry_if_exception_type((httpx.TransportError, Busy, TimeoutError)),
+            retry=retry_if_exception_type((httpx.TransportError, RetryableError, TimeoutError)),
             reraise=True,
         )
         try:
             return await retrying(self._try, client, url, body)
         except (TimeoutError, httpx.TimeoutException):
-            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s, {self.attempts} times") from None
+            raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {self.attempts} attempts") from None
 
     async def _try(self, client: Any, url: str, body: Json) -> Any:
-        async with asyncio.timeout(self.timeout_s):  # httpx's own limit is for each read
+        async with asyncio.timeout(self.timeout_s):  # the limit of httpx applies to each read
             answer = await client.post(url, json=body)
         if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
-            raise Busy(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+            raise RetryableError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
         if answer.status_code != 200:
             raise RemoteError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
         return answer.json()
 
 
-def _with(call: Callable[[Post], Awaitable[Score]], post: Post) -> Callable[[], Awaitable[Score]]:
+def _bind_post(call: Callable[[Post], Awaitable[Score]], post: Post) -> Callable[[], Awaitable[Score]]:
     return lambda: call(post)
 
 
-TEMPLATE = """Grade an answer to a question.
+JUDGE_TEMPLATE = """Grade an answer to a question.
 
 Question:
 {prompt}
@@ -117,31 +114,31 @@ Answer to grade:
 Say briefly what is right and wrong with it. Then end with one line of this form, N from 0 (useless) to 10 (perfect):
 Score: N"""
 
-_PLACES = ("prompt", "response", "ground_truth")
+_PLACEHOLDERS = ("prompt", "response", "ground_truth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(HttpService):
-    """Asks a model behind an OpenAI-style /v1/chat/completions for a number, and scales it to 0..1.
+    """Asks a language model for a number, through an OpenAI-style /v1/chat/completions, and scales it to [0, 1].
 
-    Where the judge's answer has no number of the pattern, or one outside `low`..`high`, the response's scoring failed.
+    Scoring a response fails if the judge's answer does not match `pattern`, or if the number is outside [low, high].
 
-    Raises: ValueError for a template without {response}, a pattern that is no regular expression with one group, or
-    `low` not below `high`.
+    Raises ValueError for a template without {response}, a pattern that is not a regular expression with one group, and
+    unless low < high.
     """
 
-    in_process: ClassVar[bool] = True  # it only waits
+    in_process: ClassVar[bool] = True  # it only waits for the network
 
-    model: str  # name that the server knows it by
-    template: str = (
-        TEMPLATE  # the question, with {prompt}, {response} and {ground_truth}; other braces stay as they are
+    model: str  # name of the model on the server
+    template: str = JUDGE_TEMPLATE  # message with {prompt}, {response} and {ground_truth}; other braces are kept
+    pattern: str = (
+        r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"  # regular expression of the number in the answer; the last match counts
     )
-    pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"  # of the number in the answer; the last one counts
-    low: float = 0.0  # this number becomes 0
-    high: float = 10.0  # this number becomes 1
-    max_tokens: int = 1024  # of the judge's answer
-    temperature: float = 0.0  # of the judge
-    extra: Json | None = None  # further fields of the request, such as chat_template_kwargs
+    low: float = 0.0  # number that becomes score 0
+    high: float = 10.0  # number that becomes score 1
+    max_tokens: int = 1024  # longest answer of the judge
+    temperature: float = 0.0  # sampling temperature of the judge
+    extra: Json | None = None  # additional fields of the request, such as chat_template_kwargs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +156,7 @@ class Judge(HttpService):
             raise ValueError(f"low={self.low} must be below high={self.high}.")
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Scores of 0..1; failures of the service or of its answer are recorded."""
+        """Return scores in [0, 1]. A failing service or an invalid answer gives a failed score."""
         return await self.ask_all("/v1/chat/completions", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
@@ -179,7 +176,7 @@ class Judge(HttpService):
             response=response.text,
             ground_truth=str(response.ground_truth),
         )
-        places = "|".join(_PLACES)  # replaced in one pass: braces in a response are only text
+        places = "|".join(_PLACEHOLDERS)  # one pass, so that braces in a response are not replaced
         content = re.sub(rf"\{{({places})\}}", lambda found: values[found[1]], self.template)
         question = dict(role="user", content=content)
         settings = dict(model=self.model, max_tokens=self.max_tokens, temperature=self.temperature)
@@ -187,42 +184,42 @@ class Judge(HttpService):
 
 
 def _message_text(message: dict[str, Any]) -> str:
-    """A message of the prompt as the judge reads it; the role is named where it is not the user's."""
+    """Return a prompt message as text for the judge, with its role unless that is user."""
     content = message["content"]
     return content if message["role"] == "user" else f"[{message['role']}] {content}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(HttpService):
-    """The score that a sequence-classification model with one output gives the conversation: prompt, then response.
+    """Score of the conversation (prompt and response) by a sequence-classification model with one output.
 
-    The server is SGLang with `--is-embedding` and the reward model; it is asked by /classify, with token ids made here by
-    the reward model's own tokenizer and chat template.
+    The server is SGLang with `--is-embedding`. The conversation is tokenised here, with the reward model's own
+    tokenizer and chat template, and sent to /classify.
 
-    Raises: ValueError when `tokenizer` is no folder with tokenizer.json and a chat template.
+    Raises ValueError unless `tokenizer` is a folder with tokenizer.json and a chat template.
     """
 
-    in_process: ClassVar[bool] = True  # it only waits
+    in_process: ClassVar[bool] = True  # it only waits for the network
 
-    tokenizer: str  # Hugging Face folder of the reward model, for its tokenizer and chat template
-    scale: float = 1.0  # the score is multiplied by this
-    max_tokens: int | None = None  # of the conversation; the score of a longer one fails, without asking
+    tokenizer: str  # Hugging Face folder of the reward model, with tokenizer and chat template
+    scale: float = 1.0  # factor of the score
+    max_tokens: int | None = None  # longest conversation; scoring a longer one fails without a request
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(
             self, "tokenizer", str(Path(self.tokenizer).expanduser().resolve())
-        )  # workers may run elsewhere
+        )  # workers may have another working directory
         _tokenizer(self.tokenizer)
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Scores of the served model; failures of the service are recorded."""
+        """Return the scores of the served model. A failing service gives failed scores."""
         return await self.ask_all("/classify", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
         ids = self.encode(response)
         if self.max_tokens is not None and len(ids) > self.max_tokens:
-            return Score.failed(f"{len(ids)} tokens are more than the {self.max_tokens} that the reward model may get.")
+            return Score.failed(f"{len(ids)} tokens are more than max_tokens={self.max_tokens} of the reward model.")
         answer = await post(dict(input_ids=ids))
         found = answer["embedding"]
         if len(found) != 1:
@@ -230,7 +227,7 @@ class RewardModel(HttpService):
         return Score(self.scale * as_number(found[0]))
 
     def encode(self, response: Response) -> list[int]:
-        """Token ids of the conversation as the reward model sees it."""
+        """Return the token ids of the conversation under the reward model's chat template."""
         turns = [dict(role=turn.role, content=turn.text) for turn in response.turns]
         messages = response.prompt + (turns or [dict(role="assistant", content=response.text)])
         tokenizer = _tokenizer(self.tokenizer)
@@ -242,9 +239,9 @@ class RewardModel(HttpService):
 def _tokenizer(folder: str) -> Any:
     if not (Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"tokenizer={folder}: tokenizer.json is missing; name the reward model's folder.")
-    from transformers import PreTrainedTokenizerFast  # 2 s
+    from transformers import PreTrainedTokenizerFast  # takes 2 s to import
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
-        raise ValueError(f"tokenizer={folder}: it has no chat template, which says how prompt and response are joined.")
+        raise ValueError(f"tokenizer={folder}: it has no chat template, which the conversation needs.")
     return tokenizer

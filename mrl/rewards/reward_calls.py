@@ -1,4 +1,4 @@
-"""Many waits at a time, each with a limit: for rewards that ask somebody else."""
+"""Calls of rewards whose exceptions become failures, and concurrent coroutines with time limits."""
 
 import asyncio
 import inspect
@@ -8,17 +8,17 @@ from typing import Any
 from mrl.rewards.reward_types import Response, Reward, Score, as_score
 
 CallResult = list[Score] | str
-"""Scores of a call, or why there are none."""
+"""The scores of a call, or the reason why it failed."""
 
 
 def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward, sync or async, with a list of responses; what it raises becomes text. Not for a running event loop."""
+    """Call a reward, sync or async, and return its scores, or the reason of its failure. Not callable from an event loop."""
     try:
         found: Any = reward(responses)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
         found = list(found)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # anything a user's code can raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
         return describe_error(error)
     if len(found) != len(responses):
         return f"the reward gave {len(found)} values for {len(responses)} responses."
@@ -40,22 +40,25 @@ async def gather_scores(
     timeout_s: float | None = None,
     deadline_s: float | None = None,
 ) -> list[Score]:
-    """The score of each call, in order; one that raises or is late is a failed Score.
+    """Run coroutines concurrently and return their scores in order. A call that raises or exceeds a limit gives a failed Score.
 
-    `concurrency`: calls at a time. `timeout_s`: for one call, from its start. `deadline_s`: for all of them together.
+    Args:
+        concurrency: number of concurrent calls.
+        timeout_s: limit of one call, from its start.
+        deadline_s: limit of all calls together.
     """
-    turns = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(call: Callable[[], Awaitable[Score]]) -> Score:
-        async with turns:
+        async with slots:
             limit = asyncio.timeout(timeout_s)
             try:
                 async with limit:
                     return await call()
-            except (Exception, asyncio.CancelledError) as error:  # whatever a user's coroutine or the network can raise
+            except (Exception, asyncio.CancelledError) as error:  # user code and the network may raise anything
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
-                    raise  # by the deadline, not by the call itself
+                    raise  # cancelled by the deadline, not by the call itself
                 late = limit.expired()
                 return Score.failed(f"no answer within {timeout_s} s." if late else f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""What a reward sees and gives."""
+"""Interface of rewards: Response, Score and Reward; and the weighted sum of several rewards."""
 
 import difflib
 import math
@@ -11,12 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# FROM: Rewards made of rewards.
-
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation after its prompt."""
+    """One message of a multi-turn response."""
 
     role: str  # assistant, user or tool
     text: str
@@ -24,67 +22,65 @@ class Turn:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response and what its prompt's row says of the answer."""
+    """One sampled response, with the ground truth and metadata of its prompt."""
 
     data_source: str
-    text: str  # decoded, special tokens left out; of several turns the last
-    ground_truth: Any  # text, number, list or dict, as the row has it
+    text: str  # decoded, without special tokens; the last turn of a multi-turn response
+    ground_truth: Any  # text, list or dict, as in the data set
     extra_info: dict[str, Any] = field(default_factory=dict)
     prompt: list[dict[str, Any]] = field(default_factory=list)  # messages {role, content}
-    group: int = 0  # responses with the same number answer the same prompt
-    num_tokens: int = 0  # sampled
+    group: int = 0  # responses to the same prompt have the same number
+    num_tokens: int = 0  # number of sampled tokens
     truncated: bool = False  # cut at the token limit
-    turns: tuple[Turn, ...] = ()  # of a multi-turn conversation after the prompt; empty: one answer, `text`
+    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: one turn, `text`
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one response is worth; where that could not be found, 0 and why."""
+    """The score of one response: a value, or the reason why it could not be scored (with value 0)."""
 
     value: float
-    failure: str | None = None  # why there is no value; None: there is one
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # named numbers behind the value, logged as reward/<name>_mean
-    turn_values: tuple[float, ...] | None = None  # of each assistant turn; `value` is their sum
-    terms: dict[str, float] = field(default_factory=dict)  # what a combined reward is made of, before weights
+    failure: str | None = None  # why scoring failed; None: it did not
+    parts: dict[str, float] = field(default_factory=dict)  # named components, logged as reward/<name>_mean
+    turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
+    terms: dict[str, float] = field(default_factory=dict)  # the unweighted values that a combined reward sums
 
     @classmethod
     def failed(
         cls, why: str, parts: Mapping[str, float] | None = None, terms: Mapping[str, float] | None = None
     ) -> "Score":
-        """A value of 0 with its reason, cut to a length that logs can take."""
+        """Return a failed score with value 0. The reason is cut to 500 characters for the logs."""
         why = why if len(why) <= 500 else why[:500] + "..."
         return cls(0.0, failure=why, parts=dict(parts or {}), terms=dict(terms or {}))
 
     @classmethod
     def of_turns(cls, turn_values: Sequence[float], **more: Any) -> "Score":
-        """The score of a conversation from the values of its assistant turns."""
+        """Return the score of a multi-turn response from the values of its assistant turns."""
         return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **more)
 
 
 class Reward(Protocol):
-    """Any callable of this form can be named in `reward._target_`; it may also be a coroutine function.
+    """Interface of a reward. `reward._target_` may name any callable of this form, also a coroutine function.
 
-    It gets the whole list, in which the responses to one prompt are complete and stand together. It is called in a
-    worker process under a time limit; when it raises, hangs or dies, it is called again with each prompt's responses
-    alone, and at last with single responses, so that only the guilty ones fail. A class may say otherwise of itself:
+    The reward gets all responses of a batch. Those of one prompt are complete and adjacent. It runs in a worker
+    process with a time limit. If a call raises, hangs or crashes, the reward is called again with the responses of one
+    prompt at a time, and then with single responses, so that only the responses that cause the failure fail. A class
+    may declare attributes that change this:
 
-    - `per_sample = True`: it scores each response by itself; responses are spread over the workers, one at a time.
-    - `whole_groups = True`: its values depend on the other responses to the prompt; it never gets a part of a group.
-    - `in_process = True`: it is quick and cannot hang or die (or only waits for the network); no worker is used.
-    - `imports = ("module", ...)`: heavy modules that all workers share, so that a new worker starts quickly.
+    - `per_sample = True`: it scores each response independently. The workers get one response per call.
+    - `whole_groups = True`: a score depends on the other responses to the prompt. It never gets a part of a group.
+    - `in_process = True`: it is fast and cannot hang or crash, or it only waits for the network. It runs in the
+      calling process.
+    - `imports = ("module", ...)`: slow imports that are preloaded once for all workers, so that a new worker starts
+      fast.
     """
 
     def __call__(self, responses: list[Response]) -> Sequence[float | Score] | Awaitable[Sequence[float | Score]]: ...
 
 
 def as_number(value: Any) -> float:
-    """A finite float from a number, bool or array of one number.
-
-    Raises: ValueError for anything else.
-    """
-    if hasattr(value, "item") and not isinstance(value, Real):  # an array or tensor of somebody else's
+    """Return a finite float from a number, a bool or an array with one number. Raises ValueError for anything else."""
+    if hasattr(value, "item") and not isinstance(value, Real):  # an array or tensor
         value = value.item()
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {str(value)[:80]!r} ({type(value).__name__}).")
@@ -92,11 +88,11 @@ def as_number(value: Any) -> float:
 
 
 def as_score(value: Any, response: Response) -> Score:
-    """What a reward gave for one response, checked; a failed Score where it is no finite number."""
+    """Return the checked Score from what a reward returned for one response; a failed Score if that is not a finite number."""
     try:
         return _checked(value, response) if isinstance(value, Score) else Score(as_number(value))
-    except Exception as error:  # whatever numbers and mappings of somebody else's can raise
-        return Score.failed(f"the reward gave no score: {error or type(error).__name__}")
+    except Exception as error:  # user-defined numbers and mappings may raise anything
+        return Score.failed(f"the reward returned no valid score: {error or type(error).__name__}")
 
 
 def _checked(score: Score, response: Response) -> Score:
@@ -115,23 +111,23 @@ def _checked(score: Score, response: Response) -> Score:
 
 
 def _named(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Parts with names that a metric can have."""
+    """Return parts with names that are valid in metric names."""
     return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses, as the driver needs them."""
+    """Scores of B responses as columns, for the driver."""
 
-    values: NDArray[np.float64]  # [B] 0 where scoring failed
+    values: NDArray[np.float64]  # [B] 0 if scoring failed
     failed: NDArray[np.bool_]  # [B]
-    parts: dict[str, NDArray[np.float64]]  # each [B]; NaN where a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] per assistant turn, from rewards that give them
-    seconds: float  # spent on decoding and scoring, where that happened
+    parts: dict[str, NDArray[np.float64]]  # each [B]; NaN if a response has no such part
+    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values per assistant turn, from rewards that return them
+    seconds: float  # wall time of decoding and scoring
 
     @classmethod
     def of(cls, scores: Sequence[Score], seconds: float = 0.0) -> "Scores":
-        """Columns of a list of scores."""
+        """Return the columns of a list of scores."""
         names = sorted({name for score in scores for name in score.parts})
         return cls(
             np.array([score.value for score in scores], np.float64),
@@ -142,7 +138,7 @@ class Scores:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means over the responses: of the reward, of each part that was given, and of failures."""
+        """Return means over the responses: reward, each part (over the responses that have it), and fraction of failures."""
         parts = {f"reward/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
         return parts | {
             "reward/mean": float(self.values.mean()),
@@ -156,19 +152,17 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class Weighted:
-    """The weighted sum of named parts; each part is logged as `reward/<name>_mean`, before its weight.
+    """Weighted sum of named rewards, the parts. Each part is logged as `reward/<name>_mean`, before its weight.
 
-    The parts are also the `terms` of every score, 0 for one that failed: what an algorithm that normalises each by itself
-    is given.
+    The unweighted values are also the `terms` of every score (0 for a failed part); GDPO normalises each of them
+    separately. A response fails if one of its parts fails. Parts of a part are named `<name>_<part>`. Values per turn
+    are summed per turn; the value of a part without turn values is added to the last turn.
 
-    A response fails when one of its parts fails: a sum without it would be another reward. Parts of a part are named
-    `<name>_<part>`. Values per turn add up likewise; a part without them counts at the last turn.
-
-    Raises: ValueError for parts and weights with different names, or names that no metric can have.
+    Raises ValueError if parts and weights have different names, or if a name is not valid in a metric name.
     """
 
     parts: Mapping[str, Reward]
-    weights: Mapping[str, float] = field(default_factory=dict)  # by name of the part; empty: all 1
+    weights: Mapping[str, float] = field(default_factory=dict)  # by part name; empty: all 1
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -188,7 +182,7 @@ class Weighted:
                 raise ValueError(f"weights.{name}={weight!r}: expected a number.")
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """Scores by calling the parts, all of them sync, one after another; mrl.rewards.scorer runs them side by side."""
+        """Score by calling the parts one after another; none may be a coroutine function. A Scorer runs the parts in parallel."""
         found: dict[str, list[Score]] = {}
         for name, part in self.parts.items():
             values: Any = part(responses)
@@ -196,7 +190,7 @@ class Weighted:
         return self.combine(found)
 
     def combine(self, found: Mapping[str, list[Score]]) -> list[Score]:
-        """Total scores from the scores of each part, all lists in the order of the responses."""
+        """Return the total scores from the scores of each part. All lists are in the order of the responses."""
         count = len(next(iter(found.values())))
         return [self._total({name: scores[i] for name, scores in found.items()}) for i in range(count)]
 
@@ -210,8 +204,8 @@ class Weighted:
         turns = max((len(score.turn_values) for score in found.values() if score.turn_values is not None), default=0)
         values = [0.0] * max(turns, 1)
         for name, score in found.items():
-            weight, given = self.weights.get(name, 1.0), score.turn_values or (score.value,)
-            for i, value in enumerate(given, start=len(values) - len(given)):
+            weight, values_of_part = self.weights.get(name, 1.0), score.turn_values or (score.value,)
+            for i, value in enumerate(values_of_part, start=len(values) - len(values_of_part)):
                 values[i] += weight * value
         if turns:
             return Score.of_turns(values, parts=parts, terms=terms)

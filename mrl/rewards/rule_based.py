@@ -1,4 +1,4 @@
-"""Rewards for problems with one right answer: 1 when it is found in the response, else 0."""
+"""Rule-based rewards: answers compared with the ground truth, and the form, length and repetition of a response."""
 
 import math
 import re
@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 
 from mrl.rewards.reward_types import Response
 
-# FROM: Reward for questions with lettered options.
-# FROM: Rewards for how a response is written, whatever it says: its form, its length, its repetitions.
-
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _MARKED = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-_TAIL = 4000  # characters of a response in which its answer is looked for
+_TAIL = 4000  # the answer is searched in this number of last characters
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The whole response, spaces around it left out, is the answer."""
+    """1 if the stripped response equals the ground truth, else 0."""
 
     in_process: ClassVar[bool] = True
 
@@ -28,17 +25,20 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class GSM8K:
-    """The final number is the answer: the last one after `####` (strict), or else the last number at all."""
+    """1 if the final number equals the ground truth, else 0. The final number is the last one after `####`.
+
+    Without `strict`, a response without `####` is judged by its last number.
+    """
 
     in_process: ClassVar[bool] = True
 
-    strict: bool = True  # False: also accept a last number that is not marked
+    strict: bool = True  # False: accept a last number without ####
 
     def __call__(self, responses: list[Response]) -> list[float]:
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """The final number, the same text for the same number; None where there is none."""
+        """Return the final number in a canonical form; None without one."""
         found = _MARKED.findall(response.text)
         if not found and not self.strict:
             found = _NUMBER.findall(response.text)
@@ -50,33 +50,33 @@ class GSM8K:
 
 
 def _canonical(text: str) -> str | None:
-    """The same text for the same number; None where it is none."""
+    """Return a number in a canonical form, the same for equal numbers; None if the text is not a number."""
     try:
-        return repr(float(text.replace(",", "")) + 0.0)  # -0 is 0
+        return repr(float(text.replace(",", "")) + 0.0)  # turns -0 into 0
     except ValueError:
         return None
 
 
 @dataclass(frozen=True)
 class MathVerify:
-    r"""The answer equals the ground truth as mathematics: \frac{1}{2} is 0.5 is 1/2 (the math-verify library).
+    r"""1 if the answer is mathematically equal to the ground truth, else 0: \frac{1}{2} = 0.5 = 1/2 (library math-verify).
 
     The answer is the last \boxed{...} of the response, or else its last formula or number. The ground truth is a number
-    or LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters are read. Some comparisons never end;
-    the scorer's limit ends them.
+    or LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters are read. Some comparisons do not
+    terminate; the time limit of the scorer ends them.
     """
 
     per_sample: ClassVar[bool] = True
     imports: ClassVar[tuple[str, ...]] = ("math_verify",)
 
-    boxed: bool = False  # True: an answer that is not in \boxed{...} is wrong
+    boxed: bool = False  # True: only an answer in \boxed{...} counts
 
     def __call__(self, responses: list[Response]) -> list[float]:
-        """Raises ValueError where the ground truth of a response is no mathematics."""
+        """Return 0 or 1 per response. Raises ValueError if a ground truth is neither a number nor LaTeX."""
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """The last boxed answer without spaces, or else the last number; not simplified, so equals may be told apart."""
+        """Return the last boxed answer without spaces, or else the last number. It is not simplified."""
         found = last_boxed(response.text)
         if found is None and not self.boxed:
             found = (_NUMBER.findall(response.text[-_TAIL:]) or [None])[-1]
@@ -91,7 +91,7 @@ class MathVerify:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete \boxed{...} or \fbox{...} of the text's last 4,000 characters."""
+    r"""Return the content of the last complete \boxed{...} or \fbox{...} in the last 4,000 characters; None without one."""
     tail = text[-_TAIL:]
     for opening in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", tail))):
         depth = 1
@@ -113,12 +113,14 @@ def _parsed_truth(truth: Any) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Readings of the last formula or number: expressions, and its text."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # sympy: a second
+    """Return the parsed forms of the last formula or number: expressions and text."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # sympy takes a second to import
 
-    _quiet()
+    _silence_warnings()
     ways = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    return parse(text, ways, parsing_timeout=0)  # the library's limits are signals that stop no long arithmetic
+    return parse(
+        text, ways, parsing_timeout=0
+    )  # the library's timeouts are signals, which cannot interrupt long arithmetic
 
 
 def _equal(gold: list[Any], answer: list[Any]) -> bool:
@@ -127,38 +129,39 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
     return verify(gold, answer, timeout_seconds=0)
 
 
-def _quiet() -> None:
-    """The library warns about limits that are off; ours are on."""
+def _silence_warnings() -> None:
+    """Silence the library's warning about disabled timeouts; the scorer has its own limits."""
     import logging
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-# Quantifiers are possessive (`*+`): what one skips, the next could skip too, and a response of brackets would take hours.
+# Possessive quantifiers (`*+`) prevent exponential backtracking on responses of many brackets.
 _WRAPPED = r"[\s$*_`\"'({\[]*+(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*+\{\s*+)*+[\s(]*+([%s])(?![A-Za-z'’])"
-_FORMS = (  # the surest first; of one form, the last in the text counts
+_FORMS = (  # in order of priority; of one form, the last match counts
     r"\\boxed\s*+\{%s",
     r"<answer>%s",
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",
 )
-_LONE = r"^[\s*(\[]*+([%s])[\s*)\].:]*+$"  # a line with nothing but the letter
+_LONE = r"^[\s*(\[]*+([%s])[\s*)\].:]*+$"  # a line with the letter only
 _OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # "B) because ..."
 
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    r"""1 when the response chooses the letter of the ground truth, else 0.
+    r"""1 if the response chooses the letter of the ground truth, else 0.
 
-    Read, in this order: \boxed{B}, <answer>B</answer>, "the answer is (B)", a line with the letter alone, and a response
-    that begins with "B)" or "B." Capital letters only, so that the article "a" is no choice; of several of one form the
-    last counts.
+    Accepted forms, in order of priority: \boxed{B}, <answer>B</answer>, "the answer is (B)", a line with only the
+    letter, and a response that begins with "B)" or "B." The last match of a form counts. Only capital letters count,
+    because "a" is also an article.
 
-    Raises: ValueError when `letters` are not capital letters; for a response, when its ground truth is none of them.
+    Raises ValueError if `letters` are not capital letters. A response whose ground truth is not one of them also
+    raises it.
     """
 
     in_process: ClassVar[bool] = True
 
-    letters: str = "ABCDEFGHIJ"  # of the options
+    letters: str = "ABCDEFGHIJ"  # letters of the options
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[A-Z]+", self.letters):
@@ -168,11 +171,11 @@ class MultipleChoice:
         return [float(self.choice(r.text) == self._truth(r.ground_truth)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """The letter that a response votes for."""
+        """Return the letter that a response chooses."""
         return self.choice(response.text)
 
     def choice(self, text: str) -> str | None:
-        """The letter that a response settles on; None when it chooses nothing."""
+        """Return the letter that a text chooses; None if it chooses none."""
         text = re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
         tail = text[-4000:]
         wrapped = _WRAPPED % self.letters
@@ -187,21 +190,21 @@ class MultipleChoice:
     def _truth(self, truth: Any) -> str:
         letter = str(truth).strip(" ().:").upper()
         if len(letter) != 1 or letter not in self.letters:
-            raise ValueError(f"the ground truth {str(truth)[:80]!r} is none of the letters {self.letters}.")
+            raise ValueError(f"the ground truth {str(truth)[:80]!r} is not one of the letters {self.letters}.")
         return letter
 
 
 @dataclass(frozen=True)
 class Format:
-    """1 when the whole response has the form, else 0.
+    """1 if the whole response has the given form, else 0.
 
-    With `tags` (think, answer) it is `<think>...</think> <answer>...</answer>`: each tag once, in this order, nothing but
-    white space around them. A `pattern` is a regular expression of the whole response, in which `.` is also a line break.
+    `tags` (think, answer) mean `<think>...</think> <answer>...</answer>`: each tag once, in this order, with only
+    white space around them. `pattern` is a regular expression of the whole response, in which `.` matches line breaks.
 
-    Raises: ValueError when the pattern is no regular expression, or neither or both are given.
+    Raises ValueError for an invalid regular expression, and unless exactly one of `tags` and `pattern` is set.
     """
 
-    tags: tuple[str, ...] = ()  # or the name of one
+    tags: tuple[str, ...] = ()  # or one tag as a text
     pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -228,7 +231,7 @@ class Format:
             before, found, text = text.partition(mark)
             if not found or any(other in before for other in marks):
                 return False
-            outside += before if number % 2 == 0 else ""  # between two pairs, or before the first
+            outside += before if number % 2 == 0 else ""  # text before an opening tag
         return not (outside + text).strip()
 
 
@@ -240,9 +243,9 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Length:
-    """1 for an empty response, falling to 0 at `max_tokens` and beyond: along a line, or along half a cosine.
+    """1 for an empty response, decreasing to 0 at `max_tokens` and beyond, linearly or as half a cosine.
 
-    Raises: ValueError for an unknown shape, or when `max_tokens` is below 1.
+    Raises ValueError for an unknown shape, and if `max_tokens` is below 1.
     """
 
     in_process: ClassVar[bool] = True
@@ -262,17 +265,18 @@ class Length:
 
 @dataclass(frozen=True)
 class Overlong:
-    """The soft punishment of long responses of DAPO (Yu et al. 2025, equation 13).
+    """DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
 
-    0 up to `max_tokens - cache_tokens` sampled tokens, from there falling to -1 at `max_tokens`, -1 beyond.
+    It is 0 up to `max_tokens - cache_tokens` sampled tokens, decreases linearly to -1 at `max_tokens`, and is -1
+    beyond.
 
-    Raises: ValueError unless 0 < cache_tokens <= max_tokens.
+    Raises ValueError unless 0 < cache_tokens <= max_tokens.
     """
 
     in_process: ClassVar[bool] = True
 
     max_tokens: int  # L_max
-    cache_tokens: int  # L_cache: the last tokens, in which the punishment grows
+    cache_tokens: int  # L_cache: length of the interval in which the punishment grows
 
     def __post_init__(self) -> None:
         if not 0 < self.cache_tokens <= self.max_tokens:
@@ -285,12 +289,12 @@ class Overlong:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Minus the fraction of word n-grams that came before: 0 when all are distinct, near -1 for a loop.
+    """Minus the fraction of repeated word n-grams: 0 if all are distinct, near -1 for a loop.
 
-    After the repetition penalty of Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs), as a fraction
-    of the response in place of a price per token.
+    It follows the repetition penalty of Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs), but as
+    a fraction of the response instead of a penalty per token.
 
-    Raises: ValueError when `ngram` is below 1.
+    Raises ValueError if `ngram` is below 1.
     """
 
     in_process: ClassVar[bool] = True

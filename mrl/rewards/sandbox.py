@@ -1,9 +1,10 @@
-"""A locked-down place to run Python that nobody has read: a model's answer, or the code tool of an agent.
+"""Sandbox for untrusted Python: programs in responses, and the code tool of agents.
 
-One run is one process (`mrl/rewards/sandbox_child.py`) that has given up, before the program is compiled, the network, new processes,
-other processes and every file but the Python installation's and those of its own temporary folder. The kernel keeps these
-promises (Landlock, seccomp, resource limits); this file starts the process, watches what no kernel limit covers, ends it in
-time and says why it ended. docs/tutorials/reward.md tells what is locked and what is not.
+Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before it compiles the program, this process
+gives up the network, new processes, other processes, and all files except the Python installation and its own
+temporary folder. The kernel enforces this (Landlock, seccomp, resource limits). This module starts the process, checks
+the limits that the kernel does not cover, ends the process in time, and reports why it ended. docs/code_rewards.md
+lists what is locked and what is not.
 """
 
 import difflib
@@ -30,34 +31,34 @@ from typing import Any, Literal, Self
 from mrl.rewards import sandbox_child
 
 Reason = Literal[
-    "ok",  # ended by itself with status 0
-    "wrong exit",  # ended by itself with another status, as after an uncaught exception
-    "forbidden",  # ended by an uncaught refusal: a file, the network, a new process
+    "ok",  # exited with status 0
+    "wrong exit",  # exited with another status, for example after an uncaught exception
+    "forbidden",  # uncaught PermissionError: a file, the network, a new process
     "time limit",  # wall clock
     "cpu limit",
     "memory",
     "too much output",
     "too many threads",
     "too much on disk",  # bytes or files
-    "killed",  # by a signal not sent here: a crash, or the kernel short of memory
+    "killed",  # by a signal from elsewhere: a crash, or the kernel out of memory
 ]
-_TICK_S = 0.02  # between two looks at threads and files
-_PF_EXITING = 0x4  # of the flags in /proc/PID/stat
-_LEAST_MEMORY = 64 << 20  # for the interpreter to start at all
-_START_S = 30.0  # for an interpreter to start and lock itself, however loaded the machine is
+_TICK_S = 0.02  # seconds between two checks of threads and files
+_PF_EXITING = 0x4  # flag in /proc/PID/stat
+_LEAST_MEMORY = 64 << 20  # bytes that the interpreter needs to start
+_START_S = 30.0  # seconds for the interpreter to start and lock itself, also on a loaded machine
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 _DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one run may use. Raises ValueError for one that nothing could run in."""
+    """Resource limits of one run. Raises ValueError for a limit that is too small."""
 
     wall_s: float = 10.0
-    cpu_s: int = 10  # all threads together
-    memory_bytes: int = 1 << 30  # address space, of which the bare interpreter takes about 20 MiB
-    output_bytes: int = 1 << 20  # of stdout and of stderr, each
-    disk_bytes: int = 16 << 20  # all files of its folder together
+    cpu_s: int = 10  # of all threads together
+    memory_bytes: int = 1 << 30  # address space; the interpreter itself takes about 20 MiB
+    output_bytes: int = 1 << 20  # limit of stdout, and of stderr
+    disk_bytes: int = 16 << 20  # all files in its folder together
     files: int = 64
     threads: int = 32
 
@@ -71,36 +72,36 @@ class SandboxLimits:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From a config's node. Raises ValueError for a name that is no limit."""
+        """Return the limits of a config node. Raises ValueError for an unknown name."""
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in values if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"{unknown[0]!r} is no limit of the sandbox; did you mean {near!r}? SandboxLimits: {', '.join(known)}."
+                f"{unknown[0]!r} is not a limit of the sandbox; did you mean {near!r}? SandboxLimits: {', '.join(known)}."
             )
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a run ended. Output is decoded as UTF-8; bytes that are none become U+FFFD."""
+    """Result of a run. Output is decoded as UTF-8; invalid bytes become U+FFFD."""
 
     reason: Reason
-    detail: str  # the reason in words: the limit, or the program's last line on stderr
+    detail: str  # the limit, or the last line on stderr
     stdout: str
     stderr: str
-    returncode: int  # as of subprocess: -N for signal N
-    seconds: float  # wall clock of the program, without the start of its interpreter
+    returncode: int  # as in subprocess: -N for signal N
+    seconds: float  # wall time of the program, without the start of the interpreter
 
     @property
     def failure(self) -> str | None:
-        """Reason and detail in one line; None for a normal end."""
+        """Reason and detail in one line; None after a normal end."""
         return None if self.reason == "ok" else f"{self.reason}: {self.detail}"
 
 
 @functools.cache
-def why_unavailable() -> str | None:
-    """What this machine lacks to lock a program in; None: nothing."""
+def unavailable_reason() -> str | None:
+    """Return what this machine lacks for the sandbox; None if nothing."""
     if sys.platform != "linux" or os.uname().machine not in sandbox_child.ARCHITECTURES:
         return f"it needs Linux on {' or '.join(sandbox_child.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
     if sandbox_child.landlock_abi() < 1:
@@ -110,26 +111,30 @@ def why_unavailable() -> str | None:
     return None
 
 
-def require() -> None:
-    """Raises: ValueError where untrusted code cannot be locked in, with what is missing."""
-    if lacks := why_unavailable():
+def require_sandbox() -> None:
+    """Raise ValueError if this machine does not support the sandbox, with what it lacks."""
+    if lacks := unavailable_reason():
         raise ValueError(
             f"untrusted code cannot be run on this machine: {lacks}; choose a reward or tool that runs none."
         )
 
 
 def run_python(source: str, limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a program that reads nothing, as a code tool does; see `run`."""
+    """Run a program without input, for example for a code tool; see `run`."""
     return run(source, "", limits or SandboxLimits())
 
 
 def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = ()) -> SandboxResult:
-    """Run the Python program `source` on `stdin`, and return when nothing of it is left.
+    """Run the Python program `source` on `stdin` and return when its process has ended.
 
-    path: further folders that it may read and import from, beside the standard library.
-    Raises: ValueError where the machine cannot lock it in, RuntimeError if the lock failed; it has then not run.
+    Args:
+        path: folders besides the standard library that it may read and import from.
+
+    Raises:
+        ValueError: the machine does not support the sandbox.
+        RuntimeError: locking the process failed; the program has not run.
     """
-    require()
+    require_sandbox()
     with (
         tempfile.TemporaryDirectory(prefix="mrl-code-", ignore_cleanup_errors=True) as folder,
         _sealed("source", source) as source_file,
@@ -147,7 +152,7 @@ def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = 
 
 @contextmanager
 def _sealed(name: str, text: str) -> Iterator[int]:
-    """A file in memory that nobody can change any more, read from its beginning."""
+    """Yield the descriptor of a sealed in-memory file with `text`, which nothing can change."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", buffering=0) as file:
         data = memoryview(text.encode("utf-8", "replace"))
@@ -163,7 +168,7 @@ def _sealed(name: str, text: str) -> Iterator[int]:
 def _start(
     folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a bare interpreter on sandbox_child.py; also the descriptor on which it will say that it is locked."""
+    """Start an interpreter on sandbox_child.py. Return it and the descriptor on which it reports that it is locked."""
     ready, status = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
@@ -201,20 +206,20 @@ def _start(
 
 @dataclass
 class _Run:
-    """One started process, until its end."""
+    """One process of the sandbox, from start to end."""
 
     process: subprocess.Popen[bytes]
     folder: Path
     limits: SandboxLimits
     stdin: os.stat_result
     output: dict[int, bytearray] = field(default_factory=dict)  # by descriptor
-    stopped: tuple[Reason, str] | None = None  # why it was ended from here
+    stopped: tuple[Reason, str] | None = None  # why this module ended it
     started: float = 0.0
     checked: float = 0.0
 
     def wait_for_lock(self, ready: int) -> None:
-        """Raises: RuntimeError unless the process says that it is locked."""
-        poll = select.poll()  # select() knows no descriptor above 1023
+        """Wait until the process reports that it is locked. Raises RuntimeError if it does not."""
+        poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(ready, select.POLLIN)
         if poll.poll(_START_S * 1000) and os.read(ready, 64) == sandbox_child.LOCKED:
             return
@@ -223,7 +228,7 @@ class _Run:
         raise RuntimeError(f"the sandbox could not be locked, nothing was run: {_last_line(said) or 'no answer'}")
 
     def watch(self) -> SandboxResult:
-        """Read its output and look at what it uses until it has ended, by itself or from here."""
+        """Read its output and check its limits until it has ended, and return the result."""
         assert self.process.stdout and self.process.stderr, "both are pipes"
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
         self.output = {out: bytearray(), err: bytearray()}
@@ -249,7 +254,7 @@ class _Run:
         return SandboxResult(reason, detail, stdout, stderr, self.process.returncode, seconds)
 
     def _read(self, descriptor: int) -> bool:
-        """Take what is there, up to the limit; False at the end."""
+        """Read available output, up to the limit. Return False at the end of the output."""
         room = self.limits.output_bytes - len(self.output[descriptor])
         chunk = os.read(descriptor, 1 << 16)
         self.output[descriptor] += chunk[:room]
@@ -259,7 +264,7 @@ class _Run:
         return bool(chunk)
 
     def _check(self) -> None:
-        """Stop it for what no limit of the kernel covers; it has not ended."""
+        """Stop the running process if it exceeds a limit that the kernel does not enforce."""
         now = time.monotonic()
         if now - self.checked < _TICK_S:
             return
@@ -275,7 +280,7 @@ class _Run:
         self._check_disk()
 
     def _check_disk(self) -> None:
-        blocks: dict[tuple[int, int], int] = {}  # of each file, whatever number of names it has
+        blocks: dict[tuple[int, int], int] = {}  # blocks of each file, counted once for all its hard links
         names = 0
         try:
             for names, found in enumerate(self._files(), start=1):
@@ -283,18 +288,18 @@ class _Run:
                 if names > self.limits.files:
                     return self._stop("too much on disk", f"more than {self.limits.files} files")
         except PermissionError:
-            return self._stop("forbidden", "its open files cannot be looked at")
+            return self._stop("forbidden", "its open files cannot be inspected")
         if sum(blocks.values()) * 512 > self.limits.disk_bytes:
             self._stop("too much on disk", f"more than {self.limits.disk_bytes} bytes")
         elif self._maps_removed():
             self._stop("too much on disk", "a removed file is still mapped into memory")
 
     def _files(self) -> Iterator[os.stat_result]:
-        """Its folder's files, by name, and those removed from it but still open; raises PermissionError where it hides them."""
+        """Yield the files in its folder and its removed open files. Raises PermissionError if it hides its open files."""
         for entry in os.scandir(self.folder):
-            with suppress(OSError):  # removed meanwhile
+            with suppress(OSError):  # removed in the meantime
                 yield entry.stat(follow_symlinks=False)
-        removed: dict[int, os.stat_result] = {}  # by inode: threads share their descriptors
+        removed: dict[int, os.stat_result] = {}  # by inode, because threads share descriptors
         for task in self._tasks():
             for found in _opened(task):
                 if stat.S_ISREG(found.st_mode) and not found.st_nlink and not os.path.samestat(found, self.stdin):
@@ -302,16 +307,16 @@ class _Run:
         yield from removed.values()
 
     def _maps_removed(self) -> bool:
-        """Whether a file removed from its folder is mapped: it takes disk, and nobody can see how much."""
+        """Whether a file removed from its folder is mapped. It takes disk space that cannot be measured."""
         inside = os.fsencode(os.path.realpath(self.folder)) + b"/"
         for task in self._tasks():
-            with suppress(OSError):  # it ends
-                if maps := Path(f"{task}/maps").read_bytes():  # the same of all threads that live
+            with suppress(OSError):  # the thread ends
+                if maps := Path(f"{task}/maps").read_bytes():  # the same for all live threads
                     return any(line.endswith(b" (deleted)") and inside in line for line in maps.splitlines())
         return False
 
     def _tasks(self) -> list[str]:
-        """Its threads, as folders of /proc; the first of them may end before the others, and then shows nothing."""
+        """Return the /proc folders of its threads. The main thread may end before the others; its folder is then empty."""
         with suppress(OSError):  # it has ended
             return [entry.path for entry in os.scandir(f"/proc/{self.process.pid}/task")]
         return []
@@ -319,10 +324,12 @@ class _Run:
     def _stop(self, reason: Reason, detail: str) -> None:
         if not self.stopped:
             self.stopped = reason, detail
-            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill would reap it, and with it what it has used
+            os.kill(
+                self.process.pid, signal.SIGKILL
+            )  # Popen.kill might reap the process, and its resource usage would be lost
 
     def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
-        """Why it ended by itself; `usage` is what it has used."""
+        """Return why the process ended, if this module did not stop it. `usage` is its resource usage."""
         code, said = self.process.returncode, _last_line(stderr)
         cpu = usage.ru_utime + usage.ru_stime
         if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self.limits.cpu_s):
@@ -340,7 +347,7 @@ class _Run:
 
 
 def _opened(task: str) -> Iterator[os.stat_result]:
-    """What a thread has open; raises PermissionError where it lives and does not let that be seen."""
+    """Yield the open files of a thread. Raises PermissionError if the thread is alive and they are not readable."""
     try:
         opened = list(os.scandir(f"{task}/fd"))
     except PermissionError:
@@ -350,12 +357,12 @@ def _opened(task: str) -> Iterator[os.stat_result]:
     except OSError:  # it has ended
         return
     for entry in opened:
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             yield os.stat(entry.path)
 
 
 def _is_ending(task: str) -> bool:
-    """Whether a thread is on its way out: /proc then gives its files to root, before they are gone."""
+    """Whether a thread is exiting. Its /proc files then belong to root for a moment before they vanish."""
     try:
         flags = int(Path(f"{task}/stat").read_bytes().rpartition(b")")[2].split()[6])
     except OSError:
@@ -363,10 +370,10 @@ def _is_ending(task: str) -> bool:
     return bool(flags & _PF_EXITING)
 
 
-# How an uncaught exception begins, in the last line on stderr, when it tells of a limit.
+# Start of the last line on stderr, for uncaught exceptions that a limit causes.
 _REFUSALS: dict[str, Reason] = {
     "PermissionError: ": "forbidden",
-    "OSError: [Errno 38]": "forbidden",  # ENOSYS: a call that does not exist inside
+    "OSError: [Errno 38]": "forbidden",  # ENOSYS: a system call that the sandbox hides
     "MemoryError": "memory",
     "OSError: [Errno 12]": "memory",  # ENOMEM
     "RuntimeError: can't start new thread": "too many threads",
@@ -375,5 +382,5 @@ _REFUSALS: dict[str, Reason] = {
 
 
 def _last_line(text: str) -> str:
-    """The last line that says something, in 300 characters at most."""
+    """Return the last non-empty line, cut to 300 characters."""
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")

@@ -1,9 +1,9 @@
-"""What runs inside the sandbox: lock this process down for good, then run somebody else's program in it.
+"""The child process of the sandbox: locks itself down irrevocably, then runs an untrusted program.
 
-`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S sandbox_child.py CONFIG`), so it imports the
-standard library only, and of that what starts at once (not json, signal or typing). The order matters: limits, Landlock,
-capabilities, seccomp, and only then is the program even compiled. A step that fails ends the process before `LOCKED` is
-written, and the sandbox then says that nothing was run.
+`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S sandbox_child.py CONFIG`).
+Therefore it imports only fast modules of the standard library (not json, signal or typing). The order matters:
+resource limits, Landlock, capabilities, seccomp, and only then the program is compiled. If a step fails, the process
+ends before it writes `LOCKED`, and the sandbox reports that nothing was run.
 """
 
 import builtins
@@ -15,13 +15,13 @@ import struct
 import sys
 import types
 
-LOCKED = b"locked"  # written to the status pipe once nothing more can go wrong but the program itself
+LOCKED = b"locked"  # written to the status pipe after locking has succeeded
 
 # -- seccomp: system calls ------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column in the tables below
 
-# Name, number on x86_64, number on aarch64 (`-`: it has none). Refused with EPERM whatever the arguments.
+# Name, number on x86_64, number on aarch64 (`-`: none). These calls fail with EPERM for any arguments.
 DENIED = """
 network      socket 41 198, connect 42 203, accept 43 202, accept4 288 242, bind 49 200, listen 50 201,
              sendmsg 46 211, sendmmsg 307 269
@@ -47,8 +47,8 @@ machine      mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, uns
              adjtimex 159 171, clock_adjtime 305 266
 """
 
-# From this number on, both architectures agree, and whatever is not named here does not exist (ENOSYS): io_uring, clone3,
-# openat2, pidfds, new mounts, and what later kernels bring. The x32 calls of x86_64 lie above it too.
+# From this number on, both architectures use the same numbers. Calls that are not listed here fail with ENOSYS: io_uring,
+# clone3, openat2, pidfds, new mounts, and the calls of later kernels. The x32 calls of x86_64 have larger numbers and fail too.
 FIRST_COMMON = 424
 ALLOWED_COMMON = {
     "faccessat2": 439,
@@ -62,35 +62,35 @@ ALLOWED_COMMON = {
 }
 
 _SOCK_STREAM, _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 1, 8, 15, 0x8901, 0x8902
-_THREAD = 0x10000 | 0x400  # CLONE_THREAD, CLONE_FILES: with descriptors of its own it could hide files from who watches
+_THREAD = 0x10000 | 0x400  # CLONE_THREAD, CLONE_FILES: a thread with its own descriptors could hide open files
 _ANY = 0xFFFFFFFF
 _TRUNCATES, _HOW = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
 
 
-# A call that depends on an argument: numbers on x86_64 and aarch64, which argument, mask, values, whether these are the
-# only ones allowed (True) or the ones refused (False).
+# Rule for a call that depends on an argument: numbers on x86_64 and aarch64, index of the argument, mask, values, and
+# whether only these values are allowed (True) or these values are refused (False).
 Rule = tuple[tuple[int, int | None], int, int, tuple[int, ...], bool]
 
 
-def judged(pid: int) -> list[Rule]:
-    """The calls of process `pid` that are looked at more closely."""
+def argument_rules(pid: int) -> list[Rule]:
+    """Return the rules for system calls of process `pid` that are allowed or refused by an argument."""
     return [
-        ((56, 220), 0, _THREAD, (_THREAD,), True),  # clone: threads yes, processes no
-        ((62, 129), 0, _ANY, (pid,), True),  # kill: itself only
-        ((234, 131), 0, _ANY, (pid,), True),  # tgkill: itself only
-        ((302, 261), 0, _ANY, (0,), True),  # prlimit64: its own limits only
-        ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: streams only, they reach nobody else
-        ((72, 25), 1, _ANY, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to others through a file
-        ((16, 29), 1, _ANY, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: likewise
+        ((56, 220), 0, _THREAD, (_THREAD,), True),  # clone: only threads, no processes
+        ((62, 129), 0, _ANY, (pid,), True),  # kill: only itself
+        ((234, 131), 0, _ANY, (pid,), True),  # tgkill: only itself
+        ((302, 261), 0, _ANY, (0,), True),  # prlimit64: only its own limits
+        ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: only streams, which connect no other process
+        ((72, 25), 1, _ANY, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to other processes
+        ((16, 29), 1, _ANY, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: no signals to other processes
         (
             (157, 167),
             0,
             _ANY,
             (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE),
             False,
-        ),  # prctl: it dies with its parent, and is seen
-        ((2, None), 1, _HOW, (_TRUNCATES,), False),  # open: truncating what is opened to read, see openat
-        ((257, 56), 2, _HOW, (_TRUNCATES,), False),  # openat: likewise; Landlock misses it before ABI 3
+        ),  # prctl: it must end with its parent, and stay inspectable
+        ((2, None), 1, _HOW, (_TRUNCATES,), False),  # open: no truncation of files opened for reading
+        ((257, 56), 2, _HOW, (_TRUNCATES,), False),  # openat: the same; Landlock does not cover it before ABI 3
     ]
 
 
@@ -103,12 +103,12 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def denied(column: int) -> list[int]:
-    """Numbers of the calls refused whatever their arguments; `column`: 0 for x86_64, 1 for aarch64."""
+    """Return the numbers of the calls in DENIED. `column`: 0 for x86_64, 1 for aarch64."""
     entries = [entry.split()[-3:] for entry in DENIED.replace(",\n", ",").replace("\n", ",").split(",") if entry]
     return [int(entry[1 + column]) for entry in entries if entry[1 + column] != "-"]
 
 
-def _judge(number: int, argument: int, mask: int, values: tuple[int, ...], allowed: bool) -> list[bytes]:
+def _argument_filter(number: int, argument: int, mask: int, values: tuple[int, ...], allowed: bool) -> list[bytes]:
     match, other = (_ALLOW, _EPERM) if allowed else (_EPERM, _ALLOW)
     body = [_instruction(_LOAD, 16 + 8 * argument), _instruction(_AND, mask)]  # low half of seccomp_data.args[argument]
     body += [_instruction(_EQUAL, value, len(values) - i) for i, value in enumerate(values)]
@@ -117,7 +117,7 @@ def _judge(number: int, argument: int, mask: int, values: tuple[int, ...], allow
 
 
 def seccomp_program(machine: str, pid: int) -> bytes:
-    """The BPF program that every system call of this process passes: an array of `struct sock_filter`."""
+    """Return the BPF program that filters every system call of this process, as an array of `struct sock_filter`."""
     audit, column = ARCHITECTURES[machine]
     common = sorted(ALLOWED_COMMON.values())
     program = [
@@ -131,9 +131,9 @@ def seccomp_program(machine: str, pid: int) -> bytes:
     program += [_instruction(_RETURN, _ENOSYS), _instruction(_RETURN, _ALLOW)]
     for number in denied(column):
         program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _EPERM)]
-    for numbers, argument, mask, values, allowed in judged(pid):
+    for numbers, argument, mask, values, allowed in argument_rules(pid):
         if (number := numbers[column]) is not None:
-            program += _judge(number, argument, mask, values, allowed)
+            program += _argument_filter(number, argument, mask, values, allowed)
     return b"".join([*program, _instruction(_RETURN, _ALLOW)])
 
 
@@ -146,10 +146,8 @@ _FILE_RIGHTS = {
     2: (1 << 14) - 1,
     3: (1 << 15) - 1,
     5: (1 << 16) - 1,
-}  # first ABI that knows them: all
-_WORK = (
-    _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-)  # plain files, one level: no folders
+}  # first ABI with these rights -> all rights that it has
+_WORK = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE  # plain files only, no subfolders
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 4, 22, 38, 9
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -162,12 +160,12 @@ def _call(result: int, what: str) -> int:
 
 
 def landlock_abi() -> int:
-    """Version of Landlock that the running kernel offers; 0: none."""
+    """Return the Landlock version of the running kernel; 0 if it has none."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def seccomp_works() -> bool:
-    """Whether the kernel takes seccomp filters that end the process."""
+    """Return whether the kernel supports seccomp filters that kill the process."""
     numbers = {"x86_64": 317, "aarch64": 277}
     action = ctypes.c_uint32(_KILL)
     return _libc.syscall(numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
@@ -184,10 +182,10 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def lock_files(work: str, readable: list[str]) -> None:
-    """Nothing but `readable` can be read from now on, and nothing but plain files in `work` written."""
+    """Restrict file access: read only the paths `readable`, and write only plain files in the folder `work`."""
     abi = landlock_abi()
     handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
-    tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)  # all TCP; abstract sockets and signals of others
+    tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)  # refuse all TCP, abstract sockets and signals
     attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _call(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
     _allow(ruleset, work, _WORK & handled)
@@ -198,11 +196,11 @@ def lock_files(work: str, readable: list[str]) -> None:
     os.close(ruleset)
 
 
-# -- The rest -------------------------------------------------------------------------------------------------------------
+# -- Resource limits, capabilities, start ------------------------------------------------------------------------------
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Hard limits that the kernel keeps; a core file of one byte is the one size that no core handler is started for."""
+    """Set hard resource limits. A core limit of 1 byte is the only one that also starts no core dump handler."""
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -213,13 +211,13 @@ def limit_resources(limits: dict[str, int]) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up what makes root mightier than its user id."""
+    """Drop all capabilities, so that root has only the rights of its user id."""
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _call(_libc.capset(header, nothing), "capset")
 
 
 def lock_calls() -> None:
-    """Put the seccomp filter in place; there is no way to take it off."""
+    """Install the seccomp filter; it cannot be removed."""
     program = seccomp_program(os.uname().machine, os.getpid())
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
@@ -227,9 +225,9 @@ def lock_calls() -> None:
 
 
 def lock(config: dict) -> None:
-    """Lock this process down; raises OSError, before anything else has run, where the kernel refuses a step."""
+    """Lock this process down. Raises OSError if the kernel refuses a step."""
     limit_resources(config["limits"])
-    _libc.mallopt(-8, 1)  # one malloc arena: each further one reserves 64 MiB of the address space that is limited
+    _libc.mallopt(-8, 1)  # one malloc arena, because each one reserves 64 MiB of the limited address space
     _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     lock_files(os.getcwd(), config["readable"])
     drop_capabilities()
@@ -239,7 +237,7 @@ def lock(config: dict) -> None:
 
 
 def _show(source: str):
-    """An excepthook that shows the program's own frames and lines, not those of this file."""
+    """Return an excepthook that shows the frames and lines of the program, without those of this file."""
 
     def show(kind, error, trace) -> None:
         import linecache
@@ -254,7 +252,7 @@ def _show(source: str):
 
 
 def main() -> None:
-    """Lock, tell so, and run the program as `__main__`."""
+    """Lock this process, report it, and run the program as `__main__`."""
     config = marshal.loads(bytes.fromhex(sys.argv[1]))
     lock(config)
     os.write(config["status_fd"], LOCKED)
@@ -262,7 +260,7 @@ def main() -> None:
     with open(config["source_fd"], encoding="utf-8") as file:
         source = file.read()
     sys.argv, sys.path = ["program.py"], sys.path + config["path"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # otherwise the gift of `site`, which -S leaves out
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally set by `site`, which -S disables
     sys.excepthook = _show(source)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(source, "program.py", "exec"), module.__dict__)

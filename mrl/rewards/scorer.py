@@ -1,4 +1,4 @@
-"""Runs a reward so that a response whose scoring fails costs a recorded failure, never the run."""
+"""Runs a reward on batches of responses. A failing reward gives failed scores and never ends the run."""
 
 import inspect
 import logging
@@ -12,21 +12,21 @@ from typing import Any, Self
 from mrl.hang_report.process_registry import track_activity
 from mrl.rewards.reward_calls import CallResult, call_reward
 from mrl.rewards.reward_types import Response, Reward, Score, Weighted
-from mrl.rewards.worker_pool import LATE, WorkerPool
+from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-SHOWN_FAILURES = 3  # of one call, in the log
+SHOWN_FAILURES = 3  # failures logged per call
 
 
 class Scorer:
-    """Scores lists of responses with a reward (see mrl.rewards.reward_types.Reward for how it is called).
+    """Scores batches of responses. mrl.rewards.reward_types.Reward describes how the reward is called.
 
         with Scorer(reward) as scorer:
             scores = scorer(responses)
 
-    No exception, endless loop, crash or odd result of the reward comes through: it is the `failure` of the responses it
-    belongs to, with value 0. A call ends soon after `timeout_s` at the latest.
+    An exception, endless loop, crash or invalid result of the reward becomes the `failure` of the responses that cause
+    it, with value 0. A call ends soon after `timeout_s` at the latest.
     """
 
     def __init__(
@@ -38,26 +38,30 @@ class Scorer:
         timeout_s: float = 300.0,
         memory_gb: float = 4.0,
     ) -> None:
-        """Starts nothing yet.
+        """Prepare scoring without starting processes.
 
-        `workers`: processes, by default one for each core, 8 at most. `sample_timeout_s`: for one response.
-        `timeout_s`: for one call of the scorer; what has no score by then has failed. `memory_gb`: of one process.
+        Args:
+            workers: number of processes; default: one per core, at most 8.
+            sample_timeout_s: limit per response.
+            timeout_s: limit of one call of the scorer. Responses without a score by then fail.
+            memory_gb: memory limit of one process, in GiB.
 
-        Raises: ValueError when the reward cannot be sent to a worker process.
+        Raises:
+            ValueError: the reward cannot be pickled.
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._isolated = [leaf for leaf in _leaves(reward) if not _says(leaf, "in_process")]
+        self._isolated = [leaf for leaf in _leaves(reward) if not _declares(leaf, "in_process")]
         cores = len(os.sched_getaffinity(0))
         self._pool = WorkerPool(self._isolated, workers or min(8, cores), memory_gb) if self._isolated else None
 
     def start(self) -> None:
-        """Start the worker processes, if the reward needs any: so much earlier is the first call done."""
+        """Start the worker processes now, if the reward needs any, so that the first call does not wait for them."""
         if self._pool:
             self._pool.start()
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """One score for each response, in order."""
+        """Return one score per response, in order."""
         if not responses:
             return []
         scores = self._score(self.reward, responses, time.monotonic() + self.timeout_s)
@@ -77,10 +81,12 @@ class Scorer:
         def run(parts: list[list[Response]]) -> list[CallResult]:
             place = next((i for i, leaf in enumerate(self._isolated) if leaf is reward), None)
             if place is None or self._pool is None:
-                return [_noted(reward, part) if time.monotonic() < deadline else LATE for part in parts]
+                return [
+                    _call_in_process(reward, part) if time.monotonic() < deadline else DEADLINE_PASSED for part in parts
+                ]
             return self._pool.run(place, parts, self.sample_timeout_s, deadline)
 
-        return _narrow(run, responses, list(_cuts(reward, responses)), deadline)
+        return _retry_on_smaller_parts(run, responses, list(_splits(reward, responses)), deadline)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -97,9 +103,10 @@ class Scorer:
 
 
 def check_reward(reward: Reward) -> None:
-    """What can be known of a reward before it runs.
+    """Check a reward without calling it.
 
-    Raises: ValueError when it cannot be called with a list of responses, or not be sent to a worker process.
+    Raises:
+        ValueError: it cannot be called with a list of responses, or it cannot be pickled for the worker processes.
     """
     for leaf in _leaves(reward):
         try:
@@ -109,51 +116,57 @@ def check_reward(reward: Reward) -> None:
     Scorer(reward)
 
 
-def _noted(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward in this process, where no time limit ends it: a hang report shall name it."""
+def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
+    """Call a reward in this process, where no limit ends it. The call is tracked so that a hang report can name it."""
     name = getattr(reward, "__qualname__", type(reward).__qualname__)  # a function's, or an object's class
     with track_activity(f"reward {name} on {len(responses)} responses, the first {responses[0].text!r:.60}"):
         return call_reward(reward, responses)
 
 
-Key = Callable[[int], Hashable]  # response number -> which call it belongs to
+PartKey = Callable[[int], Hashable]  # response number -> key of the call that it belongs to
 
 
-def _narrow(
-    run: Callable[[list[list[Response]]], list[CallResult]], responses: list[Response], cuts: list[Key], deadline: float
+def _retry_on_smaller_parts(
+    run: Callable[[list[list[Response]]], list[CallResult]],
+    responses: list[Response],
+    splits: list[PartKey],
+    deadline: float,
 ) -> list[Score]:
-    """Scores from calls with ever smaller parts: whatever fails in one cut is tried again in the next, finer one."""
+    """Score in calls of ever smaller parts. Responses of a failed call are tried again with the next, finer split."""
     scores: dict[int, Score] = {}
-    left, tried = list(range(len(responses))), set[tuple[int, ...]]()  # numbers not answered; calls that failed
-    for number, cut in enumerate(cuts):
+    left, tried = (
+        list(range(len(responses))),
+        set[tuple[int, ...]](),
+    )  # responses without a score; parts whose call failed
+    for number, split in enumerate(splits):
         if not left or (number and time.monotonic() > deadline):
             break
-        parts = [part for part in _parts(left, cut) if part not in tried]
-        outcomes = run([[responses[i] for i in part] for part in parts]) if parts else []
+        parts = [part for part in _parts(left, split) if part not in tried]
+        results = run([[responses[i] for i in part] for part in parts]) if parts else []
         answered: set[int] = set()
-        for part, outcome in zip(parts, outcomes, strict=True):
-            if isinstance(outcome, str):
+        for part, result in zip(parts, results, strict=True):
+            if isinstance(result, str):
                 tried.add(part)
-                outcome = [Score.failed(outcome) for _ in part]
+                result = [Score.failed(result) for _ in part]
             else:
                 answered.update(part)
-            scores.update(zip(part, outcome, strict=True))
+            scores.update(zip(part, result, strict=True))
         left = [i for i in left if i not in answered]
     return [scores[i] for i in range(len(responses))]
 
 
-def _parts(numbers: list[int], key: Key) -> list[tuple[int, ...]]:
+def _parts(numbers: list[int], key: PartKey) -> list[tuple[int, ...]]:
     parts: dict[Hashable, list[int]] = {}
     for number in numbers:
         parts.setdefault(key(number), []).append(number)
     return [tuple(part) for part in parts.values()]
 
 
-def _cuts(reward: Reward, responses: list[Response]) -> Iterator[Key]:
-    if not _says(reward, "per_sample"):
+def _splits(reward: Reward, responses: list[Response]) -> Iterator[PartKey]:
+    if not _declares(reward, "per_sample"):
         yield lambda number: None
         yield lambda number: responses[number].group
-    if not _says(reward, "whole_groups"):
+    if not _declares(reward, "whole_groups"):
         yield lambda number: number
 
 
@@ -165,6 +178,6 @@ def _leaves(reward: Reward) -> Iterator[Reward]:
         yield reward
 
 
-def _says(reward: Any, attribute: str) -> bool:
-    """Whether a reward, perhaps a user's plain function, has a class attribute that is true."""
+def _declares(reward: Any, attribute: str) -> bool:
+    """Whether a reward declares an attribute as true. A plain function declares none."""
     return bool(getattr(reward, attribute, False))

@@ -1,4 +1,4 @@
-"""A user's own function as a reward, in verl's form, by file or module and name."""
+"""A user-defined function as a reward, with the signature of verl's compute_score."""
 
 import difflib
 import importlib
@@ -16,39 +16,41 @@ from typing import Any
 from mrl.rewards.reward_calls import gather_scores
 from mrl.rewards.reward_types import Response, Score, as_number, as_score
 
-GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What the function is called with, by keyword, for each response; `args` come on top."""
+RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Keyword arguments of the function for each response, besides `args`."""
 
 
 @dataclass(frozen=True)
 class Function:
     """Scores each response by `compute_score(data_source, solution_str, ground_truth, extra_info, **args)`.
 
-    The function gives a number, a bool, or a dict with `score`, whose other numbers become parts. It may be a coroutine
-    function: then `concurrency` responses are scored at a time, each within `timeout_s`.
+    The function returns a number, a bool, or a dict with `score`; the other numbers of the dict become parts. A
+    coroutine function scores `concurrency` responses at a time, each within `timeout_s`.
 
-    Raises: ValueError when the file or module cannot be loaded, has no such function, or the function cannot be called
-    with these arguments.
+    Raises ValueError if the file or module cannot be imported, has no such function, or if the function does not take
+    these arguments.
     """
 
-    path: str  # of a Python file (ending in .py), or a dotted module
+    path: str  # path of a Python file ending in .py, or a dotted module name
     name: str = "compute_score"
-    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
-    concurrency: int = 64  # of a coroutine function
-    timeout_s: float = 60.0  # for one response, of a coroutine function
+    args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments
+    concurrency: int = 64  # concurrent calls of a coroutine function
+    timeout_s: float = 60.0  # seconds per response, for a coroutine function
 
     def __post_init__(self) -> None:
         if self.path.endswith(".py"):
-            object.__setattr__(self, "path", str(Path(self.path).expanduser().resolve()))  # workers may run elsewhere
+            object.__setattr__(
+                self, "path", str(Path(self.path).expanduser().resolve())
+            )  # workers may have another working directory
         _check_signature(_load(self.path, self.name), self.name, self.args)
 
     @property
     def per_sample(self) -> bool:
-        """A function is called in the worker processes; calls of a coroutine function wait together in one of them."""
+        """Whether each call gets one response. The calls of a coroutine function run concurrently in one worker instead."""
         return not inspect.iscoroutinefunction(_load(self.path, self.name))
 
     def __call__(self, responses: list[Response]) -> Any:
-        """Scores, or for a coroutine function an awaitable of them."""
+        """Return the scores, or for a coroutine function an awaitable of them."""
         function = _load(self.path, self.name)
         if not self.per_sample:
             calls = [partial(self._wait, function, response) for response in responses]
@@ -60,21 +62,21 @@ class Function:
 
     def _arguments(self, response: Response) -> dict[str, Any]:
         values = (response.data_source, response.text, response.ground_truth, response.extra_info)
-        return dict(zip(GIVEN, values, strict=True)) | self.args
+        return dict(zip(RESPONSE_ARGUMENTS, values, strict=True)) | self.args
 
 
 def _as_score(result: Any, response: Response) -> Score:
-    """A Score of what verl's functions give: a number, a bool, or a dict with `score`."""
+    """Return a Score from the result of the function: a number, a bool, or a dict with `score`."""
     if not isinstance(result, dict):
         return as_score(result, response)
     if "score" not in result:
-        return Score.failed(f"the function gave a dict without 'score'; it has {', '.join(map(str, result))}.")
+        return Score.failed(f"the function returned a dict without 'score'; it has {', '.join(map(str, result))}.")
     parts: dict[str, float] = {}
     for name, value in result.items():
         try:
             parts[str(name)] = as_number(value)
         except ValueError:
-            continue  # a text to look at, or the like
+            continue  # not a number, such as a text for the logs
     if "score" not in parts:
         return as_score(result["score"], response)
     return Score(parts.pop("score"), parts=parts)
@@ -99,7 +101,7 @@ def _module(path: str) -> ModuleType:
         raise ValueError(f"path={path}: there is no such file.")
     try:
         return _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-    except (Exception, SystemExit) as error:  # anything a user's module can raise
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ValueError(f"path={path}: cannot be imported ({type(error).__name__}: {error}).") from error
 
 
@@ -108,7 +110,7 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, f"{path} is a Python file"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -116,20 +118,21 @@ def _from_file(path: Path) -> ModuleType:
 def _check_signature(function: Callable[..., Any], name: str, args: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some functions written in C
+    except ValueError:  # some functions written in C have none
         return
-    for key in GIVEN:
+    for key in RESPONSE_ARGUMENTS:
         if key in args:
-            raise ValueError(f"args.{key}: {name} gets this for each response; leave it out of args.")
-    open_end = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for key in () if open_end else args.keys() - signature.parameters.keys():
+            raise ValueError(f"args.{key}: {name} gets this for each response; remove it from args.")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in () if takes_any else args.keys() - signature.parameters.keys():
         near = difflib.get_close_matches(key, list(signature.parameters), n=1)
         raise ValueError(
             f"args.{key}: {name}{signature} has no such argument{f'; did you mean {near[0]!r}?' if near else '.'}"
         )
     try:
-        signature.bind(**dict.fromkeys((*GIVEN, *args)))
+        signature.bind(**dict.fromkeys((*RESPONSE_ARGUMENTS, *args)))
     except TypeError as error:
         raise ValueError(
-            f"name={name}: {name}{signature} cannot be called as {name}({', '.join((*GIVEN, *args))}), by keyword: {error}."
+            f"name={name}: {name}{signature} cannot be called as "
+            f"{name}({', '.join((*RESPONSE_ARGUMENTS, *args))}), by keyword: {error}."
         ) from error

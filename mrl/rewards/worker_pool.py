@@ -1,4 +1,4 @@
-"""Worker processes for rewards that may raise, hang or die: a call costs at most its time limit and its process."""
+"""Worker processes for rewards that may raise, hang or crash. A call can cost at most its time limit and its process."""
 
 import fcntl
 import multiprocessing
@@ -17,47 +17,50 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from mrl.rewards.reward_calls import CallResult, call_reward, describe_error
 from mrl.rewards.reward_types import Response, Reward
 
-LATE = "not scored before the deadline of the whole batch (scoring.timeout_s)."
+DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."
 
 
-_rewards: list[Reward] | str = []  # of a worker process
+_rewards: list[Reward] | str = []  # in a worker process: the rewards, or why they could not be loaded
 
 
-def _enter(pickled: bytes, memory_bytes: int) -> None:
-    """First thing in a worker: end with the process that owns the pool, keep to its memory, and load the rewards."""
+def _init_worker(pickled: bytes, memory_bytes: int) -> None:
+    """Initialise a worker process: end it with the owner of the pool, limit its memory, and load the rewards."""
     global _rewards
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # code that never returns to the interpreter must end too
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # must also end code that never returns to the interpreter
     owner = multiprocessing.parent_process()
     assert owner is not None, "a worker has a parent"
-    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())  # its end raises SIGIO, which the kernel answers for us
+    fcntl.fcntl(
+        owner.sentinel, fcntl.F_SETOWN, os.getpid()
+    )  # the kernel ends this process by SIGIO when the owner ends
     fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, fcntl.fcntl(owner.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or memory_bytes < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
     try:
         _rewards = pickle.loads(pickled)
-    except Exception as error:  # a user's module; told in answer to each task, where it can be recorded
+    except Exception as error:  # from a user module; returned as the result of each task, so that it is recorded
         _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
 
-def _task(place: int, responses: list[Response]) -> CallResult:
+def _call_in_worker(place: int, responses: list[Response]) -> CallResult:
     try:
         return _rewards if isinstance(_rewards, str) else call_reward(_rewards[place], responses)
-    except BaseException as error:  # the process is the reward's: an interrupt that it raises is meant for nobody else
+    except BaseException as error:  # an interrupt raised by the reward must not end the pool
         return describe_error(error)
 
 
 class WorkerPool:
-    """Runs calls of given rewards in processes of their own; a process that hangs or dies is replaced.
+    """Runs calls of rewards in worker processes. A process that hangs or crashes is replaced.
 
-    Processes are forked from a server with one thread that has imported what they share: forking this process, which
-    has threads, could deadlock, and a start from nothing would cost each new worker the imports again.
+    Workers are forked from a single-threaded fork server that has preloaded the shared imports. Forking this process
+    could deadlock because it has threads, and spawned workers would repeat the imports.
     """
 
     def __init__(self, rewards: Sequence[Reward], workers: int, memory_gb: float) -> None:
-        """Starts nothing. `memory_gb`: of each worker, in 2**30 bytes; more is a MemoryError there.
+        """Prepare the pool without starting processes.
 
-        Raises: ValueError when a reward cannot be sent to another process.
+        `memory_gb` is the limit of each worker in GiB; beyond it, allocations raise MemoryError. Raises ValueError if
+        a reward cannot be pickled.
         """
         try:
             self._pickled = pickle.dumps(list(rewards))
@@ -65,29 +68,29 @@ class WorkerPool:
             raise ValueError(
                 f"the reward cannot be sent to a worker process ({error}); use a class or function that a module names."
             ) from error
-        shared = {name for reward in rewards for name in getattr(reward, "imports", ())}  # a user's class may have none
+        shared = {name for reward in rewards for name in getattr(reward, "imports", ())}  # optional in user classes
         self._imports = [__name__, *sorted(shared)]
         self._workers, self._memory_bytes = workers, int(memory_gb * 2**30)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
     def start(self) -> None:
-        """Start the processes, which the first call would do as well, and wait for."""
+        """Start the processes now. Otherwise the first call starts them and waits for them."""
         with self._lock:
-            assert self._started().active, "asking starts it"
+            assert self._started().active, "the property starts the pool"
 
     def run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call reward number `place` with each part.
+        """Call reward number `place` with each part of the responses.
 
-        A call may take `sample_s` seconds for each of its responses, but at most half of the time that is left until
-        `deadline` (of time.monotonic), so that another attempt remains; after the deadline calls are ended.
+        The limit of a call is `sample_s` seconds per response, but at most half of the time left until `deadline`
+        (time.monotonic), so that time is left for a second attempt. Calls that still run at the deadline are ended.
         """
-        outcomes = self._run(place, parts, sample_s, deadline)
-        broken = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        again = self._run(place, [parts[i] for i in broken], sample_s, deadline) if broken else []
-        for i, outcome in zip(broken, again, strict=True):
-            outcomes[i] = outcome
-        return ["the worker processes died" if outcome is None else outcome for outcome in outcomes]
+        results = self._run(place, parts, sample_s, deadline)
+        lost = [i for i, result in enumerate(results) if result is None]
+        again = self._run(place, [parts[i] for i in lost], sample_s, deadline) if lost else []
+        for i, result in zip(lost, again, strict=True):
+            results[i] = result
+        return ["the worker processes died" if result is None else result for result in results]
 
     def _run(
         self, place: int, parts: list[list[Response]], sample_s: float, deadline: float
@@ -97,15 +100,15 @@ class WorkerPool:
             pool = self._started()
             try:
                 futures = [
-                    pool.schedule(_task, (place, part), timeout=limit)
+                    pool.schedule(_call_in_worker, (place, part), timeout=limit)
                     for part, limit in zip(parts, limits, strict=True)
                 ]
-            except RuntimeError:  # the pool broke this moment
+            except RuntimeError:  # the pool broke in the meantime
                 return [None for _ in parts]
-        outcomes = [_outcome(future, limit, deadline) for future, limit in zip(futures, limits, strict=True)]
-        if LATE in outcomes:  # a worker would still begin each task that waits for it, to be ended for that
+        results = [_result(future, limit, deadline) for future, limit in zip(futures, limits, strict=True)]
+        if DEADLINE_PASSED in results:  # otherwise the workers would still start the queued calls
             self.close()
-        return outcomes
+        return results
 
     def _started(self) -> ProcessPool:
         if self._pool is None or not self._pool.active:
@@ -113,11 +116,11 @@ class WorkerPool:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(self._imports)
             arguments = (self._pickled, self._memory_bytes)
-            self._pool = ProcessPool(self._workers, initializer=_enter, initargs=arguments, context=context)
+            self._pool = ProcessPool(self._workers, initializer=_init_worker, initargs=arguments, context=context)
         return self._pool
 
     def close(self) -> None:
-        """End every worker process, whatever it does."""
+        """Kill every worker process."""
         with self._lock:
             self._stop()
 
@@ -128,18 +131,18 @@ class WorkerPool:
             self._pool = None
 
 
-def _outcome(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
-    """What a task came to; None: its pool broke, for which it may not be to blame."""
+def _result(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
+    """Return the result of a call; None if the pool broke, perhaps because of another call."""
     try:
         return future.result(timeout=max(0.0, deadline - time.monotonic()))
     except FutureTimeout:
         if future.done():
             return f"no score within {limit:.1f} s; its process was ended."
         future.cancel()
-        return LATE
+        return DEADLINE_PASSED
     except ProcessExpired as error:
         return f"the process that scored it died (exit code {error.exitcode})."
     except BrokenProcessPool:
         return None
-    except Exception as error:  # of the way to the worker and back: what cannot be pickled
+    except Exception as error:  # a result that cannot be pickled
         return describe_error(error)

@@ -16,7 +16,7 @@ from mrl.rewards.rule_based import Overlong
 from mrl.rewards.sandbox import SandboxLimits
 from mrl.rewards.scorer import Scorer
 
-pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
+pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason=str(sandbox.unavailable_reason()))
 
 DOUBLE = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2\n", "4\n", "10\n"]}
 ASSERTS = {"asserts": ["assert double(1) == 2", "assert double(4) == 8\nassert double(0) == 0"]}
@@ -88,8 +88,8 @@ def test_a_wrong_answer_is_no_failure(program, tests, fraction):
 def test_a_program_that_does_not_end_normally_earns_zero_and_its_reason(program, reason, detail, caplog):
     caplog.set_level(logging.DEBUG, logger="mrl.rewards.code_execution")
     assert score(program, DOUBLE) == scored(0.0, reason)
-    assert f"a program did not end well: {reason}: " in caplog.text and detail in caplog.text
-    assert f"1 programs did not end well: {reason} 1" in caplog.text
+    assert f"a program did not end normally: {reason}: " in caplog.text and detail in caplog.text
+    assert f"1 programs did not end normally: {reason} 1" in caplog.text
 
 
 def test_an_endless_program_is_stopped_at_the_limit_given():
@@ -231,13 +231,13 @@ def test_it_is_named_in_a_config_with_its_limits():
         "limits": {"wall_s": 1.5, "threads": 4},
     }
     assert plug_in(node, "reward") == CodeExecution(partial=True, limits=SandboxLimits(wall_s=1.5, threads=4))
-    with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is no limit of the sandbox"):
+    with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is not a limit of the sandbox"):
         plug_in({**node, "limits": {"wal_s": 1}}, "reward")
     with pytest.raises(ValueError, match="workers=0: expected at least 1"):
         CodeExecution(workers=0)
 
 
 def test_a_machine_that_cannot_lock_code_in_is_told_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(sandbox, "why_unavailable", lambda: "the kernel offers no Landlock")
+    monkeypatch.setattr(sandbox, "unavailable_reason", lambda: "the kernel offers no Landlock")
     with pytest.raises(ValueError, match="untrusted code cannot be run on this machine: the kernel offers no Landlock"):
         CodeExecution()

@@ -98,7 +98,7 @@ def test_coroutine_functions_wait_side_by_side(file):
 
 def test_a_dict_without_a_score_is_a_failure(file):
     with Scorer(Function(file, "without_score"), workers=1) as scorer:
-        assert scorer(of_texts("x"))[0].failure == "the function gave a dict without 'score'; it has reward."
+        assert scorer(of_texts("x"))[0].failure == "the function returned a dict without 'score'; it has reward."
 
 
 def test_a_function_of_a_module_can_be_named(file, tmp_path, monkeypatch):

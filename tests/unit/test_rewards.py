@@ -166,7 +166,7 @@ def test_white_space_before_a_letter_does_not_hide_it():
 
 
 def test_odd_options_are_refused():
-    with pytest.raises(ValueError, match="none of the letters ABCD"):
+    with pytest.raises(ValueError, match="not one of the letters ABCD"):
         value(MultipleChoice("ABCD"), "A", "E")
     with pytest.raises(ValueError, match="expected capital letters"):
         MultipleChoice("abc")

@@ -16,7 +16,7 @@ import pytest
 from mrl.rewards import sandbox, sandbox_child
 from mrl.rewards.sandbox import SandboxLimits, SandboxResult, run, run_python
 
-pytestmark = pytest.mark.skipif(sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
+pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason=str(sandbox.unavailable_reason()))
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_a_program_whose_files_cannot_be_seen_is_stopped(monkeypatch):
         return real(path)
 
     monkeypatch.setattr(sandbox.os, "scandir", refused)
-    assert short("import time\ntime.sleep(19)").failure == "forbidden: its open files cannot be looked at"
+    assert short("import time\ntime.sleep(19)").failure == "forbidden: its open files cannot be inspected"
 
 
 def test_many_open_files_of_mrl_itself_do_no_harm():
@@ -275,7 +275,7 @@ def test_a_thread_bomb_is_stopped(stack):
         ({"wall_s": 0}, r"wall_s=0: expected a number above 0"),
         ({"cpu_s": 1.5}, r"cpu_s=1.5: expected a whole number"),
         ({"memory_bytes": 1000}, r"memory_bytes=1000: expected a whole number above 67108864"),
-        ({"wal_s": 3}, r"'wal_s' is no limit of the sandbox; did you mean 'wall_s'"),
+        ({"wal_s": 3}, r"'wal_s' is not a limit of the sandbox; did you mean 'wall_s'"),
     ],
 )
 def test_limits_in_which_nothing_could_run_are_refused(limits, message):
@@ -501,14 +501,14 @@ def test_it_dies_with_the_process_that_started_it(tmp_path):
 
 def test_without_the_kernels_help_nothing_is_run(monkeypatch):
     monkeypatch.setattr(sandbox_child, "landlock_abi", lambda: 0)
-    sandbox.why_unavailable.cache_clear()
+    sandbox.unavailable_reason.cache_clear()
     try:
         with pytest.raises(ValueError, match="cannot be run on this machine: the kernel offers no Landlock"):
             run_python("print(1)")
     finally:
         monkeypatch.undo()
-        sandbox.why_unavailable.cache_clear()
-    assert sandbox.why_unavailable() is None
+        sandbox.unavailable_reason.cache_clear()
+    assert sandbox.unavailable_reason() is None
 
 
 def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
@@ -562,7 +562,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(header, column):
     for name, *columns in entries:
         assert columns[column] == str(numbers.get(name, "-")), name
     calls = ["clone", "kill", "tgkill", "prlimit64", "socketpair", "fcntl", "ioctl", "prctl", "open", "openat"]
-    assert [rule[0][column] for rule in sandbox_child.judged(1)] == [numbers.get(name) for name in calls]
+    assert [rule[0][column] for rule in sandbox_child.argument_rules(1)] == [numbers.get(name) for name in calls]
 
 
 @pytest.mark.parametrize("machine", sandbox_child.ARCHITECTURES)

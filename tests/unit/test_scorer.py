@@ -306,8 +306,8 @@ class Raises:
         (Raises("group"), "BaseExceptionGroup: several"),
         (Raises("cancelled"), "CancelledError: by itself"),
         (Raises("cancelled", in_process=True), "CancelledError: by itself"),
-        (Raises("large", in_process=True), "the reward gave no score: int"),
-        (Raises("parts", in_process=True), "the reward gave no score: 'NoneType' object has no attribute 'items'"),
+        (Raises("large", in_process=True), "the reward returned no valid score: int"),
+        (Raises("parts", in_process=True), "the reward returned no valid score: 'NoneType' object has no attribute 'items'"),
     ],
 )
 def test_what_is_no_ordinary_exception_is_a_failure_too(reward, failure):

@@ -174,7 +174,7 @@ def test_a_malformed_hermes_call_is_an_error_that_the_model_sees(inner, why):
 def python():
     """PythonTool, if this machine supports the sandbox."""
     sandbox = pytest.importorskip("mrl.rewards.sandbox")
-    if lacks := sandbox.why_unavailable():
+    if lacks := sandbox.unavailable_reason():
         pytest.skip(lacks)
     from mrl.rollout.agents.tools import PythonTool
 
@@ -197,5 +197,5 @@ def test_programs_run_in_the_sandbox(python, code, text):
 
 
 def test_unknown_sandbox_limits_are_refused(python):
-    with pytest.raises(ValueError, match="'wall' is no limit of the sandbox; did you mean 'wall_s'"):
+    with pytest.raises(ValueError, match="'wall' is not a limit of the sandbox; did you mean 'wall_s'"):
         type(python)({"wall": 5.0})
