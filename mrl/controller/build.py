@@ -55,7 +55,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
             folder=str(run_dir),
             balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
             routing=config.rollout.routing_replay,
-            start=partial(_trainers, plan, config.certify.dtype, options=options, critic=loss is None),
+            start=partial(_trainer_ranks, plan, config.certify.dtype, options=options, critic=loss is None),
         )
         return job.run(plan.dims)
 
@@ -75,16 +75,16 @@ def replay(
             dtype=config.model.dtype,
             folder=str(Path(config.run.dir).resolve()),
             balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
-            start=partial(_trainers, plan, config.model.dtype, options=options, critic=False),
+            start=partial(_trainer_ranks, plan, config.model.dtype, options=options, critic=False),
         )
         return job.run(plan.dims, against)
 
 
 @contextmanager
-def _trainers(
+def _trainer_ranks(
     plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
 ) -> Iterator[WorkerGroup]:
-    """Start trainer ranks of the plan's model under another layout, and end them with the context."""
+    """Start trainer ranks of the plan's model under the layout `dims`, and end them with the context."""
     config = plan.config
     group = WorkerGroup(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
@@ -259,16 +259,14 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
 
 def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpRecorder:
     config = plan.config
-    warm = plan.warm_start.output if plan.warm_start else plan.model_path  # None: a warm start that is not stored
-    start = WeightsLocation(str(Path(warm).resolve()), 0) if warm else None
+    initial = plan.warm_start.output if plan.warm_start else plan.model_path  # None: the warm start is not stored
 
     def latest_weights() -> WeightsLocation | None:
-        found = store.latest()
-        return (
-            WeightsLocation(str(found.path / "actor"), found.step, checkpoint=True, like=plan.model_path)
-            if found
-            else start
-        )
+        """Return the newest weights on disk: of a checkpoint, or those that the run starts from."""
+        if checkpoint := store.latest():
+            folder = str(checkpoint.path / "actor")
+            return WeightsLocation(folder, checkpoint.step, checkpoint=True, like=plan.model_path)
+        return WeightsLocation(str(Path(initial).resolve()), 0) if initial else None
 
     return StepDumpRecorder(
         folder=Path(config.run.dir).resolve() / "step_dumps",

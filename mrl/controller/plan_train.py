@@ -31,8 +31,7 @@ from mrl.rewards.reward_types import Reward, Weighted
 from mrl.rewards.scorer import check_reward
 from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.engines.server_args import check_server_args, default_server_args
-from mrl.rollout.engines.server_args import DETERMINISTIC
+from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
 logger = logging.getLogger(__name__)
 

@@ -230,7 +230,7 @@ class Trainer:
             if self._done():
                 break
             if self.preemption_requested():
-                raise PreemptedError("asked to leave")
+                raise PreemptedError("preempted")
             start = time.perf_counter()
             result = self.step(progress.step)
             metrics = self._finish_step(result, time.perf_counter() - start)

@@ -113,5 +113,5 @@ class PreemptionHandler:
 
     def _reason(self) -> str:
         assert self.received is not None, "only called after a signal"
-        logger.warning("asked to leave by %s", self.received.name)
-        return f"asked to leave by {self.received.name}"
+        logger.warning("preempted by %s", self.received.name)
+        return f"preempted by {self.received.name}"

@@ -7,7 +7,7 @@ from submitted_runs import LONG_S, check_the_same, submitter
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 STEPS = 24
-SAME = [f"trainer.max_steps={STEPS}", "checkpoint.every=5", "algorithm.lr=5e-5"]
+SAME = [f"trainer.max_steps={STEPS}", "checkpoint.every=5", "optim.lr=5e-5"]
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,7 @@ def test_a_preempted_run_saves_is_queued_again_and_ends_the_same(lab, submit, le
     job = run.finish()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) == 1, run.logs()
     assert lab.job(urgent.strip())["JobState"] == "COMPLETED"
-    assert "asked to leave" in run.said() and "mrl train ended with status 75" in run.said()
+    assert "preempted" in run.said() and "mrl train ended with status 75" in run.said()
     check_the_same(left_alone.folder, run.folder)
     lab.wait(lambda: not run.leftovers(), 60)
 

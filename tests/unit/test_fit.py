@@ -21,7 +21,7 @@ class World:
         self.saved: dict[int, dict] = {}
         self.recoveries: list[int | None] = []
         self.logged: list[int] = []
-        self.asked_to_leave = False
+        self.preemption_requested = False
 
     def reach(self, point: str) -> None:
         if error := self.failures.pop((point, self.weights), None):
@@ -95,8 +95,8 @@ class World:
     def log(self, step, metrics):
         if "reward/mean" in metrics:
             self.logged.append(step)
-        if self.asked_to_leave is step:
-            self.asked_to_leave = True
+        if self.preemption_requested is step:
+            self.preemption_requested = True
 
     def rewind(self, step, evaluated=True):
         self.logged = [logged for logged in self.logged if logged <= step]
@@ -120,7 +120,7 @@ def trainer(world: World, **schedule) -> Trainer:
         ledger=unused,
         saver=world,
         recover=world.recover,
-        preemption_requested=lambda: world.asked_to_leave is True,
+        preemption_requested=lambda: world.preemption_requested is True,
         schedule=TrainingSchedule(**({"max_steps": 11, "eval_every": 3} | schedule)),
     )
 
@@ -169,7 +169,7 @@ def test_other_errors_end_the_run():
 
 @pytest.mark.parametrize("point", ["rollout", "advantage"])
 def test_an_abandoned_step_is_not_part_of_the_checkpoint(undisturbed, point):
-    world = World({(point, 5): PreemptedError("asked to leave")})
+    world = World({(point, 5): PreemptedError("preempted")})
     with pytest.raises(PreemptedError):
         trainer(world).fit()
     state = world.saved[5]
@@ -182,7 +182,7 @@ def test_an_abandoned_step_is_not_part_of_the_checkpoint(undisturbed, point):
 
 def test_a_preempted_run_ends_after_its_step_with_a_checkpoint():
     world = World({})
-    world.asked_to_leave = 5
+    world.preemption_requested = 5
     with pytest.raises(PreemptedError):
         trainer(world).fit()
     assert world.weights == 5 and world.saved[5]["progress"]["step"] == 5
