@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -135,7 +136,8 @@ def compose_sweeper_params(overrides: Sequence[str]) -> DictConfig:
 
 def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
     register_schema()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    in_sweep = GlobalHydra.instance().is_initialized()
+    with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             return compose("config", list(overrides), return_hydra_config)
         except (HydraException, OmegaConfBaseException) as error:
@@ -148,7 +150,7 @@ def _composition_message(error: BaseException) -> str:
         return type_error_message(error.__cause__)
     if isinstance(error, OmegaConfBaseException):
         return type_error_message(error)
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).partition(" Config search path:")[0]
 
 
 @contextmanager

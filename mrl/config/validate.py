@@ -101,8 +101,8 @@ def unknown_key_message(key: str) -> str:
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
-    near = [MOVED[key]] if key in MOVED else difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(key, [*candidates, *MOVED], n=1, cutoff=0.5)
+    hint = f"; did you mean {MOVED.get(near[0], near[0])!r}?" if near else ""
     return f"unknown key {key!r}{hint} (`mrl config` lists every key)"
 
 

@@ -121,9 +121,10 @@ class PointProposer:
             storage=JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
             study_name="sweep",
             direction="maximize" if maximize else "minimize",
-            sampler=optuna.samplers.TPESampler(seed=seed),
             load_if_exists=True,
         )
+        known = len(self._study.get_trials(deepcopy=False))  # with the same seed a continued study would repeat itself
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed + known)
         self._failed = optuna.trial.TrialState.PRUNED  # ranks below all points with a value; Optuna ignores FAIL
 
     def propose(self, index: int) -> Point:

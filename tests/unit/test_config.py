@@ -1,17 +1,20 @@
-"""Config: unknown keys are errors with the nearest match; the key list grows on purpose."""
+"""Config: types, bounds and unknown keys of the schema, conf/, plug-ins, and the description of keys."""
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from models.megatron_overrides import FIELDS_SET_BY_MRL, check_load_balancing, check_megatron_overrides
+from mrl.commands import config as config_command
+from mrl.commands.config import markdown_page
 from mrl.config import hydra_entry
 from mrl.config.instantiate import construct, plug_in
 from mrl.config.schema import Config
-from mrl.config.validate import check, from_hydra, is_known, known_keys, unknown_key_message
+from mrl.config.validate import MOVED, check, from_hydra, is_known, leaf_fields, unknown_key_message
 from mrl.controller.plan_models import make_input_files
 from parallel.dims import ParallelDims
 
@@ -65,7 +68,7 @@ def test_free_form_nodes_take_any_key():
         ("model.dtype", "float8", "expected bfloat16 or float32"),
         ("trainer.max_steps", -1, "must be 0 or more"),
         ("run.seed", -1, "must be 0 or more"),
-        ("sft.batch_size", -1, "sft.batch_size=-1: must be greater than 0"),
+        ("sft.batch_size", -1, "sft.batch_size=-1: must be 1 or more"),
         ("trainer.eval_rows", 0, "must be 1 or more"),
         ("model.path", "???", "model.path must be set"),
     ],
@@ -79,9 +82,57 @@ def test_checks_accept_the_defaults():
     check(from_hydra(composed()))
 
 
-def test_the_key_list_is_a_decision():
-    """Growth of the config is deliberate: change this number together with the docs."""
-    assert len(known_keys()) == 246
+def test_the_number_of_keys_is_deliberate():
+    assert len(list(leaf_fields())) == 199
+
+
+def test_each_key_has_a_description_and_plausible_metadata():
+    for key, field in leaf_fields():
+        assert field.metadata.get("description"), key
+        assert not set(field.metadata) - {"description", "unit", "above", "below", "least", "most"}, key
+
+
+def test_the_generated_page_of_keys_is_up_to_date():
+    page = Path(__file__).resolve().parents[2] / "docs/reference/config.md"
+    assert page.read_text() == markdown_page(), "run: mrl config --markdown > docs/reference/config.md"
+
+
+def test_former_names_of_keys_lead_to_the_new_ones():
+    for former, key in MOVED.items():
+        assert not is_known(former) and f"did you mean {key!r}" in unknown_key_message(former)
+        assert is_known(key) or key.startswith("hydra."), key
+
+
+def test_hydra_checks_types_and_choices_when_it_composes():
+    with pytest.raises(ValueError, match=r"optim\.lr: Value 'fast'"):
+        compose("optim.lr=fast")
+    with pytest.raises(ValueError, match=re.escape("rollout.mode='asynk': expected sync, one_step_off or async")):
+        compose("rollout.mode=asynk")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("++critic.parallel.tpp=2", "did you mean 'critic.parallel.tp'"),
+        ("++critic.parallel.tp=two", "critic.parallel.tp: Value 'two'"),
+        ("++teacher.parallel.cp=0", "teacher.parallel.cp=0: must be 1 or more"),
+        ("++plan.efficiency.matmull=0.5", "unknown key 'plan.efficiency.matmull'"),
+        ("rollout.max_staleness=3", "rollout.max_staleness=3 with rollout.mode=sync"),
+        ("generate.top_p=1.5", "generate.top_p=1.5: must be greater than 0 and at most 1"),
+        ("optim.betas=[0.9,1.0]", "must be 0 or more and less than 1|each must be in"),
+    ],
+)
+def test_a_value_that_does_not_fit_names_its_key(override, message):
+    with pytest.raises(ValueError, match=message):
+        compose("model.path=m", override)
+
+
+def test_mrl_config_describes_keys(capsys):
+    assert config_command.main(["optim.lr_schedule"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("optim.lr_schedule=constant") and "constant, linear, cosine, wsd" in text
+    assert "set by the groups optim" in text
+    assert config_command.main(["no_such_key"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -147,11 +198,7 @@ def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():
 
 def compose(*overrides):
     """The config as Hydra composes it from conf/."""
-    from hydra import compose, initialize_config_dir
-
-    hydra_entry.register_schema()
-    with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
-        return from_hydra(compose("config", ["run.dir=out", *overrides]))
+    return hydra_entry.compose_config(["run.dir=out", *overrides])
 
 
 def test_the_quickstart_can_have_experts():

@@ -1,4 +1,4 @@
-"""The process that watches over a command: what it starts again, what it passes on, and when it stops."""
+"""The supervisor of a command: which ends lead to a restart, and which signals it forwards."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ import pytest
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from mrl.commands import supervised
-supervised.register()
+from mrl.launch import supervisor
+supervisor.register_child()
 log, how = Path(sys.argv[1]), sys.argv[2]
 with log.open("a") as file:
     file.write(f"{os.getpid()}\\n")
@@ -25,12 +25,12 @@ if how == "raise":
 if how == "killed" and starts <= int(sys.argv[3]):
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "quick" and starts <= int(sys.argv[3]):
-    os._exit(1)  # as Ray ends a driver whose raylet is gone
+    os._exit(1)  # what Ray does to a driver whose raylet died
 if how == "no start" and starts <= int(sys.argv[3]):
-    supervised.start_again()
+    supervisor.request_restart()
     raise ValueError("gone")
 if how == "placed":
-    supervised.say("run.dir=/the/first")
+    supervisor.tell_supervisor("run.dir=/the/first")
     if starts < 3:
         os.kill(os.getpid(), signal.SIGKILL)
     print(sys.argv[3:], flush=True)
@@ -41,9 +41,9 @@ if how == "wait":
 """
 PARENT = """
 import sys
-from mrl.commands import supervised
-supervised.BACKOFF_S, supervised.TIMES = 0.2, 3
-sys.exit(supervised.supervise("child", sys.argv[1:]))
+from mrl.launch import supervisor
+supervisor.BACKOFF_S, supervisor.MAX_RESTARTS = 0.2, 3
+sys.exit(supervisor.supervise("child", sys.argv[1:]))
 """
 
 
@@ -72,48 +72,48 @@ def starts(tmp_path) -> list[int]:
 @pytest.mark.parametrize(
     "argv, status", [(("exit", "0"), 0), (("exit", "2"), 2), (("exit", "75"), 75), (("raise",), 1)]
 )
-def test_an_orderly_end_is_the_end(run, tmp_path, argv, status):
+def test_a_command_that_exits_in_an_orderly_way_is_not_restarted(run, tmp_path, argv, status):
     assert run(*argv).wait(60) == status and len(starts(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("how", ["killed", "quick", "no start"])
-def test_a_command_that_vanishes_is_started_again(run, tmp_path, how):
+def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     process = run(how, "2")
     assert process.wait(60) == 0 and len(starts(tmp_path)) == 3
     assert process.stderr.read().count("vanished") == 2
 
 
-def test_new_starts_are_limited(run, tmp_path):
+def test_the_number_of_restarts_is_limited(run, tmp_path):
     process = run("killed", "99")
     assert process.wait(60) == 128 + 9 and len(starts(tmp_path)) == 4
-    assert "no new start is left" in process.stderr.read()
+    assert "no restart is left" in process.stderr.read()
 
 
-def test_a_new_start_goes_on_in_the_folder_of_the_first(run):
-    """The default one is named by the time."""
+def test_a_restart_continues_in_the_first_run_directory(run):
+    """The default run directory contains the time of the start."""
     process = run("placed", "trainer.max_steps=3")
     assert process.wait(60) == 0
     assert process.stdout.read() == "['trainer.max_steps=3', 'run.dir=/the/first']\n"
 
 
-def test_a_signal_between_two_starts_is_heeded(run, tmp_path):
+def test_a_signal_before_a_restart_prevents_it(run, tmp_path):
     process = run("killed", "99")
     while "vanished" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75
-    assert len(starts(tmp_path)) < 4, "no new start once it was asked to leave"
+    assert len(starts(tmp_path)) < 4, "no restart after the signal"
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_signals_are_passed_on_once_and_end_it(run, tmp_path, number, status):
+def test_signals_are_forwarded_once_and_end_the_command(run, tmp_path, number, status):
     process = run("wait")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert process.wait(60) == status and len(starts(tmp_path)) == 1
 
 
-def test_the_command_does_not_outlive_its_watcher(run, tmp_path):
+def test_the_command_does_not_outlive_its_supervisor(run, tmp_path):
     process = run("wait")
     assert process.stdout.readline() == "ready\n"
     process.kill()
@@ -124,6 +124,6 @@ def test_the_command_does_not_outlive_its_watcher(run, tmp_path):
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_watching_costs_no_imports():
+def test_the_supervising_process_imports_nothing_heavy():
     line = "import sys; import mrl.commands.train; print({'torch', 'ray', 'hydra'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", line], capture_output=True, text=True).stdout == "set()\n"
