@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.schema import PauseMode, WeightSyncConfig
 from mrl.controller.colocation import ENGINES, MemoryScheduler, MemoryState
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
@@ -55,7 +55,7 @@ class EngineHost(Protocol):
         ...
 
 
-class TrainerRanks(Protocol):
+class ActorRanks(Protocol):
     """The actor's trainer ranks."""
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
@@ -80,7 +80,7 @@ class EngineLifecycle:
     """
 
     host: EngineHost
-    actor: TrainerRanks
+    actor: ActorRanks
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
@@ -261,7 +261,7 @@ class EngineLifecycle:
 
 def _release(engine: EngineControl, record: EngineRecord) -> None:
     record.was_offloaded = True
-    engine.pause("retract")
+    engine.pause(PauseMode.retract)
     tags: list[MemoryTag] = ["kv_cache", "weights"]
     if tags := [tag for tag in tags if tag not in record.released]:
         engine.release_memory(tags)

@@ -4,14 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.controller.processes import RunProcesses
+from mrl.controller.trainer import State
 from mrl.core.run_errors import ProcessesLostError
 
 logger = logging.getLogger(__name__)
-State = dict[str, Any]
 MAX_PAUSE_S = 60.0  # before a restart
 
 
