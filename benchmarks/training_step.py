@@ -59,13 +59,13 @@ class Bare:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         from models.conversion.hf_reader import HFWeights
-        from models.conversion.weight_bridge import Bridge
+        from models.conversion.weight_bridge import WeightBridge
         from models.hf_config import HFConfig
         from models.model_builder import build_model
 
         hf = HFConfig.load(folder)
         (model,) = build_model(hf, one_process.ALONE, torch.float32)
-        Bridge(hf, [model], one_process.ALONE, "vocabulary").load(HFWeights(folder))
+        WeightBridge(hf, [model], one_process.ALONE, "vocabulary").load(HFWeights(folder))
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(model.config, settings, model)
         adam = OptimizerConfig(

@@ -133,7 +133,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from models.conversion.hf_reader import HFWeights
-    from models.conversion.weight_bridge import Bridge
+    from models.conversion.weight_bridge import WeightBridge
     from models.hf_config import HFConfig
     from models.model_builder import build_model
     from mrl.config.schema import WeightSyncConfig
@@ -154,7 +154,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
             groups.initialize(ParallelDims(), seed=0)
             hf = HFConfig.load(folder)
             chunks = build_model(hf, ParallelDims(), torch.bfloat16)
-            bridge = Bridge(hf, chunks, ParallelDims())
+            bridge = WeightBridge(hf, chunks, ParallelDims())
             bridge.load(HFWeights(folder))
             server.wait_ready(300)
             table = Table(

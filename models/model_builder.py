@@ -163,9 +163,8 @@ def _layer_spec(
     parts: frozenset[str],
     moe: bool,
 ) -> ModuleSpec:
-    is_latent = (
-        attention.module is PackedLatentAttention
-    )  # the norm is a separate module: several matrices read its output
+    # Latent attention has its norm as a separate module, because several matrices read its output.
+    is_latent = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
         experts = MoESubmodules(

@@ -117,9 +117,9 @@ def _tensors_to_write(
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
-        place, shape = TensorLocation.of(row, arch, stacked), merged_shape(row, arch.sizes)
-        item = TensorToWrite(row, place, shape, _megatron_dtype(row, weights, dtype))
-        first = first_of.setdefault(place.key, item)
+        location, shape = TensorLocation.of(row, arch, stacked), merged_shape(row, arch.sizes)
+        item = TensorToWrite(row, location, shape, _megatron_dtype(row, weights, dtype))
+        first = first_of.setdefault(location.key, item)
         if first.dtype != item.dtype:
             raise ValueError(
                 f"{weights.folder}: Megatron stores {first.row.hf[0]} ({first.dtype}) and {row.hf[0]} ({item.dtype}) in one "
@@ -223,7 +223,7 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
     from parallel.dims import ParallelDims
 
     device.patch_megatron_for_cpu()
-    from models.conversion.weight_bridge import Bridge
+    from models.conversion.weight_bridge import WeightBridge
     from models.model_builder import build_model
     from parallel import groups
     from parallel.packing import Segment, pack
@@ -234,7 +234,7 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
         groups.initialize(dims, seed=0)
     (gpt,) = build_model(config, dims, torch.float32)
     gpt = gpt.to(device.device()).eval()
-    Bridge(config, [gpt], dims).load(HFWeights(config.path.parent))
+    WeightBridge(config, [gpt], dims).load(HFWeights(config.path.parent))
     packed = pack([Segment(len(tokens))], device.device())
     positions = packed.position_ids[None]
     logits = gpt(tokens[None].to(device.device()), positions, None, packed_seq_params=packed)[0].float().cpu()

@@ -58,7 +58,7 @@ class Box:
         """Return the same slice with indices relative to the start of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
-    def pieces(self, max_elements: int) -> list[Box]:
+    def chunks(self, max_elements: int) -> list[Box]:
         """Split along the first dims into boxes of at most `max_elements` elements, and at least one element."""
         if self.numel <= max_elements:
             return [self]
@@ -66,7 +66,7 @@ class Box:
         step = max(1, max_elements // (self.numel // self.sizes[dim]))
         first, end = self.starts[dim], self.starts[dim] + self.sizes[dim]
         parts = [self.narrow(dim, start, start + step) for start in range(first, end, step)]
-        return [piece for part in parts for piece in part.pieces(max_elements)]
+        return [chunk for part in parts for chunk in part.chunks(max_elements)]
 
 
 def _replace_at(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
@@ -81,7 +81,10 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One row of a family's table: a Megatron parameter and the Hugging Face tensor with the same layout."""
+    """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
+
+    This base class combines nothing: the parameter has the layout of its single Hugging Face tensor.
+    """
 
     megatron: str  # parameter name; {layer} and {expert} stand for numbers in the whole model
     hf: tuple[str, ...]  # tensor names, in the order of the arguments of `merge`

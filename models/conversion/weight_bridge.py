@@ -22,16 +22,15 @@ from parallel.dims import ParallelDims
 # Sequential experts are separate modules; grouped experts are numbered parameters of one module.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
 _OUTPUT = "output_layer.weight"
-_TIED_COPY = VocabMapping(
-    _OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0
-)  # the copy of a tied embedding on the last pipeline stage
+# The copy of a tied embedding on the last pipeline stage.
+_TIED_COPY = VocabMapping(_OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _VALUE_HEAD = [
     ParamMapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
     ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
 ]
 
 
-class Bridge:
+class WeightBridge:
     """The family's table of a model, bound to the parameters of this rank."""
 
     def __init__(
@@ -128,9 +127,8 @@ class Bridge:
             if row.expert is None:
                 shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
                 yield from row.to_hf(_gather(shard, _shard_group(row), row.axis is not None), self.sizes).items()
-            elif (
-                row.expert < self.local_experts
-            ):  # one exchange for the experts with the same local number on all ranks
+            elif row.expert < self.local_experts:
+                # One exchange for the experts with the same local number on all ranks.
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _export_experts(

@@ -219,7 +219,7 @@ def _routes(
         dtype, itemsize = dtype_of(param)
         for shard in trainer[name]:
             common = box if box == shard.box else shard.box.intersect(box)
-            for part in common.pieces(max(1, chunk_bytes // itemsize)) if common.numel else ():
+            for part in common.chunks(max(1, chunk_bytes // itemsize)) if common.numel else ():
                 yield TensorChunk(name, part, param, dtype, itemsize), tuple(tp_ranks), shard.ranks
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
-from models.conversion.weight_bridge import Bridge
+from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind, build_model
@@ -71,7 +71,7 @@ class MegatronModel:
         options = dict(head=head, share_prompts=spec.share_prompts)
         chunks = build_model(self.hf, spec.dims, getattr(torch, spec.dtype), **options, **spec.overrides)
         chunks = [chunk.to(device()) for chunk in chunks]
-        self.bridge = Bridge(self.hf, chunks, spec.dims, head)
+        self.bridge = WeightBridge(self.hf, chunks, spec.dims, head)
         self.bridge.load(HFWeights(spec.model_path))
         if spec.optimizer is None:
             for chunk in chunks:

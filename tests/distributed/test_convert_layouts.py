@@ -102,13 +102,13 @@ def as_megatron_loads(rank: int, folder, checkpoint) -> None:
     from megatron.core import dist_checkpointing
 
     from models.conversion.hf_reader import HFWeights
-    from models.conversion.weight_bridge import Bridge
+    from models.conversion.weight_bridge import WeightBridge
     from models.hf_config import HFConfig
     from models.model_builder import build_model
 
     hf, dims = HFConfig.load(folder), ParallelDims()
     found, expected = (build_model(hf, dims, torch.bfloat16) for _ in range(2))
-    Bridge(hf, expected, dims).load(HFWeights(folder))
+    WeightBridge(hf, expected, dims).load(HFWeights(folder))
     state = dist_checkpointing.load(found[0].sharded_state_dict(), str(checkpoint), strict="raise_unexpected")
     found[0].load_state_dict(state)
     parameters = dict(found[0].named_parameters())

@@ -20,12 +20,12 @@ def load(folder):
     import torch
 
     from models.conversion.hf_reader import HFWeights, check_hf_folder
-    from models.conversion.weight_bridge import Bridge
+    from models.conversion.weight_bridge import WeightBridge
     from models.model_builder import build_model
 
     hf, dims = check_hf_folder(folder), ParallelDims()
     chunks = build_model(hf, dims, torch.float32)
-    bridge = Bridge(hf, chunks, dims)
+    bridge = WeightBridge(hf, chunks, dims)
     bridge.load(HFWeights(folder))
     return chunks[0].eval(), bridge
 

@@ -14,7 +14,7 @@ from parallel.dims import ParallelDims, RankCoords
 device.patch_megatron_for_cpu()  # before the first import from Megatron
 
 from models.architecture import Architecture  # noqa: E402
-from models.conversion.weight_bridge import Bridge  # noqa: E402
+from models.conversion.weight_bridge import WeightBridge  # noqa: E402
 from models.families import FAMILIES  # noqa: E402
 from models.hf_config import HFConfig  # noqa: E402
 
@@ -146,7 +146,7 @@ def expert_starts(dims: ParallelDims) -> range:
 @given(layouts(), st.booleans())
 def test_the_ranks_of_an_export_contain_all_their_groups(dims, has_experts):
     bridge = SimpleNamespace(dims=dims, num_experts=8 * has_experts)
-    chosen = {rank for rank in range(dims.world_size) if Bridge.participates_in_export(bridge, rank)}
+    chosen = {rank for rank in range(dims.world_size) if WeightBridge.participates_in_export(bridge, rank)}
     stage = dims.world_size // dims.pp
     blocks = [
         dims.tp,
