@@ -174,7 +174,10 @@ class GPG:
         """Return advantages [B]."""
         groups = GroupStatistics(inputs.groups)
         centred, std = groups.subtract_mean(inputs.rewards), groups.std(inputs.rewards)
-        scale = len(std) / max(np.count_nonzero(std), 1)
+        informative = np.count_nonzero(std)  # B - M
+        if not informative:
+            return centred
+        scale = len(std) / informative
         return scale * (centred / (std + self.eps) if self.normalize_std else centred)
 
 
@@ -194,7 +197,8 @@ class PassAtK:
         order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward: the best of a group is its last
         is_best = np.diff(index[order], append=-1) != 0
         has_second = np.diff(index[order], prepend=-1) == 0  # the row before it belongs to the same group
-        gap = np.diff(inputs.rewards[order], prepend=0.0)
+        rewards = inputs.rewards[order]
+        gap = np.diff(rewards, prepend=rewards[:1])
         advantages = np.zeros(len(order))
         advantages[order] = np.where(is_best & has_second, gap, 0.0)
         return advantages

@@ -230,7 +230,7 @@ def test_a_reward_model_gets_the_conversation_as_token_ids(tokenizer_folder):
         reward = RewardModel(url=url, tokenizer=tokenizer_folder, scale=2.0, max_tokens=200)
         check_reward(reward)
         good, long = scores_of(reward, "42", "x" * 300)
-        assert good.value == -3.0 and "more than the 200" in long.failure
+        assert good.value == -3.0 and "more than max_tokens=200" in long.failure
     tokenizer = byte_tokenizer()
     (path, body), *more = seen
     assert path == "/classify" and not more and list(body) == ["input_ids"]

@@ -1,0 +1,277 @@
+"""Pins every default of the algorithm classes and every value of conf/algorithm to the published or documented value.
+
+A default that changes by accident changes the results of all users who rely on it, and no other test notices.
+"""
+
+import math
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrl.algorithms import advantages, corrections, filters, kl, losses, sequence_losses
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "algorithm"
+INF = math.inf
+
+DEFAULTS = {
+    # advantages
+    advantages.GRPO: {"eps": 1e-4, "normalize_std": True, "ddof": 1},
+    advantages.RLOO: {},
+    advantages.ReinforcePlusPlusBaseline: {},
+    advantages.ReMax: {"to_go": False},  # algorithm 1: one advantage per response
+    advantages.OPO: {},
+    advantages.GPG: {"normalize_std": False, "eps": 1e-4},  # F_norm = 1
+    advantages.PassAtK: {},
+    advantages.LogMeanExp: {"tau": 1.0},
+    advantages.GDPO: {"weights": {}, "eps": 1e-4, "normalize_batch": True},
+    advantages.GAE: {"gamma": 1.0, "lam": 0.95},  # lambda of PPO
+    advantages.ReinforcePlusPlus: {"gamma": 1.0},
+    advantages.OnPolicyDistillation: {"coef": 1.0, "gamma": 0.0, "reward": None, "reward_coef": 1.0},  # discount 0
+    # losses
+    losses.PPOClip: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},  # epsilon of PPO
+    losses.PolicyGradient: {},
+    losses.CISPO: {"clip_low": 1.0, "clip_high": 4.0},  # no lower bound; upper bound 5 of ScaleRL
+    losses.SAPO: {"tau_positive": 1.0, "tau_negative": 1.05},
+    losses.DPPO: {"delta_low": 0.2, "delta_high": 0.2, "max_ratio": 20.0},
+    losses.CrossEntropy: {},
+    losses.ClipCov: {"fraction": 2e-4, "low": 1.0, "high": 5.0, "clip_low": INF, "clip_high": INF},  # r of the paper
+    losses.KLCov: {"fraction": 2e-4, "coef": 1.0, "kl": "k3"},
+    losses.ValueLoss: {"clip": 0.0},
+    sequence_losses.GSPO: {"clip_low": 3e-4, "clip_high": 4e-4},  # published clip bounds
+    sequence_losses.GSPOToken: {"clip_low": 3e-4, "clip_high": 4e-4},
+    sequence_losses.GMPO: {"clip_low": 0.4, "clip_high": 0.4},  # (e^-0.4, e^0.4)
+    sequence_losses.OPMD: {"tau": 0.1},
+    sequence_losses.TOPR: {},
+    # corrections
+    corrections.ImportanceSampling: {
+        "level": "token",
+        "mode": "truncate",
+        "low": 0.0,
+        "high": 2.0,
+        "veto": None,
+    },  # TIS, C = 2
+    corrections.IcePop: {
+        "level": "token",
+        "mode": "mask",
+        "low": 0.5,
+        "high": 5.0,
+        "veto": None,
+    },  # alpha, beta of Ring-1T
+    corrections.OffPolicyMask: {"delta": 0.05},
+    # KL penalty and filters
+    kl.KLPenalty: {"coef": 0.001, "kind": "k1", "target": None, "horizon": 10_000},  # horizon of Ziegler et al.
+    filters.NonzeroVariance: {"tolerance": 0.0},  # equation 11 of DAPO: not all equal
+    filters.RewardRange: {"low": 0.2, "high": 0.8},  # PRIME
+}
+
+WITHOUT_DEFAULTS = {advantages.GroupStatistics, corrections.Product, kl.KLControl}
+INTERFACES = {"Advantage", "Loss", "PolicyLoss", "Correction", "Filter"}
+
+
+def defaults_of(kind):
+    """The default of each field; a default factory is called."""
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(kind)
+    }
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_the_defaults_of_a_class_are_the_published_ones(kind):
+    assert defaults_of(kind) == DEFAULTS[kind]
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_an_object_without_arguments_has_the_defaults(kind):
+    assert vars(kind()) == DEFAULTS[kind]
+
+
+def test_every_class_of_the_algorithm_modules_is_pinned():
+    for module in (advantages, losses, sequence_losses, corrections, kl, filters):
+        classes = {x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__}
+        missing = {kind.__name__ for kind in classes - DEFAULTS.keys() - WITHOUT_DEFAULTS} - INTERFACES
+        assert not missing, f"{module.__name__}: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero_without_advantage", "uses_entropy", "needs"),
+    [
+        (losses.PPOClip, True, False, set()),
+        (losses.PolicyGradient, True, False, set()),
+        (losses.CISPO, True, False, set()),
+        (losses.SAPO, True, False, set()),
+        (losses.DPPO, True, False, set()),
+        (losses.CrossEntropy, False, False, set()),
+        (losses.ClipCov, True, False, {"old_logprobs"}),
+        (losses.KLCov, False, False, {"old_logprobs"}),
+        (sequence_losses.GSPO, True, False, set()),
+        (sequence_losses.GSPOToken, True, False, set()),
+        (sequence_losses.GMPO, True, False, set()),
+        (sequence_losses.OPMD, False, False, set()),
+        (sequence_losses.TOPR, True, False, set()),
+    ],
+)
+def test_the_declarations_of_a_loss_are_pinned(kind, zero_without_advantage, uses_entropy, needs):
+    loss = kind()
+    declared = (loss.zero_without_advantage, loss.uses_entropy, loss.needs)
+    assert declared == (zero_without_advantage, uses_entropy, needs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs"),
+    [
+        (advantages.GRPO, set()),
+        (advantages.RLOO, set()),
+        (advantages.ReinforcePlusPlusBaseline, set()),
+        (advantages.ReMax, {"greedy_rewards"}),
+        (advantages.OPO, set()),
+        (advantages.GPG, set()),
+        (advantages.PassAtK, set()),
+        (advantages.LogMeanExp, set()),
+        (advantages.GDPO, set()),
+        (advantages.GAE, {"values"}),
+        (advantages.ReinforcePlusPlus, set()),
+        (advantages.OnPolicyDistillation, {"teacher_logprobs", "old_logprobs"}),
+    ],
+)
+def test_the_declarations_of_an_advantage_are_pinned(kind, needs):
+    advantage = kind()
+    assert advantage.needs == needs
+    ignores_token_rewards = kind in (advantages.GDPO, advantages.OnPolicyDistillation)
+    assert getattr(advantage, "uses_token_rewards", True) == (not ignores_token_rewards)
+
+
+def part(path, **values):
+    """A config node: `_target_` in mrl.algorithms, and arguments."""
+    return {"_target_": f"mrl.algorithms.{path}", **values}
+
+
+GRPO = part("advantages.GRPO")
+PPO_CLIP = part("losses.PPOClip")
+CONFIGS = {
+    "grpo": {"advantage": GRPO, "loss": PPO_CLIP, "aggregation": "token_mean"},
+    "dr_grpo": {  # Dr.GRPO: no division by the standard deviation, constant denominator
+        "advantage": part("advantages.GRPO", normalize_std=False),
+        "loss": PPO_CLIP,
+        "aggregation": "fixed_length",
+    },
+    "dapo": {  # clip-higher 0.28, token-level loss, overlong filtering, dynamic sampling
+        "algorithm": {
+            "advantage": GRPO,
+            "loss": part("losses.PPOClip", clip_low=0.2, clip_high=0.28),
+            "aggregation": "token_mean",
+            "mask_truncated": True,
+            "mini_batches": 4,
+        },
+        "rollout": {"filter": part("filters.NonzeroVariance"), "max_sampling_rounds": 10},
+    },
+    "ppo": {
+        "algorithm": {
+            "advantage": part("advantages.GAE", gamma=1.0, lam=0.95),
+            "loss": PPO_CLIP,
+            "aggregation": "token_mean",
+            "kl_in_reward": part("kl.KLPenalty", coef=0.01, kind="k1"),
+            "whiten": True,
+            "mini_batches": 4,
+        },
+        "critic": {"optim": {"lr": 1e-5}, "value_clip": 0.2, "warmup_steps": 0},
+    },
+    "gspo": {
+        "advantage": GRPO,
+        "loss": part("sequence_losses.GSPO"),
+        "aggregation": "sequence_mean",
+        "mini_batches": 4,
+    },
+    "gspo_token": {
+        "advantage": GRPO,
+        "loss": part("sequence_losses.GSPOToken"),
+        "aggregation": "sequence_mean",
+        "mini_batches": 4,
+    },
+    "gmpo": {
+        "advantage": GRPO,
+        "loss": part("sequence_losses.GMPO"),
+        "aggregation": "sequence_mean",
+        "mini_batches": 4,
+    },
+    "cispo": {"advantage": GRPO, "loss": part("losses.CISPO"), "aggregation": "token_mean", "mini_batches": 4},
+    "sapo": {"advantage": GRPO, "loss": part("losses.SAPO"), "aggregation": "sequence_mean", "mini_batches": 4},
+    "clip_cov": {  # bounds of 1 and 1 in the authors' runs
+        "advantage": GRPO,
+        "loss": part("losses.ClipCov", clip_low=1.0, clip_high=1.0),
+        "aggregation": "token_mean",
+        "mini_batches": 4,
+    },
+    "kl_cov": {  # |log r| with coefficient 1, as in the authors' code
+        "advantage": GRPO,
+        "loss": part("losses.KLCov", fraction=2e-3, coef=1.0, kl="abs"),
+        "aggregation": "token_mean",
+        "mini_batches": 4,
+    },
+    "opmd": {
+        "advantage": part("advantages.GRPO", normalize_std=False),
+        "loss": part("sequence_losses.OPMD", tau=0.1),
+        "aggregation": "fixed_length",
+        "skip_zero_advantage": False,
+        "mini_batches": 4,
+    },
+    "opo": {  # exact on-policy training
+        "advantage": part("advantages.OPO"),
+        "loss": part("losses.PolicyGradient"),
+        "aggregation": "token_mean",
+        "mini_batches": 1,
+        "epochs": 1,
+    },
+    "policy_gradient": {
+        "advantage": GRPO,
+        "loss": part("losses.PolicyGradient"),
+        "aggregation": "token_mean",
+        "mini_batches": 1,
+        "epochs": 1,
+    },
+    "reinforce_pp": {
+        "advantage": part("advantages.ReinforcePlusPlus"),
+        "loss": PPO_CLIP,
+        "aggregation": "token_mean",
+        "kl_in_reward": part("kl.KLPenalty", coef=0.001, kind="k1"),
+        "whiten": True,
+    },
+    "reinforce_pp_baseline": {
+        "advantage": part("advantages.ReinforcePlusPlusBaseline"),
+        "loss": PPO_CLIP,
+        "aggregation": "token_mean",
+        "kl_in_loss": part("kl.KLPenalty", coef=0.001, kind="k2"),
+        "whiten": True,
+    },
+    "remax": {
+        "advantage": part("advantages.ReMax"),
+        "loss": part("losses.PolicyGradient"),
+        "aggregation": "fixed_length",
+    },
+    "rloo": {
+        "advantage": part("advantages.RLOO"),
+        "loss": part("losses.PolicyGradient"),
+        "aggregation": "fixed_length",
+        "kl_in_reward": part("kl.KLPenalty", coef=0.03, kind="k1"),
+    },
+    "gdpo": {"advantage": part("advantages.GDPO", weights={}), "loss": PPO_CLIP, "aggregation": "token_mean"},
+    "distill": {
+        "algorithm": {
+            "advantage": part("advantages.OnPolicyDistillation"),
+            "loss": part("losses.PolicyGradient"),
+            "aggregation": "token_mean",
+        },
+        "teacher": {"path": "???"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_the_values_of_an_algorithm_config_are_the_published_ones(name):
+    assert yaml.safe_load((CONF / f"{name}.yaml").read_text()) == CONFIGS[name]
+
+
+def test_every_pinned_config_exists():
+    assert CONFIGS.keys() == {path.stem for path in CONF.glob("*.yaml")}
