@@ -1,8 +1,8 @@
-"""The staleness buffer, which makes a run synchronous or asynchronous, and the pipeline that fills it.
+"""The staleness buffer, which decides what each step trains, and the pipeline that samples and scores its groups.
 
-A prompt request stands for a group of G responses. With N groups per step and a staleness of K weight versions, at most
-(K + 1) N groups are drawn and not yet trained, so memory is bounded whatever the speeds of engines and trainers. No step s
-trains a token older than version s - K. K = 0 is synchronous training.
+A prompt request stands for a group of G responses. With N groups per step and a maximal staleness of K weight versions, at
+most (K + 1) N groups are drawn and not yet trained. So memory is bounded, however fast engines and trainers are. Step s never
+trains a token that is older than weight version s - K. K = 0 is synchronous training.
 """
 
 import queue
@@ -20,21 +20,22 @@ from mrl.rollout.trajectory import Group, StepGroups
 
 @dataclass
 class StalenessBuffer[T]:
-    """The prompt requests that are drawn and not yet trained. A pure data structure, which the planner simulates with, too.
+    """The prompt requests that are drawn and not yet trained. A pure data structure; the planner simulates runs with it.
 
-    `extra` groups beyond those that steps need are over-sampling: a step then takes the first groups that are finished and
-    drops those that stay behind and become too old. Without over-sampling nothing is dropped: a step waits for every group
-    that no later step may train. With `in_order`, steps train groups in the order of drawing, so that short responses are not
-    preferred. Up to `max_replaced` groups of a step that the group filter rejected are replaced by others; beyond that the
-    step may have fewer groups.
+    - Over-sampling: `extra` groups are in flight beyond those that steps need. A step takes the groups that finish first, and
+      drops the others once they are too old. Without over-sampling nothing is dropped: a step waits for every group that would
+      be too old for the next one.
+    - `in_order`: steps train groups in the order of drawing, so short responses are not preferred.
+    - `max_replaced`: number of groups per step that are replaced if the group filter rejects them. If it rejects more, the
+      step has fewer groups.
     """
 
     groups_per_step: int  # N
     staleness: int  # K, weight versions
-    extra: int = 0
+    extra: int = 0  # groups
     in_order: bool = False
     max_replaced: int = 0
-    drawn: int = 0  # prompt requests since the run began: the number of the next one
+    drawn: int = 0  # prompt requests since the run began; the next one gets this number
     in_flight: dict[int, PromptRequest] = field(default_factory=dict)  # being sampled or scored, by number
     _finished: dict[int, tuple[PromptRequest, T]] = field(default_factory=dict)  # in the order of finishing
     _filtered: dict[int, T] = field(default_factory=dict)  # rejected by the group filter since the last step
@@ -46,7 +47,7 @@ class StalenessBuffer[T]:
         return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
 
     def admit(self, rows: Iterable[int], version: int) -> list[PromptRequest]:
-        """Create prompt requests for the next rows in the order of drawing; `version` is what the engines serve."""
+        """Create prompt requests for the next rows. `version`: weight version that the engines serve."""
         requests = [PromptRequest(self.drawn + place, row, version) for place, row in enumerate(rows)]
         assert len(requests) <= self.room(), f"{len(requests)} more prompt requests, room for {self.room()}"
         self.drawn += len(requests)
@@ -54,7 +55,7 @@ class StalenessBuffer[T]:
         return requests
 
     def finish(self, number: int, group: T, keep: bool) -> None:
-        """Store a sampled group; without `keep` no step trains it, and another may be drawn. Ignores a dropped group."""
+        """Store a scored group. Without `keep`, no step trains it, and it may be replaced. A dropped group is ignored."""
         request = self.in_flight.pop(number, None)
         if request is None:
             return
@@ -64,7 +65,7 @@ class StalenessBuffer[T]:
             self._filtered[number] = group
 
     def take_step(self, step: int) -> StepGroups[T] | None:
-        """Remove and return the groups that `step` trains; None while groups that it must wait for are in flight."""
+        """Remove the groups that `step` trains and return them; None while the step must wait for groups in flight."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
         is_short = not self.in_flight and not self.room()  # enough rejected groups were replaced
         if numbers is None or (len(numbers) < self.groups_per_step and not is_short):
@@ -76,15 +77,15 @@ class StalenessBuffer[T]:
         )
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Remove prompt requests whose groups were trained or rejected already."""
+        """Remove prompt requests that were trained or rejected already, or are dropped."""
         for number in numbers:
             self.in_flight.pop(number, None)
             self._finished.pop(number, None)
 
     def restore(self, drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
-        """Start over before `step` with these requests in flight, in the order of drawing, of `drawn` so far.
+        """Start over before `step`, after `drawn` prompts were drawn, with these requests (in the order of drawing) in flight.
 
-        If there are more than this buffer holds, the later ones are admitted later: when there will be room for them.
+        If there are more than this buffer holds, the last ones get a later admitted version: that of the step with room.
         """
         oldest = step - self.staleness
         versions = [
@@ -99,7 +100,7 @@ class StalenessBuffer[T]:
 
     @property
     def waiting(self) -> list[PromptRequest]:
-        """All requests that are drawn and not trained, in the order of drawing; a resumed run must draw them again."""
+        """All requests that are drawn and not trained, in the order of drawing. A resumed run needs them again."""
         requests = [*self.in_flight.values(), *(request for request, _ in self._finished.values())]
         return sorted(requests, key=lambda request: request.number)
 
@@ -114,13 +115,13 @@ class StalenessBuffer[T]:
         return None if any(number in self.in_flight for number in first) else first
 
     def _select_finished(self, step: int) -> list[int] | None:
-        """Up to N finished groups, in the order of finishing, such that no later step is left with too many old ones.
+        """Up to N finished groups, the first finished first, such that every remaining group can still be trained in time.
 
-        Of the requests that are too old for a step after `step + d`, `step` may leave at most d * N behind.
+        Condition: at most d * N requests that are too old for any step after `step + d` remain, for d = 0 to K.
         """
-        first = next(iter(self.in_flight.values()), None)  # the oldest in flight
+        first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra and first.admitted_version <= step - self.staleness:
-            return None  # quick exit: this runs after every group
+            return None  # a quick exit, because this runs after every group
         chosen: dict[int, None] = {}
         for later in range(0 if self.extra else self.staleness + 1):
             oldest = step - self.staleness + later
@@ -135,7 +136,7 @@ class StalenessBuffer[T]:
         return [*chosen, *rest[: max(0, self.groups_per_step - len(chosen))]]
 
     def _drop_stale(self, step: int) -> list[int]:
-        """Remove what is too old for the next step; only over-sampling leaves such requests."""
+        """Remove requests that are too old for the next step. There are none without over-sampling."""
         stale = [request.number for request in self.waiting if request.admitted_version <= step - self.staleness]
         assert self.extra or not stale, f"step {step} left {stale} behind, which no later step may train"
         self.remove(stale)
@@ -146,7 +147,7 @@ class GroupSampler(Protocol):
     """What the pipeline needs from RequestBuilder."""
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Decide which prompt requests share an HTTP request; the groups of one finish together."""
+        """Decide which prompt requests share an HTTP request. Groups that share one finish together."""
         ...
 
     def sample(self, requests: Sequence[PromptRequest]) -> Awaitable[list[UnscoredGroup]]:
@@ -157,7 +158,7 @@ class GroupSampler(Protocol):
 class RolloutPipeline:
     """Samples in the event loop of the engine pool and scores in a thread of its own, while the caller does other things.
 
-    The caller admits prompts and waits for the groups of a step. The public methods are for one thread.
+    The caller admits prompts, sends their requests and waits for the groups of a step. All public methods belong to one thread.
     """
 
     def __init__(
@@ -168,27 +169,26 @@ class RolloutPipeline:
         score: Callable[[list[UnscoredGroup]], list[Group]],
         keep: Callable[[Group], bool],
     ) -> None:
-        """`score` runs in the scoring thread. `keep`: whether a group is trained."""
+        """`score` and `keep` run in the scoring thread. `keep`: whether a group is trained."""
         self.buffer, self._engines, self._sampler = buffer, engines, sampler
         self._score, self._keep = score, keep
-        self._waited_s = self._waited_scoring_s = (
-            0.0  # waits for groups, and scoring time in them, since the last reading
-        )
-        self._scoring_s = 0.0  # in all
-        self._changed = threading.Condition()  # guards the buffer and all that follows
+        self._waited_s = 0.0  # seconds that `wait_step` waited since the last `take_seconds`
+        self._waited_scoring_s = 0.0  # scoring seconds during these waits
+        self._scoring_s = 0.0  # scoring seconds since the start
+        self._changed = threading.Condition()  # guards the buffer and the fields below
         self._running: dict[int, Future[None]] = {}  # number of a request -> the coroutine that samples it
         self._error: BaseException | None = None
-        self._generation = 0  # number of restarts; results from before the last one are ignored
+        self._generation = 0  # number of restarts; results of an earlier generation are ignored
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring: threading.Thread | None = None
 
     def admit(self, first: int, rows: Sequence[int], version: int) -> None:
-        """Admit prompts to the buffer, the first of which is number `first`. Those that are in it already are skipped."""
+        """Admit prompts to the buffer; `first` is the number of the first one. Prompts that were admitted before are skipped."""
         with self._changed:
             self.buffer.admit(rows[max(0, self.buffer.drawn - first) :], version)
 
     def send_requests(self, version: int) -> None:
-        """Send the requests that are in flight and not sent yet, now that engines serve `version`."""
+        """Send the admitted requests that are not sent yet. `version`: weight version that the engines serve."""
         with self._changed:
             self._error = None
             admitted = [request for request in self.buffer.in_flight.values() if request.admitted_version <= version]
@@ -198,10 +198,10 @@ class RolloutPipeline:
                 self._running |= dict.fromkeys((request.number for request in requests), running)
 
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
-        """Wait for the groups of a step; None if prompts may be drawn in place of rejected ones.
+        """Wait for the groups of a step. Returns None if more prompts may be drawn in place of rejected groups.
 
-        Raises NoEngineError if no engine is left (`send_requests` then sends again), whatever sampling or scoring raised,
-        and EngineError at the deadline.
+        Raises NoEngineError if no engine is left (`send_requests` then sends the requests again), EngineError at the
+        deadline, and whatever sampling or scoring raised.
         """
         start, scoring_s = time.monotonic(), self._scoring_s
         with self._changed:
@@ -238,12 +238,12 @@ class RolloutPipeline:
             return self.buffer.waiting
 
     def finished(self) -> dict[int, Group]:
-        """Those of the waiting requests whose groups are sampled and kept, by number."""
+        """The sampled and kept groups that wait for a step, by number of their prompt request."""
         with self._changed:
             return self.buffer.finished
 
     def has_requests(self, numbers: Sequence[int], rows: Sequence[int]) -> bool:
-        """Whether these prompt requests are waiting, with these rows. Requests that are not drawn yet are not compared."""
+        """Whether these prompt requests are waiting and have these rows. Requests that are not drawn yet are not compared."""
         with self._changed:
             waiting = {request.number: request.row for request in self.buffer.waiting}
             drawn = [pair for pair in zip(numbers, rows, strict=True) if pair[0] < self.buffer.drawn]
@@ -256,7 +256,7 @@ class RolloutPipeline:
             self._cancel(numbers)
 
     def restart(self, drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
-        """Cancel everything, and start over before `step` with these prompt requests, of `drawn` so far."""
+        """Cancel everything, and start over before `step` with these prompt requests. `drawn`: prompts drawn so far."""
         with self._changed:
             self._generation += 1
             self._cancel(list(self._running))
@@ -264,12 +264,12 @@ class RolloutPipeline:
             self.buffer.restore(drawn, requests, step)
 
     def close(self) -> None:
-        """Cancel everything and end the scoring thread. The engines are the caller's to end."""
+        """Cancel everything and end the scoring thread. The caller ends the engines."""
         self.restart(0, [], 0)
         self._unscored.put(None)
 
     async def _sample(self, requests: list[PromptRequest], generation: int) -> None:
-        """Sample the groups of one HTTP request and hand them to the scoring thread."""
+        """Sample the groups of one HTTP request, and pass them to the scoring thread."""
         try:
             groups = await self._sampler.sample(requests)
             if self._scoring is None:
@@ -284,7 +284,7 @@ class RolloutPipeline:
                     self._fail(error)
 
     def _take_unscored(self) -> list[tuple[int, list[UnscoredGroup]] | None]:
-        """Wait for groups to score, and take all that are there; None among them ends the thread."""
+        """Wait for unscored groups and take all that are in the queue. None among them ends the thread."""
         found = [self._unscored.get()]
         while not self._unscored.empty():
             found.append(self._unscored.get())
@@ -313,13 +313,13 @@ class RolloutPipeline:
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error. Any other error replaces a NoEngineError, which is only retried."""
+        """Make `wait_step` raise this error. It replaces a NoEngineError, after which the caller only tries again."""
         if self._error is None or isinstance(self._error, NoEngineError):
             self._error = error
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests, unless another prompt request shares them."""
+        """Cancel the HTTP requests of these prompt requests, unless other prompt requests share them."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

@@ -70,7 +70,7 @@ class Completion:
     token_ids: list[int]  # [R], the end-of-sequence token included
     logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
     finish_reason: str  # stop, length or abort
-    weight_version: str  # of the weights that sampled the first token; a weight update may follow
+    weight_version: str  # version of the weights that sampled the first token; see `versions` for later tokens
     # [P+R-1, layers, topk] experts of each token of prompt and response except the last, for which nothing was computed.
     # None if it was not requested.
     routed_experts: NDArray[np.int16] | None = None

@@ -2,7 +2,7 @@
 
 An engine has failed when its processes end, when it answers with errors several times in a row, or when it has requests and
 its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine goes on computing, so it has not
-failed. Responses that a failed engine owes are sampled by another one.
+failed. The pending responses of a failed engine are sampled by another one.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class NoEngineError(EngineError):
 
 @dataclass(eq=False)
 class PooledEngine:
-    """One engine of the pool and what it has to do."""
+    """One engine of the pool and its current load."""
 
     client: EngineClient
     alive: Callable[[], bool]  # whether its processes run, as far as that is known
     log_source: str  # where the engine's own log is
-    pending: int = 0  # responses that it owes
-    work: float = 0.0  # expected work of these, in tokens or in responses
-    faults: int = 0  # in a row
+    pending: int = 0  # responses that were requested and not returned
+    work: float = 0.0  # expected work of the pending responses, in tokens or in number of responses
+    faults: int = 0  # failed requests in a row
     failure: str | None = None  # why it is out of service; None: it is in service
     requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)
 
@@ -73,7 +73,7 @@ class EnginePool:
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines. Returns at once; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # engines are paused on purpose: computing nothing is then no failure
+        self.paused = False  # engines are paused on purpose, so an engine that computes nothing has not failed
         self.engines: list[PooledEngine] = []  # read and changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
@@ -81,7 +81,7 @@ class EnginePool:
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
         self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._limits: ConcurrencyLimits | None = None  # of multi-turn responses
+        self._limits: ConcurrencyLimits | None = None  # only for multi-turn responses
         self._reported: set[PooledEngine] = set()  # failed engines that the driver knows of
         self._unreported: dict[str, str] = {}  # URL -> reason, for engines that failed and came back unreported
         self._num_replaced = self._num_retried = self._num_retried_before = 0
@@ -135,7 +135,7 @@ class EnginePool:
         return self._loop.start(work)
 
     def open_session(self) -> StickySession:
-        """Open a session with the engine that has least to do. Raises NoEngineError."""
+        """Open a session with the engine that has the least work. Raises NoEngineError."""
         return StickySession(self._least_busy())
 
     async def generate(
@@ -147,11 +147,11 @@ class EnginePool:
         session: StickySession | None = None,
         work: float | None = None,
     ) -> list[Completion]:
-        """One completion of each prompt, in order, sampled by one request; completions in the cache are not sampled again.
+        """Sample one completion of each prompt, in order, with one request. Completions in the cache are not sampled again.
 
-        `numbers`: of the responses, by which the cache knows them. `session`: names the engine; None: the one with least to
-        do. `work`: expected work of the request; None: its number of responses. Runs in the event loop (see `start`). Raises
-        NoEngineError when no engine is left, and EngineError if the request is refused, or fails
+        Runs in the event loop (see `start`). `numbers` identify the responses in the cache. `session` selects the engine; by
+        default it is the one with the least work. `work` is the expected work of the request, by default its number of
+        responses. Raises NoEngineError if no engine is left, and EngineError if the request is refused or fails
         `fault_tolerance.max_response_attempts` times.
         """
         found = {}
@@ -273,7 +273,7 @@ class EnginePool:
         cache: CompletionCache | None,
         sessions: Sequence[StickySession],
     ) -> list[Trajectory]:
-        """One multi-turn response to each prompt, in order. Runs in the event loop (see `start`).
+        """Sample one multi-turn response to each prompt, in order. Runs in the event loop (see `start`).
 
         A turn that an engine does not answer is sampled by another one. Earlier turns and their tool calls are not repeated.
         """
@@ -291,7 +291,7 @@ class EnginePool:
     def generate_all(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
     ) -> list[Completion]:
-        """One completion of each prompt, in order, spread evenly over the engines; waits for all. Raises as `generate`."""
+        """Sample one completion of each prompt, in order, spread evenly over the engines, and wait. Raises like `generate`."""
 
         async def run() -> list[Completion]:
             engines = self._in_service()
@@ -315,7 +315,7 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
     ) -> list[Trajectory]:
-        """One multi-turn response to each prompt, in order, spread evenly over the engines; waits for all."""
+        """Sample one multi-turn response to each prompt, in order, spread evenly over the engines, and wait."""
 
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)

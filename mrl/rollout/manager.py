@@ -48,13 +48,16 @@ class RolloutWorkerHandle:
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
-        """Ask Ray for the actor, which starts its engines. Returns at once. `options`: of the Ray actor."""
+        """Ask Ray for the actor, which starts its engines. Returns at once.
+
+        `options`: options of the Ray actor. `timeout_s`: deadline of a call.
+        """
         self.spec = spec
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.actor = self._create()
         self._waiter = RayWaiter(Path(spec.run_dir), "rollout")
         self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer reaches its own deadline first
-        self._start_timeout_s = 600.0  # of an engine; `wait_ready` sets it
+        self._start_timeout_s = 600.0  # deadline for engines to start; `wait_ready` sets it
 
     def call[T](
         self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
@@ -142,7 +145,7 @@ class RolloutManager:
         return rollouts
 
     def evaluate(self, temperature: float) -> dict[str, float]:
-        """Mean reward on the held-out prompts: of each named test set, and of all prompts under ""."""
+        """Evaluate on the held-out prompts. Returns the mean reward by name of the test set; the name "" stands for all sets."""
         return self._call_engines(RolloutWorker.evaluate, temperature)
 
     def _call_engines[T](self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any) -> T:

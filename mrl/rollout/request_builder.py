@@ -21,8 +21,8 @@ TRAINING, HELD_OUT = 0, 1
 class PromptRequest:
     """A prompt drawn for a group of responses."""
 
-    number: int  # in the order of drawing, since the run began
-    row: int  # of the data set
+    number: int  # position in the order of drawing since the run began
+    row: int  # row of the data set
     admitted_version: int  # weight version when it entered the staleness buffer; none of its tokens is older
 
 
@@ -39,11 +39,11 @@ class UnscoredGroup:
 class RequestBuilder:
     """Samples the groups of prompt requests from the engine pool.
 
-    It is not a part of RolloutWorker, because Ray lets the calls of an actor with a coroutine overlap.
+    This is not part of RolloutWorker, because Ray lets calls overlap if the actor class has a coroutine.
     """
 
     def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
-        """`cache`: completions found there are not sampled again, new ones are put there."""
+        """`cache`: completions in it are not sampled again, and new completions are added to it."""
         self.spec, self._engines, self._cache = spec, engines, cache
         self._conversation = None
         if spec.agent:
@@ -94,7 +94,7 @@ class RequestBuilder:
         cache: CompletionCache | None = None,
         work: float | None = None,
     ) -> list[Trajectory]:
-        """One response to each prompt, all from the engine that has least to do."""
+        """Sample one response to each prompt, all on the engine that has the least work."""
         session = self._engines.open_session()
         if self._conversation:
             sessions = [session] * len(prompts)

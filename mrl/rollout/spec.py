@@ -43,20 +43,17 @@ class RolloutSpec:
     staleness: int = 0  # weight versions by which a token may be older than the weights it trains
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of a step's groups
     in_order: bool = False  # steps train groups in the order in which their prompts were drawn
-    max_rounds: int = 1  # rejected groups of a step are replaced until this many times its groups were drawn
-    log_key: str = "samples"  # hash of the settings and data that determine the samples; see RolloutLog
+    max_rounds: int = 1  # rejected groups are replaced until a step has drawn this multiple of its groups
+    log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
     scoring: ScoringConfig = field(default_factory=ScoringConfig)  # how the reward is run
     agent: ToolAgent | None = None  # for multi-turn responses with tools
     deterministic: bool = False  # give each response a seed of its own
-    fault_tolerance: FaultToleranceConfig = field(
-        default_factory=FaultToleranceConfig
-    )  # when an engine counts as failed
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # when an engine has failed
     routed_experts: bool = False  # return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
-    slots: Callable[[int], Sequence[DeviceSlot]] | None = (
-        None  # of an engine, by its place; None: engines are child processes
-    )
+    # Device slots of the engine at a place (0 to num_engines - 1); None: engines are child processes of the rollout worker
+    slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
     @property
     def extra_groups(self) -> int:

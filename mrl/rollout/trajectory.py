@@ -30,17 +30,16 @@ class Trajectory:
     """Everything that follows a prompt: the tokens that the policy sampled and, between its turns, the tools' results."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of the sampled tokens, as the engine computed them
+    logprobs: list[float]  # the engine's log-probabilities of the sampled tokens
     truncated: bool  # ended by the token limit or the turn limit
-    weight_version: int  # of the weights that sampled the first token
+    weight_version: int  # version of the weights that sampled the first token
     sampled: list[bool] | None = None  # which tokens the policy sampled; None: all
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty for a single turn
     turn_ends: tuple[int, ...] = ()  # index of each assistant turn's last token, counted in sampled tokens
     routed_experts: NDArray[np.int16] | None = None  # see Completion
     usage: ResponseUsage | None = None  # None for a single turn, and in replayed data
-    versions: tuple[
-        tuple[int, int], ...
-    ] = ()  # (weight version, sampled tokens) in order; empty: only `weight_version`
+    # (weight version, sampled tokens) in order; empty if `weight_version` sampled all tokens
+    versions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_completion(cls, completion: Completion) -> "Trajectory":
@@ -116,7 +115,7 @@ class StepGroups[T]:
     groups: list[T]
     filtered_numbers: list[int]  # prompt requests of the groups that the group filter rejected
     filtered: list[T]
-    dropped: list[int]  # prompt requests given up, sampled or not, because they would be too old for the next step
+    dropped: list[int]  # prompt requests that were dropped because they would be too old for the next step
 
     @property
     def all_numbers(self) -> list[int]:

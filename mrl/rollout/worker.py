@@ -69,12 +69,13 @@ class RolloutWorker:
         )
         self._pipeline = RolloutPipeline(buffer, self.engines, self._requests, self._score_groups, self._keeps)
         self._length_bias = LengthBias()
-        self._rounds = 0  # how often prompts were drawn for the step that is sampled now
-        self._logged: StepGroups[Group] | None = None  # of that step, while more of its prompts are drawn
-        self._sampled = SampledStep()  # the step that `sample` finished last
-        self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])  # the same, as it left the buffer
-        self._all_filtered = False  # the filter rejected every group of the step that was collected last
-        self._collected: tuple[ScoredBatch, Column] | None = None  # that step, and the engines' log-probabilities
+        self._rounds = 0  # how often prompts were drawn for the current step
+        self._logged: StepGroups[Group] | None = None  # groups of the current step, if the rollout log has them
+        self._sampled = SampledStep()  # the last step that `sample` finished
+        self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])  # the same step, as it left the buffer
+        self._all_filtered = False  # whether the filter rejected every group of the last collected step
+        # The last collected step, and the engines' log-probabilities of its tokens
+        self._collected: tuple[ScoredBatch, Column] | None = None
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Wait for the engines; returns their URLs."""
@@ -250,9 +251,9 @@ class RolloutWorker:
                 return self._scorer(responses)
 
     def evaluate(self, temperature: float) -> dict[str, float]:
-        """Mean reward of one response per held-out prompt: of each named test set, and of all under "". 0 is greedy.
+        """Sample one response per held-out prompt and return the mean reward by name of the test set; "" stands for all sets.
 
-        Empty without a test set or an engine.
+        Temperature 0 is greedy. Returns an empty dict without a test set or an engine.
         """
         if self.test is None or not self.engines.urls:
             return {}
@@ -292,7 +293,7 @@ def _reward_inputs(
     return [
         Response(
             data_source=data.data_source(row),
-            text=said[-1].text if said else text,  # of several turns, the policy's last
+            text=said[-1].text if said else text,  # the last turn of a multi-turn response
             ground_truth=data.ground_truth(row),
             extra_info=data.extra_info(row),
             prompt=data.messages(row),

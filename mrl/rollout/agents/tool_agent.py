@@ -26,7 +26,7 @@ class ToolAgent:
     tools: Mapping[str, Tool]  # by the name that calls use
     parser: ToolParser
     max_turns: int = 8  # assistant turns; a call in the last one is not answered
-    max_tool_tokens: int = 512  # of one result; a longer one is cut and ends with ...
+    max_tool_tokens: int = 512  # tokens of one result; a longer one is cut and ends with "..."
     tool_timeout_s: float = 30.0  # for one call
     max_running_tools: int = 16  # calls that run at the same time
     max_concurrency: int = 256  # responses that are sampled at the same time, over all engines

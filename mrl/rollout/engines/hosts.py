@@ -44,10 +44,10 @@ class EngineServers:
         if spec.routed_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._registry = registry_folder(spec.run_dir)
-        unregister_processes(self._registry, "engine_*")  # of an earlier start in this run directory
-        self._numbers = itertools.count()  # engines started so far, replaced ones included
+        unregister_processes(self._registry, "engine_*")  # left by an earlier start in this run directory
+        self._numbers = itertools.count()  # counts all engines that were ever started
         self._replacing = threading.Lock()
-        self._were_ready = False  # all of them, once
+        self._were_ready = False  # whether all servers were ready at least once
         self.servers: list[EngineServer | HostedEngine | ExternalEngine] = [
             ExternalEngine(url) for url in spec.engine_urls
         ]

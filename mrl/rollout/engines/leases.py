@@ -72,7 +72,7 @@ class ScratchDir:
         """Create the directory, and remove directories whose holders have ended."""
         parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PATH else "/tmp")
         for folder in parent.glob(f"{SCRATCH_PREFIX}*"):
-            with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+            with contextlib.suppress(OSError):  # it belongs to another user, or was removed meanwhile
                 if not _is_held(folder):
                     remove_scratch(folder)
         self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))

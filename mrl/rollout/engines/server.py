@@ -71,9 +71,8 @@ class EngineServer:
         assert self._supervisor is None, f"the server at {self.url} was already started"
         self._scratch = ScratchDir()
         arguments = self._scratch.path / "server_args.json"
-        arguments.write_text(
-            json.dumps(self.server_args | {"api_key": engine_key()})
-        )  # only this user can read the directory
+        # The file holds the API key; only this user can read the directory.
+        arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))
         spec = dict(
             command=[sys.executable, "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
             env=self._environment(self._scratch.path),

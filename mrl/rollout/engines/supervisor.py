@@ -22,13 +22,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_INTERVAL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake the supervisor at once
 KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
-SHARED_MEMORY_PREFIXES = (
-    "sglang_",
-    "torch_",
-    "sem.mp-",
-    "psm_",
-    "nccl-",
-)  # of files that a server may leave in /dev/shm
+SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")  # files that a server may leave in /dev/shm
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
