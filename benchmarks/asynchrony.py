@@ -1,11 +1,12 @@
-"""What asynchronous rollouts are worth, and whether the simulator knows it beforehand: mrl's worker, engines that only take time.
+"""Measures the speedup of asynchronous rollouts, and compares it with the predictions of the rollout simulator.
 
     python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]    8 minutes a round
 
-The rollout worker, its window, stream, journal, scoring, HTTP and weight versions are those of a run (RolloutManager, on Ray);
-engines are benchmarks/simulated_engine.py, in a process of their own, and the trainer sleeps. Lengths are log-normal, cut at a
-maximum, and the same in every mode: each follows from its response's seed. Modes run in turn. Numbers leave out the steps in
-which the largest window fills (SKIPPED). Needs two cores that are not busy: time is real.
+The rollout worker, with its staleness buffer, rollout log, scoring, HTTP client and weight versions, is that of a run
+(RolloutManager, on Ray). The engines are those of benchmarks/simulated_engine.py, in a process of their own; training is a sleep.
+Lengths are log-normal and truncated; they are equal in all modes, because each follows from its response's seed. The modes run
+one after the other. All means leave out the first SKIPPED steps, in which the largest staleness buffer fills. Needs two idle
+cores, because time is real.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.simulated_engine import LongTailed
+from benchmarks.simulated_engine import LogNormalScript
+from mrl.config.schema import PauseMode
 from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
 from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
@@ -41,7 +43,7 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
 
 N, G, ENGINES, SEED = 32, 8, 4, 0
-LENGTHS = LongTailed(median=60, sigma=1.0, longest=480)
+LENGTHS = LogNormalScript(median=60, sigma=1.0, longest=480)
 SPEEDS = RunSpeeds(EngineSpeeds(0.024, 0.0003, 0.00003, 64), train_s=5.1, train_token_s=0.0, push_s=0.3)
 STEPS = {"sync": 8, "one_step_off": 11, "async": 21}
 SETUPS = {
@@ -53,34 +55,34 @@ SKIPPED = 5  # first steps
 
 
 @dataclass
-class Measured:
-    """One run."""
+class MeasuredRun:
+    """What one run measured."""
 
     step_s: list[float]  # [steps]
-    engine_s: list[float]  # [steps] of these, waiting for engines
-    push_s: list[float]  # [steps] of these, pushing weights
-    tokens: list[int]  # [steps] response tokens trained
-    oldest: int  # versions from a response's first token to its training
-    idle: float  # of the engines' time
+    engine_s: list[float]  # [steps] part of step_s, waiting for engines
+    push_s: list[float]  # [steps] part of step_s, pushing weights
+    tokens: list[int]  # [steps] trained response tokens
+    oldest: int  # largest number of weight versions from a response's first token to its training
+    idle: float  # share of the engines' time
 
     def seconds(self) -> float:
-        """Of a mean step."""
+        """Mean seconds of a step."""
         return statistics.fmean(self.step_s[SKIPPED:])
 
     def tokens_per_s(self) -> float:
-        """Trained response tokens."""
+        """Trained response tokens per second."""
         return sum(self.tokens[SKIPPED:]) / sum(self.step_s[SKIPPED:])
 
 
-def slowed(speeds: RunSpeeds, scale: float) -> RunSpeeds:
-    """The same, every second so many times as long."""
+def slow_down(speeds: RunSpeeds, scale: float) -> RunSpeeds:
+    """Multiply all times by `scale`."""
     engine = speeds.engine
     times = EngineSpeeds(engine.step_s * scale, engine.request_s * scale, engine.prefill_s * scale, engine.max_running)
     return RunSpeeds(times, speeds.train_s * scale, speeds.train_token_s * scale, speeds.push_s * scale)
 
 
 def make_data(folder: Path) -> PromptDataset:
-    """Prompts of a dozen tokens."""
+    """Write and load prompts of about a dozen tokens."""
     tokenizer = character_tokenizer()
     make_tiny_model(folder / "model", tokenizer, context=LENGTHS.longest + 64, initializer_range=0.02, seed=0)
     write_prompts(folder / "train.parquet", "train", list(range(1000, 9000)))
@@ -88,22 +90,22 @@ def make_data(folder: Path) -> PromptDataset:
     return PromptDataset.load([source], folder / "model", PromptConstraints(64, len(tokenizer)))
 
 
-def groups_of(data: PromptDataset, tickets: int) -> GroupLengths:
-    """Lengths of what a run draws, by ticket: from its seeds, as engines have them."""
-    rows = data.stream(N, SEED, shuffle=True).take(tickets)
+def drawn_groups(data: PromptDataset, count: int) -> GroupLengths:
+    """Return the lengths of the first `count` groups that a run draws: those of the simulated engines, by seed."""
+    rows = data.stream(N, SEED, shuffle=True).take(count)
     prompts = [data.encode(row) for row in rows.tolist()]
-    seeds = [[seed_of(SEED, TRAINING, G * ticket + member) for member in range(G)] for ticket in range(tickets)]
+    seeds = [[seed_of(SEED, TRAINING, G * number + member) for member in range(G)] for number in range(count)]
     lengths = [[LENGTHS.length(p, seed) for seed in members] for p, members in zip(prompts, seeds, strict=True)]
     return GroupLengths(np.array(lengths), np.array([len(p) for p in prompts]), rows)
 
 
 @contextmanager
 def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
-    """URLs of fresh engines."""
+    """Start engines in a process of their own; yields their URLs."""
     milliseconds = dict(step_ms=speeds.step_s, request_ms=speeds.request_s, prefill_ms=speeds.prefill_s)
-    known = {name: 1000 * value for name, value in milliseconds.items()} | asdict(LENGTHS)
-    known |= dict(engines=ENGINES, max_running=speeds.max_running)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in known.items()]
+    options = {name: 1000 * value for name, value in milliseconds.items()} | asdict(LENGTHS)
+    options |= dict(engines=ENGINES, max_running=speeds.max_running)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "benchmarks.simulated_engine", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -115,7 +117,7 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
 
 
 def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, run_dir: Path) -> RolloutSpec:
-    """What a run's worker is built from."""
+    """Return the specification of the rollout worker."""
     (run_dir / "logs").mkdir(parents=True)
     unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None)
     plain = dict(needs_greedy=False, old_from_rollout=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
@@ -140,11 +142,11 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, 
 
 def measure(
     data: PromptDataset, speeds: RunSpeeds, setup: RolloutSetup, steps: int, options: dict[str, Any]
-) -> Measured:
-    """So many steps of the real worker."""
+) -> MeasuredRun:
+    """Run `steps` steps of the rollout worker."""
     with tempfile.TemporaryDirectory() as folder, engines(speeds.engine) as urls:
         worker = RolloutWorkerHandle(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
-        coordinator = Coordinator(urls, 1, 60.0, "retract", join_channel=None)
+        coordinator = Coordinator(urls, 1, 60.0, PauseMode.retract, join_channel=None)
         try:
             worker.wait_ready(60.0)
             _push(coordinator, 0, 0.0)
@@ -157,8 +159,8 @@ def measure(
 
 def _run(
     manager: RolloutManager, coordinator: Coordinator, prompts: PromptStream, speeds: RunSpeeds, steps: int
-) -> Measured:
-    found, now = Measured([], [], [], [], 0, 0.0), time.monotonic()
+) -> MeasuredRun:
+    run, now = MeasuredRun([], [], [], [], 0, 0.0), time.monotonic()
     busy, start = _busy_s(coordinator), now
     for step in range(steps):
         rollouts = manager.generate(prompts, step)
@@ -168,18 +170,18 @@ def _run(
         with manager.worker.paused() if rollouts.waiting else nullcontext():
             _push(coordinator, step + 1, speeds.push_s)
         before, now = now, time.monotonic()
-        found.step_s.append(now - before)
-        found.engine_s.append(rollouts.numbers["spent/engine_s"])
-        found.push_s.append(now - trained)
-        found.tokens.append(int(rollouts.response_lengths.sum()))
-        found.oldest = max(found.oldest, step - int(rollouts.weight_versions.min()))
-    found.idle = 1 - (_busy_s(coordinator) - busy) / (ENGINES * (now - start))
-    return found
+        run.step_s.append(now - before)
+        run.engine_s.append(rollouts.numbers["spent/engine_s"])
+        run.push_s.append(now - trained)
+        run.tokens.append(int(rollouts.response_lengths.sum()))
+        run.oldest = max(run.oldest, step - int(rollouts.weight_versions.min()))
+    run.idle = 1 - (_busy_s(coordinator) - busy) / (ENGINES * (now - start))
+    return run
 
 
 def _push(coordinator: Coordinator, version: int, seconds: float) -> None:
-    """As the first trainer rank does it, but for the weights."""
-    coordinator.call_all(lambda engine: engine.pause("retract"))
+    """Push a version as the first trainer rank does, without weights."""
+    coordinator.call_all(lambda engine: engine.pause(PauseMode.retract))
     coordinator.call_all(lambda engine: engine.begin_weight_update())
     time.sleep(seconds)
     coordinator.publish(str(version), version)
@@ -187,30 +189,30 @@ def _push(coordinator: Coordinator, version: int, seconds: float) -> None:
 
 
 def _busy_s(coordinator: Coordinator) -> float:
-    return sum(told["busy_s"] for told in coordinator.call_all(lambda engine: engine.server_info()).values())
+    return sum(info["busy_s"] for info in coordinator.call_all(lambda engine: engine.server_info()).values())
 
 
-def fitted(run: Measured, groups: GroupLengths) -> RunSpeeds:
-    """The speeds that a synchronous run tells of, as `mrl plan rollout` fits them."""
-    places = [slice(step * N, step * N + N) for step in range(len(run.step_s))]
-    parts = zip(places, run.step_s, run.engine_s, run.push_s, strict=True)
+def fit_speeds(run: MeasuredRun, groups: GroupLengths) -> RunSpeeds:
+    """Fit the speeds of a synchronous run, as `mrl plan rollout` does."""
+    slices = [slice(step * N, step * N + N) for step in range(len(run.step_s))]
+    parts = zip(slices, run.step_s, run.engine_s, run.push_s, strict=True)
     steps = [RecordedStep(groups.prompts[p], groups.responses[p], e, s - e - push, push) for p, s, e, push in parts]
     return fit_steps(steps[1:], ENGINES, SPEEDS.engine.max_running).speeds
 
 
 def bound_s(tokens: Sequence[int], speeds: RunSpeeds, setup: RolloutSetup) -> float:
-    """Seconds that a mean step takes at least."""
+    """Return a lower bound for the mean seconds of a step."""
     mean = statistics.fmean(tokens[SKIPPED:])
     return best_possible_s(mean, speeds.training(mean, 1.0), speeds, setup)
 
 
 def show(
-    found: dict[str, list[Measured]],
+    measured: dict[str, list[MeasuredRun]],
     predicted: dict[str, Prediction],
-    foretold: dict[str, Prediction],
+    predicted_from_fit: dict[str, Prediction],
     speeds: RunSpeeds,
 ) -> None:
-    """A row per mode; `predicted` from the speeds of the engines, `foretold` from what synchronous runs told of them."""
+    """Print a row per mode. `predicted`: from the true speeds; `predicted_from_fit`: from speeds fitted to a synchronous run."""
     table = Table("", title=f"{N} x {G} responses, {ENGINES} engines; after {SKIPPED} steps", title_justify="left")
     columns = (
         "s/step (runs)",
@@ -225,23 +227,23 @@ def show(
     )
     for column in columns:
         table.add_column(column, justify="right")
-    base = statistics.fmean(run.tokens_per_s() for run in found["sync"]) if "sync" in found else float("nan")
-    for mode, runs in found.items():
+    base = statistics.fmean(run.tokens_per_s() for run in measured["sync"]) if "sync" in measured else float("nan")
+    for mode, runs in measured.items():
         seconds = statistics.fmean(run.seconds() for run in runs)
         expected = predicted[mode].seconds(SKIPPED)
         speedup = statistics.fmean(run.tokens_per_s() for run in runs) / base
         best = bound_s(runs[0].tokens, speeds, SETUPS[mode]) / seconds
         each = ", ".join(f"{run.seconds():.3f}" for run in runs)
         error = max(abs(expected / run.seconds() - 1) for run in runs)
-        told = foretold[mode].seconds(SKIPPED) if mode in foretold else float("nan")
-        told_error = max(abs(told / run.seconds() - 1) for run in runs)
+        from_fit = predicted_from_fit[mode].seconds(SKIPPED) if mode in predicted_from_fit else float("nan")
+        fit_error = max(abs(from_fit / run.seconds() - 1) for run in runs)
         idle = statistics.fmean(run.idle for run in runs)
         oldest = max(run.oldest for run in runs)
         numbers = (
             f"{expected:.3f}",
             f"{error:.1%}",
-            f"{told:.3f}",
-            f"{told_error:.1%}",
+            f"{from_fit:.3f}",
+            f"{fit_error:.1%}",
             f"{speedup:.2f}",
             f"{best:.1%}",
             f"{idle:.2f}",
@@ -252,31 +254,33 @@ def show(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Parse the arguments, measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all times: more where the machine is slow or busy")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor for all times; above 1 for a slow or busy machine"
+    )
     parser.add_argument("--modes", nargs="+", choices=SETUPS, default=list(SETUPS))
-    parser.add_argument("--out", type=Path, help="write what was measured here, as JSON")
-    known = parser.parse_args()
-    speeds = slowed(SPEEDS, known.scale)
+    parser.add_argument("--out", type=Path, help="also write the measurements into this JSON file")
+    args = parser.parse_args()
+    speeds = slow_down(SPEEDS, args.scale)
     with tempfile.TemporaryDirectory() as folder, ray_cluster(None) as options:
         data = make_data(Path(folder))
-        groups = groups_of(data, (max(STEPS.values()) + 6) * N)
-        predicted = {mode: simulate(groups, speeds, SETUPS[mode], STEPS[mode]) for mode in known.modes}
-        found: dict[str, list[Measured]] = {mode: [] for mode in known.modes}
-        for _ in range(known.rounds):
-            for mode in known.modes:
-                found[mode].append(measure(data, speeds, SETUPS[mode], STEPS[mode], options | dict(num_cpus=0)))
+        groups = drawn_groups(data, (max(STEPS.values()) + 6) * N)
+        predicted = {mode: simulate(groups, speeds, SETUPS[mode], STEPS[mode]) for mode in args.modes}
+        measured: dict[str, list[MeasuredRun]] = {mode: [] for mode in args.modes}
+        for _ in range(args.rounds):
+            for mode in args.modes:
+                measured[mode].append(measure(data, speeds, SETUPS[mode], STEPS[mode], options | dict(num_cpus=0)))
                 print(
-                    f"{mode}: {found[mode][-1].seconds():.3f} s/step, {predicted[mode].seconds(SKIPPED):.3f} predicted"
+                    f"{mode}: {measured[mode][-1].seconds():.3f} s/step, {predicted[mode].seconds(SKIPPED):.3f} predicted"
                 )
-    told = [fitted(run, groups) for run in found.get("sync", [])][:1]
-    foretold = {mode: simulate(groups, told[0], SETUPS[mode], STEPS[mode]) for mode in known.modes if told}
-    show(found, predicted, foretold, speeds)
-    if known.out:
-        runs = {mode: [asdict(run) for run in runs] for mode, runs in found.items()}
-        known.out.write_text(json.dumps(dict(scale=known.scale, runs=runs)))
+    fits = [fit_speeds(run, groups) for run in measured.get("sync", [])][:1]
+    predicted_from_fit = {mode: simulate(groups, fits[0], SETUPS[mode], STEPS[mode]) for mode in args.modes if fits}
+    show(measured, predicted, predicted_from_fit, speeds)
+    if args.out:
+        runs = {mode: [asdict(run) for run in runs] for mode, runs in measured.items()}
+        args.out.write_text(json.dumps(dict(scale=args.scale, runs=runs)))
 
 
 if __name__ == "__main__":

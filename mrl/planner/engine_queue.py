@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from mrl.weight_sync.engine_control import PauseMode
+from mrl.config.schema import PauseMode
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class EngineQueue:
     def pause(self, mode: PauseMode) -> list[SimulatedRequest]:
         """Stop until `resume`. Returns the aborted requests with the tokens that they have (mode `abort` only)."""
         self.paused = True
-        aborted = self.abort(lambda _: True) if mode == "abort" else []
-        if mode == "retract":
+        aborted = self.abort(lambda _: True) if mode is PauseMode.abort else []
+        if mode is PauseMode.retract:
             self.waiting.extend(self._remove_running(self.running))
             self._prefill_left_s = 0.0
         return aborted

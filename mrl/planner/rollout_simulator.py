@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from mrl.config.schema import PauseMode
 from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.rollout.buffer import StalenessBuffer
 from mrl.rollout.request_builder import PromptRequest, ResponseLengths, longest_first, split_over_engines
@@ -256,12 +257,12 @@ class _SimulatedRun:
 
     def _train(self, seconds: float) -> None:
         if self.setup.colocated:
-            self._for_all_engines(lambda engine: engine.pause("in_place"))
+            self._for_all_engines(lambda engine: engine.pause(PauseMode.in_place))
         self._advance(self.now + seconds)
 
     def _push(self) -> None:
         """Push weights as a run does: retract running requests, replace the weights, empty the prefix cache, resume."""
-        self._for_all_engines(lambda engine: engine.pause("retract"))
+        self._for_all_engines(lambda engine: engine.pause(PauseMode.retract))
         self._for_all_engines(EngineQueue.flush)
         self.now += self.speeds.push_s
         self._for_all_engines(EngineQueue.resume)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import torch
 
+from mrl.config.schema import PauseMode
 from mrl.weight_sync.control_channel import (
     OPENING,
     RECEIVER_TIMEOUT_FACTOR,
@@ -29,7 +30,7 @@ from mrl.weight_sync.control_channel import (
     rank_info_key,
     receipt_key,
 )
-from mrl.weight_sync.engine_control import WEIGHT_LOADER, EngineControl, EngineError, PauseMode
+from mrl.weight_sync.engine_control import WEIGHT_LOADER, EngineControl, EngineError
 from mrl.weight_sync.errors import PeerError, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.receiver import EngineRankInfo
 
@@ -131,7 +132,7 @@ class Coordinator:
         """Set the engines' weight version, and resume generation unless `resume` is false."""
         self.call_all(EngineControl.end_weight_update, push)
         self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
-        if self.pause_mode != "in_place":  # that mode keeps the KV cache of the old weights
+        if self.pause_mode is not PauseMode.in_place:  # that mode keeps the KV cache of the old weights
             self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
         if resume:
             self.call_all(EngineControl.resume, push)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config.schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl
@@ -64,7 +65,7 @@ class DiskSync:
             except httpx.HTTPError as error:
                 raise WeightSyncError(f"{urls[0]} does not answer: {error!r}", {urls[0]: repr(error)}) from error
             self._topology = Topology.of(self._server_info)
-            self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, "retract", join_channel=None)
+            self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
@@ -101,7 +102,7 @@ class DiskSync:
         """Have every engine load the folder and check what it holds; return the engines that failed, URL -> reason."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
-        engines.call_all(lambda engine: engine.pause("retract"))
+        engines.call_all(lambda engine: engine.pause(PauseMode.retract))
         engines.call_all(lambda engine: engine.update_weights_from_disk(str(folder)))
         if expected:
             for number, reported in engines.call_all(EngineControl.checksums).items():

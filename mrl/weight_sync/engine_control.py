@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import httpx
 import orjson
 
+from mrl.config.schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # between two attempts of a request that the engine refused because it was busy
@@ -25,9 +26,6 @@ WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 
 MemoryTag = Literal["kv_cache", "weights"]
 """Parts of an engine's GPU memory that can be released and allocated again; their contents are lost."""
-
-PauseMode = Literal["abort", "retract", "in_place"]
-"""What a pause does with running requests: end them; return them to the queue and recompute them; keep their KV cache."""
 
 
 @cache
@@ -55,7 +53,7 @@ class EngineControl:
             trust_env=False,
         )
 
-    def pause(self, mode: PauseMode = "retract") -> None:
+    def pause(self, mode: PauseMode = PauseMode.retract) -> None:
         """Stop generation until `resume()`."""
         self._call("/pause_generation", mode=mode)
 

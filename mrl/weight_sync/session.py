@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from models.conversion.mapping import ParamMapping
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
 from mrl.weight_sync.control_channel import (
     RECEIVER_TIMEOUT_FACTOR,
@@ -32,7 +32,7 @@ from mrl.weight_sync.control_channel import (
     sender_plan_key,
 )
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl, PauseMode
+from mrl.weight_sync.engine_control import EngineControl
 from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
 from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 from mrl.weight_sync.receiver import EngineRankInfo
@@ -46,7 +46,6 @@ from mrl.weight_sync.transports import (
     SendEnd,
     SharedMemorySendEnd,
     SharedSlotsSetup,
-    Transport,
     choose_transport,
 )
 from parallel.dims import ParallelDims
@@ -162,7 +161,7 @@ class LiveSync:
         self._closing.close()
 
 
-class TrainerRanks:
+class TrainerRankGroup:
     """All trainer ranks, in a gloo group of their own, whose timeout is longer than every wait of a weight sync."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -233,7 +232,7 @@ class _SessionOpening:
         self, urls: Sequence[str], weights: TrainerWeights, settings: WeightSyncConfig, stack: ExitStack
     ) -> None:
         self.urls, self.weights, self.settings, self.stack = urls, weights, settings, stack
-        self.ranks = TrainerRanks(RANK_TIMEOUT_FACTOR * settings.timeout_s)
+        self.ranks = TrainerRankGroup(RANK_TIMEOUT_FACTOR * settings.timeout_s)
         stack.callback(self.ranks.close)
         self.coordinator: Coordinator | None = None  # on rank 0
         self.greeting = self.ranks.on_rank_0(self._greet_engines)
@@ -245,9 +244,8 @@ class _SessionOpening:
         hosted, port = ControlChannel.host(address, session, timeout_s)
         self.stack.callback(lambda: hosted)  # keeps the store alive for the whole session
         connection = dict(address=address, port=port, session=session)
-        mode = cast("PauseMode", self.settings.pause_mode)  # checked when the run was planned
         join = partial(ControlChannel.join, **connection, timeout_s=timeout_s)
-        self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, mode, join)
+        self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, PauseMode(self.settings.pause_mode), join)
         self.stack.callback(self.coordinator.close)
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
         return _EngineGreeting(connection, topology, infos)
@@ -315,7 +313,7 @@ class _SessionOpening:
     def open_transport(self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
         """Open this rank's end of the transport while the engines open theirs."""
         slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
-        if choice.transport is Transport.PROCESS_GROUP:
+        if choice.transport is Transport.process_group:
             send_end = self._open_process_group(choice, channel, slot_bytes)
         else:
             send_end = self._open_shared_slots(choice.transport, channel, slot_bytes)
@@ -324,7 +322,7 @@ class _SessionOpening:
         return send_end
 
     def _open_shared_slots(self, transport: Transport, channel: ControlChannel, slot_bytes: int) -> SendEnd:
-        kind = SharedMemorySendEnd if transport is Transport.SHARED_MEMORY else CudaIpcSendEnd
+        kind = SharedMemorySendEnd if transport is Transport.shared_memory else CudaIpcSendEnd
         ends: list[SharedMemorySendEnd | CudaIpcSendEnd] = []
 
         def allocate() -> Any:

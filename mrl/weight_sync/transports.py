@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,17 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config.schema import Transport
+
 NUM_SLOTS = 2
 SHARED_MEMORY = Path("/dev/shm")
 _DEVICE_ARGUMENT = 6  # index of the device number among the arguments of torch's rebuild_cuda_tensor
-
-
-class Transport(StrEnum):
-    """Transports of a live weight sync, as weight_sync.transport names them."""
-
-    SHARED_MEMORY = "shared_memory"
-    CUDA_IPC = "cuda_ipc"
-    PROCESS_GROUP = "process_group"
 
 
 class ProcessLocation(NamedTuple):
@@ -60,18 +53,19 @@ def choose_transport(
     hosts = {host for host, _ in [*senders, *receivers]}
     gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
     colocated = bool(gpus[0] & gpus[1])
-    if requested == "auto":
-        on_one_host = "cuda_ipc" if colocated else "process_group" if any(gpus) else "shared_memory"
-        requested = on_one_host if colocated or len(hosts) == 1 else "process_group"
     transport = Transport(requested)
-    if transport is not Transport.PROCESS_GROUP and len(hosts) > 1:
+    if transport is Transport.auto and colocated:
+        transport = Transport.cuda_ipc
+    elif transport is Transport.auto:
+        transport = Transport.process_group if any(gpus) or len(hosts) > 1 else Transport.shared_memory
+    if transport is not Transport.process_group and len(hosts) > 1:
         raise ValueError(
             f"weight_sync.transport={transport}: trainers and engines are on {len(hosts)} machines; use process_group if they "
             "have separate GPUs, or disk."
         )
-    if transport is not Transport.PROCESS_GROUP and (transport is Transport.CUDA_IPC) != all(gpus):
+    if transport is not Transport.process_group and (transport is Transport.cuda_ipc) != all(gpus):
         raise ValueError(f"weight_sync.transport={transport} does not fit the device that weights are on; use auto.")
-    if transport is Transport.PROCESS_GROUP and colocated:
+    if transport is Transport.process_group and colocated:
         raise ValueError(
             "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
         )

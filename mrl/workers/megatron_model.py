@@ -20,7 +20,7 @@ from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind, build_model
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.schema import Transport, WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
@@ -257,7 +257,7 @@ class MegatronModel:
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
         """Open this rank's end of the weight sync with these engines; all ranks call this."""
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
-        if settings.transport == "disk":
+        if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
         return LiveSync(urls, self.bridge, layout_of, settings)
 

@@ -11,6 +11,7 @@ from http_engines import spec_of
 from test_resumed_runs import learning
 from test_soak import KINDS, Soak
 
+from mrl.config.schema import PauseMode
 from mrl.config.secrets import authorization
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engine_pool import EnginePool
@@ -90,7 +91,7 @@ def test_an_engine_tells_which_version_made_which_token(engine):
     asking.start()
     try:
         time.sleep(0.5)
-        engine.client.pause("retract")
+        engine.client.pause(PauseMode.retract)
         engine.client.set_weight_version("77")
         engine.client.flush_cache()
         engine.client.resume()
@@ -110,9 +111,9 @@ def test_a_response_that_is_given_up_ends_in_the_engine_too(engine, tmp_path):
     engines.wait_ready(60)
     prompts, sampling = [[5, 6, number] for number in range(8)], [SamplingParams(450, ignore_eos=True)] * 8
     try:
-        kept = engines.start(engines.generate([8], [[5, 6, 8]], sampling[:1]))
+        kept = engines.submit(engines.generate([8], [[5, 6, 8]], sampling[:1]))
         wait_until(lambda: running(engine) == 1)
-        given_up = engines.start(engines.generate(range(8), prompts, sampling))
+        given_up = engines.submit(engines.generate(range(8), prompts, sampling))
         wait_until(lambda: running(engine) == 9)
         given_up.cancel()
         wait_until(lambda: running(engine) <= 1)

@@ -71,6 +71,7 @@ assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=Tr
 ENGINE = """
 import sys, threading
 import torch
+from mrl.config.schema import PauseMode
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import default_server_args
@@ -85,7 +86,7 @@ with EngineServer(args, log) as server:
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     client.generate([[5, 6, 7]], sampling)
     loaded, total = torch.cuda.mem_get_info()
-    control.pause("retract")
+    control.pause(PauseMode.retract)
     control.release_memory(["kv_cache", "weights"])
     offloaded, _ = torch.cuda.mem_get_info()
     assert offloaded - loaded > 0.2 * total, (loaded, offloaded, total)  # weights and KV cache are 0.3 of it

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from mrl.config.schema import PauseMode
 from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
 
 STEPS = EngineSpeeds(step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2)
@@ -51,7 +52,7 @@ def test_a_retracted_request_keeps_its_tokens_prefills_them_again_and_goes_to_th
     queue = EngineQueue(EngineSpeeds(1.0, 0.0, 0.25, 1))
     first, second = add_requests(queue, 10, 1)
     queue.advance(0.25 + 4)
-    queue.pause("retract")
+    queue.pause(PauseMode.retract)
     assert queue.next_finish() == float("inf") and not queue.advance(100)
     assert first.decoded == 4 and [request.key for request in queue.waiting] == [1, 0]
     queue.flush()
@@ -64,7 +65,7 @@ def test_a_request_paused_in_place_continues_where_it_stopped():
     queue = EngineQueue(EngineSpeeds(1.0, 0.0, 1.0, 2))
     add_requests(queue, 3)
     queue.advance(0.5)  # half of its prefill
-    queue.pause("in_place")
+    queue.pause(PauseMode.in_place)
     queue.advance(10)
     queue.resume()
     assert finishes(queue) == [(10 + 0.5 + 3, 0)]
@@ -79,7 +80,7 @@ def test_an_aborted_request_makes_room_for_others():
     assert finishes(queue) == [(5, 2), (9, 1)]
     add_requests(queue, 4)
     queue.advance(10)
-    assert [request.decoded for request in queue.pause("abort")] == [1] and queue.pending == 0
+    assert [request.decoded for request in queue.pause(PauseMode.abort)] == [1] and queue.pending == 0
 
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)

@@ -1,4 +1,4 @@
-"""The simulated engines of benchmarks, over HTTP: they answer as SGLang does, in its order and with its weight versions."""
+"""The simulated engines of the benchmarks, over HTTP: they answer like SGLang, with its order and its weight versions."""
 
 import asyncio
 import threading
@@ -8,7 +8,15 @@ import aiohttp
 import orjson
 import pytest
 
-from benchmarks.simulated_engine import LongTailed, Recorded, Scripted, alike, serving, spans
+from benchmarks.simulated_engine import (
+    LogNormalScript,
+    RecordedScript,
+    ScriptedResponse,
+    identical_engines,
+    serving,
+    version_spans,
+)
+from mrl.config.schema import PauseMode
 from mrl.planner.engine_queue import EngineSpeeds
 from mrl.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
 
@@ -17,12 +25,12 @@ ENDLESS = 100_000
 
 
 def by_first_token(prompt, number):
-    """As many tokens as the prompt's first one says."""
-    return Scripted([prompt[0]] * prompt[0], [-0.25] * prompt[0])
+    """A response whose length is the first token id of the prompt."""
+    return ScriptedResponse([prompt[0]] * prompt[0], [-0.25] * prompt[0])
 
 
 class Background:
-    """Something that runs in a thread and is waited for."""
+    """A call that runs in a thread; `result` waits for it."""
 
     def __init__(self, work, *arguments):
         self.finished = []
@@ -41,20 +49,20 @@ class Background:
 
 @pytest.fixture
 def client():
-    """Of one engine."""
-    with serving(alike(1, FAST, by_first_token)) as (url,), EngineClient(url, timeout_s=20) as found:
-        yield found
+    """The client of one simulated engine."""
+    with serving(identical_engines(1, FAST, by_first_token)) as (url,), EngineClient(url, timeout_s=20) as engine:
+        yield engine
 
 
-def until(client, running):
-    """Wait for so many running requests."""
+def wait_until_running(client, count):
+    """Wait until `count` requests are running."""
     deadline = time.monotonic() + 10
-    while client._get("/v1/loads")["loads"][0]["num_running_reqs"] != running:
+    while client._get("/v1/loads")["loads"][0]["num_running_reqs"] != count:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_it_answers_as_mrl_reads_sglang(client):
+def test_answers_have_the_format_of_sglang(client):
     client.set_weight_version("7")
     first, second = client.generate([[3, 1], [2]], SamplingParams(max_new_tokens=10))
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([3, 3, 3], [-0.25] * 3, "stop")
@@ -66,18 +74,18 @@ def test_it_answers_as_mrl_reads_sglang(client):
     assert client.weight_version() == "7" and client.health() and client.server_info()["max_running"] == 8
 
 
-def test_a_response_takes_as_long_as_its_tokens(client):
+def test_a_response_takes_the_time_of_its_tokens(client):
     start = time.monotonic()
     client.generate([[200], [100]], SamplingParams(max_new_tokens=1000))
     assert 0.2 <= time.monotonic() - start < 0.6
     assert client.server_info()["busy_s"] == pytest.approx(0.2, abs=0.001)
 
 
-def test_a_push_marks_the_tokens_before_and_after_it(client):
+def test_tokens_have_the_weight_version_before_or_after_a_push(client):
     client.set_weight_version("1")
     answer = Background(client.generate, [[300, 5]], SamplingParams(max_new_tokens=ENDLESS))
-    until(client, 1)
-    client.pause("retract")
+    wait_until_running(client, 1)
+    client.pause(PauseMode.retract)
     assert not client.health()
     client.begin_weight_update()
     client.set_weight_version("2")
@@ -91,16 +99,19 @@ def test_a_push_marks_the_tokens_before_and_after_it(client):
     assert (first, second, before + after) == (1, 2, 300) and 0 < before < 300
 
 
-def test_spans_are_those_of_sglang():
-    assert spans([], "3", 5) == [dict(version="3", start=0, end=5)]
-    assert spans([("1", 2), ("2", 2)], "3", 5) == [dict(version="1", start=0, end=2), dict(version="3", start=2, end=5)]
-    assert spans([("1", 2)], "1", 4) == [dict(version="1", start=0, end=4)]
-    assert spans([("1", 4)], "2", 4) == [dict(version="1", start=0, end=4)]
+def test_version_spans_are_those_of_sglang():
+    assert version_spans([], "3", 5) == [dict(version="3", start=0, end=5)]
+    assert version_spans([("1", 2), ("2", 2)], "3", 5) == [
+        dict(version="1", start=0, end=2),
+        dict(version="3", start=2, end=5),
+    ]
+    assert version_spans([("1", 2)], "1", 4) == [dict(version="1", start=0, end=4)]
+    assert version_spans([("1", 4)], "2", 4) == [dict(version="1", start=0, end=4)]
 
 
-def test_requests_of_a_pause_begin_after_it(client):
+def test_requests_during_a_pause_start_after_it(client):
     client.set_weight_version("1")
-    client.pause("in_place")
+    client.pause(PauseMode.in_place)
     answer = Background(client.generate, [[5]], SamplingParams(max_new_tokens=10))
     time.sleep(0.1)
     client.set_weight_version("2")
@@ -109,27 +120,29 @@ def test_requests_of_a_pause_begin_after_it(client):
     assert answer.result()[0].weight_version == "2"
 
 
-def test_a_pause_that_aborts_gives_up_what_runs(client):
+def test_a_pause_in_mode_abort_aborts_running_requests(client):
     answer = Background(client.generate, [[ENDLESS], [ENDLESS]], SamplingParams(max_new_tokens=ENDLESS))
-    until(client, 2)
-    client.pause("abort")
+    wait_until_running(client, 2)
+    client.pause(PauseMode.abort)
     assert [done.finish_reason for done in answer.result()] == ["abort", "abort"]
     client.resume()
     assert len(client.generate([[4]], SamplingParams(max_new_tokens=10))[0].token_ids) == 4
 
 
-def test_what_nobody_waits_for_any_more_leaves_the_queue(client):
-    async def give_up():
+def test_a_cancelled_request_leaves_the_queue(client):
+    async def cancel():
         async with aiohttp.ClientSession() as http:
-            asking = asyncio.create_task(client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
-            await asyncio.to_thread(until, client, 1)
-            asking.cancel()
+            request = asyncio.create_task(
+                client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)])
+            )
+            await asyncio.to_thread(wait_until_running, client, 1)
+            request.cancel()
 
-    asyncio.run(give_up())
-    until(client, 0)
+    asyncio.run(cancel())
+    wait_until_running(client, 0)
 
 
-def test_refusals_are_in_the_words_that_mrl_reads(client):
+def test_rejected_requests_have_the_messages_of_sglang(client):
     client.begin_weight_update()
     with pytest.raises(EngineError, match="open already"):
         client.begin_weight_update()
@@ -137,53 +150,55 @@ def test_refusals_are_in_the_words_that_mrl_reads(client):
     with pytest.raises(EngineError, match="no weight update"):
         client.end_weight_update()
     Background(client.generate, [[ENDLESS]], SamplingParams(max_new_tokens=ENDLESS))
-    until(client, 1)
+    wait_until_running(client, 1)
     with pytest.raises(EngineError, match="did not flush"):
         client.flush_cache(0.05)
     client._call("/abort_request", abort_all=True)
     client.flush_cache(5)
 
 
-def test_lengths_are_of_the_prompt_and_the_number_whichever_engine_is_asked():
-    script = LongTailed(median=20, sigma=1.0, longest=60)
+def test_a_length_depends_on_prompt_and_number_and_not_on_the_engine():
+    script = LogNormalScript(median=20, sigma=1.0, longest=60)
     expected = sorted(script.length([7, 8], number) for number in range(6))
     assert max(script.length([7, 8], number) for number in range(200)) == 60 and len(set(expected)) > 1
     sampling = SamplingParams(max_new_tokens=100)
-    found = []
-    with serving(alike(2, FAST, script)) as urls:
+    responses = []
+    with serving(identical_engines(2, FAST, script)) as urls:
         for url in [*urls, *urls]:
             with EngineClient(url, timeout_s=20) as client:
-                found += client.generate([[7, 8]] * (2 if len(found) < 4 else 1), sampling)
+                responses += client.generate([[7, 8]] * (2 if len(responses) < 4 else 1), sampling)
         with EngineClient(urls[1], timeout_s=20) as client:
             (seeded,) = client.generate([[7, 8]], SamplingParams(max_new_tokens=100, seed=3))
-    assert sorted(len(done.token_ids) for done in found) == expected
+    assert sorted(len(done.token_ids) for done in responses) == expected
     assert len(seeded.token_ids) == script.length([7, 8], 3)
 
 
-def test_recorded_completions_are_said_again(tmp_path):
+def test_recorded_responses_are_repeated(tmp_path):
     path = tmp_path / "completions.jsonl"
     lines = [
         dict(prompt=[1, 2], seed=9, token_ids=[4, 5], logprobs=[-1.0, -2.0], finish_reason="length"),
         dict(prompt=[1, 2], seed=10, token_ids=[6], logprobs=[-3.0], finish_reason="stop"),
     ]
     path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
-    with serving(alike(1, FAST, Recorded(path))) as (url,), EngineClient(url, timeout_s=20) as client:
-        said = client.generate([[1, 2]] * 2, [SamplingParams(10, seed=10), SamplingParams(10, seed=9)])
-        assert [(s.token_ids, s.logprobs, s.finish_reason) for s in said] == [
+    with serving(identical_engines(1, FAST, RecordedScript(path))) as (url,), EngineClient(url, timeout_s=20) as client:
+        responses = client.generate([[1, 2]] * 2, [SamplingParams(10, seed=10), SamplingParams(10, seed=9)])
+        assert [(s.token_ids, s.logprobs, s.finish_reason) for s in responses] == [
             ([6], [-3.0], "stop"),
             ([4, 5], [-1.0, -2.0], "length"),
         ]
-        with pytest.raises(EngineError, match="nothing is recorded for seed 11"):
+        with pytest.raises(EngineError, match="no response is recorded for seed 11"):
             client.generate([[1, 2]], SamplingParams(10, seed=11))
 
 
-def test_a_lost_engine_is_a_fault_of_the_engine(client):
+def test_aborted_responses_are_a_fault_of_the_engine(client):
     async def ask():
         async with aiohttp.ClientSession() as http:
-            asking = asyncio.create_task(client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)]))
-            await asyncio.to_thread(until, client, 1)
+            request = asyncio.create_task(
+                client.generate_async(http, [[ENDLESS]], [SamplingParams(max_new_tokens=ENDLESS)])
+            )
+            await asyncio.to_thread(wait_until_running, client, 1)
             client._call("/abort_request", abort_all=True)
-            await asking
+            await request
 
     with pytest.raises(EngineFault, match="aborted 1 of 1 responses"):
         asyncio.run(ask())
