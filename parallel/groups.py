@@ -31,32 +31,32 @@ def _require[G](group: G | None) -> G:
 
 
 def tp_group() -> ProcessGroup:
-    """Ranks that hold the shards of one replica's matrices."""
+    """Return the tensor-parallel group: ranks that hold the shards of the same matrices."""
     return _require(parallel_state.get_tensor_model_parallel_group())
 
 
 def cp_group() -> ProcessGroup:
-    """Ranks that hold the chunks of one replica's sequences."""
+    """Return the context-parallel group: ranks that hold chunks of the same sequences."""
     return _require(parallel_state.get_context_parallel_group())
 
 
 def pp_group() -> ProcessGroup:
-    """Ranks that hold the pipeline stages of one replica."""
+    """Return the pipeline-parallel group: ranks that hold the pipeline stages of one replica."""
     return _require(parallel_state.get_pipeline_model_parallel_group())
 
 
 def dp_cp_group() -> ProcessGroup:
-    """Ranks that hold the same shard of the weights: gradients are summed over them."""
+    """Return the data- and context-parallel group: ranks that hold the same weights and sum their gradients."""
     return _require(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def ep_group() -> ProcessGroup:
-    """Ranks that hold different experts."""
+    """Return the expert-parallel group: ranks that hold different experts of the same layers."""
     return _require(parallel_state.get_expert_model_parallel_group())
 
 
 def etp_group() -> ProcessGroup:
-    """Ranks that hold the shards of one expert's matrices."""
+    """Return the expert-tensor-parallel group: ranks that hold the shards of the same expert."""
     return _require(parallel_state.get_expert_tensor_parallel_group())
 
 
@@ -94,7 +94,7 @@ def _suspendable_backends() -> list[dist.ProcessGroupNCCL]:
     """Return the NCCL backends of this process in the order of their creation, which is the same on all ranks."""
     if device().type != "cuda" or torch.cuda.nccl.version() < MIN_NCCL_FOR_SUSPEND:
         return []
-    made = parallel_state._global_process_group_list or [None]  # None is the default group
-    found = [_require(group or dist.group.WORLD)._get_backend(device()) for group in made]
+    created = parallel_state._global_process_group_list or [None]  # None is the default group
+    found = [_require(group or dist.group.WORLD)._get_backend(device()) for group in created]
     nccl = {id(backend): backend for backend in found if isinstance(backend, dist.ProcessGroupNCCL)}
     return [backend for backend in nccl.values() if hasattr(backend, "suspend")]
