@@ -86,7 +86,12 @@ def test_an_aborted_request_makes_room_for_others():
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
 
-@given(LENGTHS, st.integers(1, 5), st.lists(st.floats(0.0, 40), max_size=5), st.sampled_from(["retract", "in_place"]))
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.lists(st.floats(0.0, 40), max_size=5),
+    st.sampled_from([PauseMode.retract, PauseMode.in_place]),
+)
 def test_pauses_do_not_change_which_tokens_are_decoded(lengths, limit, pauses, mode):
     queue = EngineQueue(EngineSpeeds(0.1, 0.01, 0.001, limit))
     requests = add_requests(queue, *lengths)
