@@ -329,7 +329,7 @@ def test_check_detects_a_changed_weight(tmp_path, capsys):
     model = make_family("qwen3", tmp_path / "model")
     to_megatron(model, tmp_path / "megatron")
     change(model, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][3, 4].add_(1e-6))
-    assert main(["check", f"model={model}", f"checkpoint={tmp_path / 'megatron'}", "logits=false"]) == 1
+    assert main(["check", f"model.path={model}", f"checkpoint={tmp_path / 'megatron'}", "logits=false"]) == 1
     assert "1 of 19 tensors differ: decoder.layers.1.self_attention.linear_qkv.weight" in " ".join(
         capsys.readouterr().out.split()
     )
@@ -338,17 +338,17 @@ def test_check_detects_a_changed_weight(tmp_path, capsys):
 @pytest.mark.extended
 def test_check_computes_logits_in_a_new_process(tmp_path, capfd):
     model = make_family("qwen3", tmp_path / "model")
-    assert main(["check", f"model={model}"]) == 0
+    assert main(["check", f"model.path={model}"]) == 0
     assert "logits / transformers" in capfd.readouterr().out
 
 
 def test_the_command_converts_there_and_back(tmp_path, capsys):
     model = make_family("llama", tmp_path / "model")
     there, back = tmp_path / "there", tmp_path / "back"
-    assert main(["to-megatron", f"model={model}", f"output={there}"]) == 0
-    assert main(["to-hf", f"checkpoint={there}", f"model={model}", f"output={back}", "max_shard_bytes=2e4"]) == 0
+    assert main(["to-megatron", f"model.path={model}", f"output={there}"]) == 0
+    assert main(["to-hf", f"checkpoint={there}", f"model.path={model}", f"output={back}", "max_shard_bytes=2e4"]) == 0
     assert_same_tensors(back, model)
-    assert main(["to-megatron", f"model={model}", f"output={there}"]) == 2
+    assert main(["to-megatron", f"model.path={model}", f"output={there}"]) == 2
     assert "exists already and is never replaced" in capsys.readouterr().err
 
 
@@ -356,13 +356,13 @@ def test_the_command_converts_there_and_back(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["to-megatorn"], "did you mean 'to-megatron'?"),
-        (["to-hf", "modle=a"], "unknown key 'modle' of mrl convert to-hf; did you mean 'model'?"),
-        (["to-hf", "model=a"], "needs checkpoint=DIR"),
+        (["to-hf", "modle.path=a"], "unknown key 'modle.path' of mrl convert to-hf; did you mean 'model.path'?"),
+        (["to-hf", "model.path=a"], "needs checkpoint=DIR"),
         (["to-hf", "model"], "expected KEY=VALUE"),
-        (["check", "model=a", "model=b"], "model= is given twice"),
-        (["check", "model=a", "logits=no"], "logits=no: expected true or false"),
-        (["to-megatron", "model=a", "output=b", "dtype=int8"], "dtype=int8: expected float32"),
-        (["to-megatron", "model=a", "output=b", "max_shard_bytes=0"], "expected a number of bytes above 0"),
+        (["check", "model.path=a", "model.path=b"], "model.path= is given twice"),
+        (["check", "model.path=a", "logits=no"], "logits=no: expected true or false"),
+        (["to-megatron", "model.path=a", "output=b", "dtype=int8"], "dtype=int8: expected float32"),
+        (["to-megatron", "model.path=a", "output=b", "max_shard_bytes=0"], "expected a number of bytes above 0"),
     ],
 )
 def test_command_line_errors_are_explained(capsys, arguments, message):

@@ -109,7 +109,7 @@ EDITS = {
 
 def assert_refused(folder, capsys, message) -> None:
     capsys.readouterr()  # discards the progress bars of transformers
-    status = main(["to-megatron", f"model={folder}", f"output={folder.with_name('out')}"])
+    status = main(["to-megatron", f"model.path={folder}", f"output={folder.with_name('out')}"])
     error = capsys.readouterr().err
     assert status == 2 and error.count("\n") == 1, error
     assert re.search(message, error), error
