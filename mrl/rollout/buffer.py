@@ -194,7 +194,7 @@ class RolloutPipeline:
             admitted = [request for request in self.buffer.in_flight.values() if request.admitted_version <= version]
             new = [request for request in admitted if request.number not in self._running]
             for requests in self._sampler.split(new) if new else ():
-                running = self._engines.start(self._sample(list(requests), self._generation))
+                running = self._engines.submit(self._sample(list(requests), self._generation))
                 self._running |= dict.fromkeys((request.number for request in requests), running)
 
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:

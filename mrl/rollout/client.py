@@ -22,16 +22,16 @@ from mrl.weight_sync.engine_control import EngineControl, EngineError
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Completion", "EngineClient", "EngineError", "EngineFault", "EngineGone", "SamplingParams"]
+__all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
 
 BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, do not blame the request
 
 
-class EngineFault(EngineError):
+class EngineFaultError(EngineError):
     """The engine failed, not the request: another engine, or this one a little later, may answer it."""
 
 
-class EngineGone(EngineError):
+class EngineUnreachableError(EngineError):
     """No process listens at the engine's address; the request was not sent."""
 
 
@@ -114,7 +114,7 @@ class EngineClient(EngineControl):
     ) -> list[Completion]:
         """Sample like `generate`, for many concurrent requests; has no deadline of its own.
 
-        Raises EngineGone or EngineFault if the engine failed, and EngineError if it refused the request.
+        Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
         import aiohttp  # takes half a second to import; only callers with many concurrent requests need it
 
@@ -124,16 +124,18 @@ class EngineClient(EngineControl):
             async with http.post(f"{self.url}/generate", data=body, headers=headers) as response:
                 status, content = response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
-            raise EngineGone(f"takes no connections: {error}") from error
+            raise EngineUnreachableError(f"takes no connections: {error}") from error
         except (OSError, aiohttp.ClientError) as error:
-            raise EngineFault(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
+            raise EngineFaultError(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
         if status in BUSY_STATUSES or status >= 500:
-            raise EngineFault(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
+            raise EngineFaultError(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
         answers = self._read("/generate", status, content)
         pairs = zip(answers, input_ids, strict=True)
         completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
         if cut := [one.finish_reason for one in completions if one.finish_reason == "abort" or not one.token_ids]:
-            raise EngineFault(f"{self.url}/generate aborted {len(cut)} of {len(completions)} responses ({cut[0]}).")
+            raise EngineFaultError(
+                f"{self.url}/generate aborted {len(cut)} of {len(completions)} responses ({cut[0]})."
+            )
         return completions
 
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:

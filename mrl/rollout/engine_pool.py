@@ -21,8 +21,15 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from mrl.rollout.agents.tool_agent import ConcurrencyLimits, Conversation, GenerateTurn, run_conversations
-from mrl.rollout.client import Completion, EngineClient, EngineError, EngineFault, EngineGone, SamplingParams
-from mrl.rollout.engines.hosts import EngineServers
+from mrl.rollout.client import (
+    Completion,
+    EngineClient,
+    EngineError,
+    EngineFaultError,
+    EngineUnreachableError,
+    SamplingParams,
+)
+from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
 from mrl.rollout.engines.server import ExternalEngine, check_seed_support
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import RolloutSpec
@@ -33,13 +40,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 5.0  # at most; shorter if `fault_tolerance.engine_stall_timeout_s` is short
-RETRY_PAUSE_S = 0.1  # mean pause before the first retry; it doubles with each further retry up to MAX_RETRY_PAUSE_S
-MAX_RETRY_PAUSE_S = 5.0
-CLOSE_TIMEOUT_S = 15.0
+HEARTBEAT_INTERVAL_S = 5.0  # upper limit; at most a quarter of `fault_tolerance.engine_stall_timeout_s`
+RETRY_PAUSE_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
+MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
+CLOSE_TIMEOUT_S = 15.0  # for failed engines to end
 MAX_RESPONSES_PER_REQUEST = 64
-"""Upper bound on the responses that are lost although they were sampled, when an engine fails before it answers. Requests of
-one response each would cost the engine's HTTP server about a millisecond of CPU per response."""
+"""Size limit of a request. An engine that fails loses all responses of a request, sampled or not. Requests of one response
+each would cost the engine's HTTP server about a millisecond of CPU per response."""
 
 
 class NoEngineError(EngineError):
@@ -52,7 +59,7 @@ class PooledEngine:
 
     client: EngineClient
     alive: Callable[[], bool]  # whether its processes run, as far as that is known
-    log_source: str  # where the engine's own log is
+    log_source: str  # log file of the engine, or the config key of an external one; quoted in errors
     pending: int = 0  # responses that were requested and not returned
     work: float = 0.0  # expected work of the pending responses, in tokens or in number of responses
     faults: int = 0  # failed requests in a row
@@ -74,16 +81,16 @@ class EnginePool:
         """Start the engines. Returns at once; `wait_ready` waits for them."""
         self.spec = spec
         self.paused = False  # engines are paused on purpose, so an engine that computes nothing has not failed
-        self.engines: list[PooledEngine] = []  # read and changed in the event loop only
+        self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
         self._http: aiohttp.ClientSession | None = None
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
         self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()  # replacements of failed servers
         self._limits: ConcurrencyLimits | None = None  # only for multi-turn responses
-        self._reported: set[PooledEngine] = set()  # failed engines that the driver knows of
-        self._unreported: dict[str, str] = {}  # URL -> reason, for engines that failed and came back unreported
+        self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
+        self._unreported: dict[str, str] = {}  # URL -> reason; engines that failed and came back before `take_failed`
         self._num_replaced = self._num_retried = self._num_retried_before = 0
 
     @property
@@ -96,13 +103,13 @@ class EnginePool:
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
-        engines = [in_service.get(server.url) or self._add(server) for server in self._servers.servers]
-        self.start(self._set_engines(engines)).result()
+        engines = [in_service.get(server.url) or self._to_pooled(server) for server in self._servers.servers]
+        self.submit(self._set_engines(engines)).result()
         self._reported = set()
         self._unreported |= {url: reason for url, reason in failed.items() if url in self.urls}
         return self.urls
 
-    def _add(self, server: Any) -> PooledEngine:
+    def _to_pooled(self, server: AnyEngineServer) -> PooledEngine:
         client = EngineClient(server.url, timeout_s=self.spec.request_timeout_s)
         if not isinstance(server, ExternalEngine):
             return PooledEngine(client, server.alive, str(server.log_path))
@@ -111,7 +118,7 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. Those that are in service already go on undisturbed."""
+        """Put exactly these engines in service. Engines that are in service already keep their requests."""
         if self._http is None and engines:
             import aiohttp  # takes half a second; a request through it costs a tenth of what httpx takes
 
@@ -130,9 +137,9 @@ class EnginePool:
             self._servers.replace(url)
         return self.wait_ready(timeout_s)
 
-    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the event loop of the engines' requests."""
-        return self._loop.start(work)
+    def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the pool's event loop, for example `generate`."""
+        return self._loop.submit(work)
 
     def open_session(self) -> StickySession:
         """Open a session with the engine that has the least work. Raises NoEngineError."""
@@ -149,7 +156,7 @@ class EnginePool:
     ) -> list[Completion]:
         """Sample one completion of each prompt, in order, with one request. Completions in the cache are not sampled again.
 
-        Runs in the event loop (see `start`). `numbers` identify the responses in the cache. `session` selects the engine; by
+        Runs in the event loop (see `submit`). `numbers` identify the responses in the cache. `session` selects the engine; by
         default it is the one with the least work. `work` is the expected work of the request, by default its number of
         responses. Raises NoEngineError if no engine is left, and EngineError if the request is refused or fails
         `fault_tolerance.max_response_attempts` times.
@@ -168,12 +175,12 @@ class EnginePool:
             retrying = AsyncRetrying(
                 stop=stop_after_attempt(tries),
                 wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
-                retry=retry_if_exception_type(EngineFault),
+                retry=retry_if_exception_type(EngineFaultError),
                 reraise=True,
             )
             try:
                 completions = await retrying(self._try, session or self.open_session(), inputs, params, expected)
-            except EngineFault as fault:
+            except EngineFaultError as fault:
                 raise EngineError(
                     f"a request failed {tries} times (fault_tolerance.max_response_attempts); the last: {fault}"
                 ) from fault
@@ -186,7 +193,7 @@ class EnginePool:
     async def _try(
         self, session: StickySession, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], work: float
     ) -> list[Completion]:
-        """Send one request to the session's engine. Raises EngineFault and changes the engine if the engine is to blame."""
+        """Send one request to the session's engine. If it fails, move the session to another and raise EngineFaultError."""
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
@@ -203,16 +210,16 @@ class EnginePool:
                 completions = await task
                 engine.faults = 0
                 return completions
-            except EngineGone as gone:  # it never had the request, so this was no try
-                self._take_out(engine, str(gone), cancel=False)  # its other requests fail by themselves
+            except EngineUnreachableError as gone:  # the engine never got the request, so this attempt does not count
+                self._take_out(engine, str(gone), cancel=False)  # its other requests fail on their own
                 continue
-            except EngineFault as fault:
+            except EngineFaultError as fault:
                 self._count_fault(engine, fault)
                 reason = f"{fault} ({engine.log_source})"
             except asyncio.CancelledError:
                 current = asyncio.current_task()
                 if engine.failure is None or (current and current.cancelling()):
-                    raise  # the caller was cancelled, not the engine's request
+                    raise  # the caller was cancelled; the engine is in order
                 reason = f"{engine.client.url} {engine.failure}"
             finally:
                 engine.requests.discard(task)
@@ -220,7 +227,7 @@ class EnginePool:
                 engine.work -= work
             self._num_retried += len(prompts)
             session.engine = self._least_busy()
-            raise EngineFault(reason)
+            raise EngineFaultError(reason)
 
     def _least_busy(self) -> PooledEngine:
         """The engine in service with the fewest faults and, among these, the least work. Raises NoEngineError."""
@@ -228,7 +235,7 @@ class EnginePool:
             return min(alive, key=lambda engine: (engine.faults, engine.work))
         raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
 
-    def _count_fault(self, engine: PooledEngine, fault: EngineFault) -> None:
+    def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
         if not engine.alive():
             self._take_out(engine, "its processes have ended")
@@ -273,7 +280,7 @@ class EnginePool:
         cache: CompletionCache | None,
         sessions: Sequence[StickySession],
     ) -> list[Trajectory]:
-        """Sample one multi-turn response to each prompt, in order. Runs in the event loop (see `start`).
+        """Sample one multi-turn response to each prompt, in order. Runs in the event loop (see `submit`).
 
         A turn that an engine does not answer is sampled by another one. Earlier turns and their tool calls are not repeated.
         """
@@ -337,7 +344,7 @@ class EnginePool:
                 return await work
 
         try:
-            return self.start(run()).result()
+            return self.submit(run()).result()
         except TimeoutError:
             raise deadline_error(self.spec.request_timeout_s) from None
 
@@ -365,8 +372,8 @@ class EnginePool:
     def close(self) -> None:
         """End every engine that was started here."""
         if self._http is not None:
-            with suppress(TimeoutError):  # a failed engine hangs while it ends; its supervisor ends it later
-                self.start(self._close_requests()).result(CLOSE_TIMEOUT_S)
+            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then ends it
+                self.submit(self._close_requests()).result(CLOSE_TIMEOUT_S)
         self._loop.close()
         self._servers.stop()
 
@@ -402,7 +409,7 @@ class EventLoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop. Its future may be waited for in any other thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -411,7 +418,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run_loop(self) -> None:
-        assert self._loop is not None, "start() sets it"
+        assert self._loop is not None, "submit() sets it"
         self._loop.run_forever()
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -18,7 +18,7 @@ from benchmarks.simulated_engine import (
 )
 from mrl.config.schema import PauseMode
 from mrl.planner.engine_queue import EngineSpeeds
-from mrl.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
+from mrl.rollout.client import EngineClient, EngineError, EngineFaultError, SamplingParams
 
 FAST = EngineSpeeds(step_s=0.001, request_s=0.0, prefill_s=0.0, max_running=8)
 ENDLESS = 100_000
@@ -200,5 +200,5 @@ def test_aborted_responses_are_a_fault_of_the_engine(client):
             client._call("/abort_request", abort_all=True)
             await request
 
-    with pytest.raises(EngineFault, match="aborted 1 of 1 responses"):
+    with pytest.raises(EngineFaultError, match="aborted 1 of 1 responses"):
         asyncio.run(ask())

@@ -48,9 +48,7 @@ class EngineServers:
         self._numbers = itertools.count()  # counts all engines that were ever started
         self._replacing = threading.Lock()
         self._were_ready = False  # whether all servers were ready at least once
-        self.servers: list[EngineServer | HostedEngine | ExternalEngine] = [
-            ExternalEngine(url) for url in spec.engine_urls
-        ]
+        self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
         self.servers = self.servers or [self._start(place) for place in range(spec.num_engines)]
 
     def _start(self, place: int) -> EngineServer | HostedEngine:
@@ -256,6 +254,9 @@ class HostedEngine:
         for host in self._hosts:
             ray.kill(host)
         self._hosts, self._started, self._ended = [], [], []
+
+
+type AnyEngineServer = EngineServer | HostedEngine | ExternalEngine
 
 
 def visible_devices_env(slots: Sequence[DeviceSlot]) -> dict[str, str]:
