@@ -1,7 +1,7 @@
 """Waits of the driver for Ray calls: each has a deadline; if it passes or a process dies, a hang report is written.
 
-A report covers the processes of the run on all hosts; the errors below hold its path. All of them are ProcessesLostErrors, because
-a restart of the lost processes may let the run continue.
+A report covers the processes of the run on all hosts; the errors below hold its path. All of them are ProcessesLostErrors,
+because a restart of the lost processes may let the run continue.
 """
 
 import logging
