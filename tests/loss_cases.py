@@ -1,4 +1,4 @@
-"""Random batches for tests of losses, in float64, and slopes by central differences."""
+"""Random batches in float64 for tests of losses, and gradients by central differences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

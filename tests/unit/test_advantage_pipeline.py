@@ -1,4 +1,4 @@
-"""From scored responses to the columns that losses need, against loops."""
+"""The advantage pipeline against plain loops: KL in the reward, whitening, rejected responses, extra columns."""
 
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ def spans(lengths):
     return [range(end - n, end) for end, n in zip(ends, lengths, strict=True)]
 
 
-def test_the_reward_sits_at_the_last_token_and_kl_is_taken_off_every_token():
+def test_the_reward_is_at_the_last_token_and_kl_is_subtracted_at_every_token():
     scored, columns = make_scored(), make_columns(12)
     kl = KLPenalty(kind="k3")
     found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), kl)(scored, columns, 0.25, [0])
@@ -57,7 +57,7 @@ def test_the_reward_sits_at_the_last_token_and_kl_is_taken_off_every_token():
     check(found.metrics)
 
 
-def test_rewards_of_turns_take_the_place_of_the_last_token():
+def test_turn_rewards_replace_the_reward_at_the_last_token():
     scored, columns = make_scored(), make_columns(12)
     turns = np.zeros(12)
     turns[[0, 2, 6]] = [0.5, 1.0, -1.0]
@@ -73,19 +73,25 @@ def test_rewards_of_turns_take_the_place_of_the_last_token():
     np.testing.assert_allclose(found.columns["returns"], expected + values, rtol=1e-5, atol=1e-7)
 
 
-def test_responses_without_tokens_take_no_part():
+def test_responses_without_tokens_are_left_out():
     scored = ScoredBatch(np.array([1.0, 9.0, 0.0]), np.zeros(3, int), np.array([2, 0, 1]), np.zeros(3, bool))
     found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0])
     assert found.columns["advantages"].tolist() == [0.5, 0.5, -0.5]
     assert found.without_advantage.tolist() == [False, True, False]
     greedy = replace(scored, greedy_rewards=np.array([0.25, 5.0, 0.5]))
-    assert AdvantagePipeline(ReMax(), PPOClip())(greedy, {}, 0.0, [0]).columns["advantages"].tolist() == [0.75, 0.75, -0.5]
+    assert AdvantagePipeline(ReMax(), PPOClip())(greedy, {}, 0.0, [0]).columns["advantages"].tolist() == [
+        0.75,
+        0.75,
+        -0.5,
+    ]
 
 
-def test_as_many_tokens_as_responses_is_no_riddle():
+def test_a_batch_with_one_token_per_response_is_not_ambiguous():
     """3 responses of 3 tokens in all, one of them without any: a number per response is not one per token."""
     scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
-    assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns["advantages"].tolist() == [
+    assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns[
+        "advantages"
+    ].tolist() == [
         0.5,
         -0.5,
         -0.5,
@@ -100,7 +106,7 @@ def test_as_many_tokens_as_responses_is_no_riddle():
 
 @settings(deadline=None, max_examples=30)
 @given(lengths=st.lists(st.integers(0, 4), max_size=8), seed=st.integers(0, 1000), whiten=st.booleans(), data=st.data())
-def test_any_lengths_are_borne(lengths, seed, whiten, data):
+def test_any_lengths_are_accepted(lengths, seed, whiten, data):
     truncated = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))), bool)
     scored = make_scored(seed, np.array(lengths, int), truncated)
     columns, total = make_columns(sum(lengths), seed), sum(lengths)
@@ -114,11 +120,15 @@ def test_any_lengths_are_borne(lengths, seed, whiten, data):
     assert np.isfinite(list(found.metrics.values())).all()
 
 
-def test_whitening_counts_the_tokens_of_the_loss_alone():
+def test_whitening_uses_only_the_tokens_in_the_loss():
     truncated = [False, False, True, False, False, False, False]
     scored, columns = make_scored(truncated=truncated), make_columns(12)
-    plain = AdvantagePipeline(ReinforcePlusPlus(), PPOClip())(scored, columns, 0.0, [0]).columns["advantages"].astype(float)
-    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True, mask_truncated=True)(scored, columns, 0.0, [0])
+    plain = (
+        AdvantagePipeline(ReinforcePlusPlus(), PPOClip())(scored, columns, 0.0, [0]).columns["advantages"].astype(float)
+    )
+    found = AdvantagePipeline(ReinforcePlusPlus(), PPOClip(), whiten=True, mask_truncated=True)(
+        scored, columns, 0.0, [0]
+    )
     kept = [t for row, span in enumerate(spans(LENGTHS)) for t in span if not truncated[row]]
     assert len(kept) == 10
     mean = sum(plain[t] for t in kept) / 10
@@ -144,7 +154,7 @@ def test_whitening_equal_advantages_gives_exactly_zero(size, reward):
     assert found.without_advantage.all()
 
 
-def test_truncated_responses_stay_in_their_group_and_in_the_loss_unless_told():
+def test_truncated_responses_stay_in_their_group_and_leave_the_loss_only_if_masked():
     scored = ScoredBatch(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, int), np.array([False, True]))
     for masked in (False, True):
         found = AdvantagePipeline(GRPO(normalize_std=False), PPOClip(), mask_truncated=masked)(scored, {}, 0.0, [0])
@@ -174,11 +184,15 @@ class Bare:
         return inputs.rewards
 
 
-def test_needs_are_those_of_all_parts():
+def test_needs_combine_those_of_all_parts():
     assert AdvantagePipeline(GRPO(), PPOClip()).needs == frozenset()
     everything = AdvantagePipeline(OnPolicyDistillation(reward=GAE()), Objective(KLCov(), kl=KLPenalty()), KLPenalty())
     assert everything.needs == {"teacher_logprobs", "old_logprobs", "values", "ref_logprobs"}
-    assert AdvantagePipeline(ReMax(), PPOClip(), KLPenalty()).needs == {"greedy_rewards", "ref_logprobs", "old_logprobs"}
+    assert AdvantagePipeline(ReMax(), PPOClip(), KLPenalty()).needs == {
+        "greedy_rewards",
+        "ref_logprobs",
+        "old_logprobs",
+    }
     bare = AdvantagePipeline(Bare(), Bare())
     assert bare.needs == frozenset()
     scored = ScoredBatch(np.array([1.0, 2.0]), np.zeros(2, int), np.array([1, 2]), np.zeros(2, bool))

@@ -177,12 +177,15 @@ def test_the_order_of_rows_does_not_matter(name, sizes, seed):
         {name: values[order] for name, values in batch.parts.items()},
     )
     np.testing.assert_allclose(
-        broadcast_to_tokens(estimate(name, moved), moved), broadcast_to_tokens(estimate(name, batch), batch)[tokens], rtol=1e-7, atol=1e-9
+        broadcast_to_tokens(estimate(name, moved), moved),
+        broadcast_to_tokens(estimate(name, batch), batch)[tokens],
+        rtol=1e-7,
+        atol=1e-9,
     )
 
 
 @pytest.mark.parametrize("name", [*GROUPED, "gpg", "gdpo"])
-def test_a_response_alone_in_its_group_has_no_advantage(name):
+def test_a_response_alone_in_its_group_has_advantage_zero(name):
     batch = make_batch(0, [1, 1, 1])
     assert (estimate(name, batch) == 0).all()
 
@@ -226,7 +229,7 @@ def test_opo_has_less_variance_than_the_mean_as_baseline():
     np.testing.assert_allclose(found, weighted, rtol=1e-9)
 
 
-def test_gpg_keeps_the_scale_when_groups_say_nothing():
+def test_gpg_keeps_the_gradient_scale_when_groups_have_equal_rewards():
     rewards, groups = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
     found = GPG()(AdvantageInputs(rewards, groups, np.ones(6, int)))
     np.testing.assert_allclose(found, [1.5, -1.5, 0, 0, 0, 0])  # 6 / (6 - 4) times 0.5
@@ -241,7 +244,7 @@ def test_log_mean_exp_tends_to_the_mean_and_does_not_overflow():
     np.testing.assert_allclose(LogMeanExp(0.1)(big), [0.1 * math.log(2), -1000 + 0.1 * math.log(2)])
 
 
-def test_gdpo_tells_apart_what_grpo_does_not():
+def test_gdpo_distinguishes_responses_that_grpo_does_not():
     """The paper's example: rewards (0, 1) and (0, 2) in groups of two look the same to GRPO."""
     parts = {"a": np.array([0.0, 1.0, 0.0, 1.0]), "b": np.array([0.0, 0.0, 0.0, 1.0])}
     total, groups = parts["a"] + parts["b"], np.array([0, 0, 1, 1])
@@ -251,7 +254,7 @@ def test_gdpo_tells_apart_what_grpo_does_not():
     np.testing.assert_allclose(gdpo[3], 2 * gdpo[1])
 
 
-def test_gdpo_names_the_parts_that_there_are():
+def test_gdpo_lists_the_parts_of_the_reward_for_an_unknown_weight():
     batch = make_batch(0, [2, 2])
     with pytest.raises(ValueError, match=r"weights=.*wrong.*the reward has the parts right, short"):
         GDPO(weights={"wrong": 1.0})(batch)
@@ -259,7 +262,7 @@ def test_gdpo_names_the_parts_that_there_are():
     np.testing.assert_array_equal(GDPO()(alone), GDPO()(replace(alone, parts={"reward": alone.rewards})))
 
 
-def test_gdpo_gives_exactly_nothing_where_a_group_has_equal_parts():
+def test_gdpo_is_exactly_zero_in_a_group_of_equal_parts():
     rng = np.random.default_rng(0)
     parts = {name: np.repeat(rng.normal(size=4), 3) for name in ("a", "b")}
     parts["a"][:3] = [1.0, 2.0, 4.0]
@@ -267,7 +270,7 @@ def test_gdpo_gives_exactly_nothing_where_a_group_has_equal_parts():
     assert (GDPO()(batch)[3:] == 0).all() and (GDPO()(batch)[:3] != 0).all()
 
 
-def test_distillation_may_be_mixed_with_rewards():
+def test_distillation_may_be_combined_with_a_reward_advantage():
     batch = make_batch(2, [3, 2])
     mixed = OnPolicyDistillation(coef=0.3, reward=GAE(), reward_coef=2.0)
     gae, found = GAE()(batch), mixed(batch)
@@ -282,7 +285,7 @@ def test_distillation_may_be_mixed_with_rewards():
     assert grouped.returns is None
 
 
-def test_advantages_of_a_wrong_shape_are_named():
+def test_advantages_of_a_wrong_shape_are_refused():
     batch = make_batch(2, [3, 2])
     with pytest.raises(ValueError, match=r"shape \(2,\); expected one number for each of the 5 responses"):
         broadcast_to_tokens(np.zeros(2), batch)

@@ -1,4 +1,4 @@
-"""Every file in conf/algorithm: its keys, and that its parts are what they are named for."""
+"""Each file in conf/algorithm: its keys are known, and its parts build and make an update."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.inputs import ScoredBatch
 from mrl.algorithms.objective import AGGREGATIONS, Objective
-from mrl.config.instantiate import construct
+from mrl.config.instantiate import instantiate
 from mrl.config.validate import is_known
 from mrl.core.metrics import check
 
@@ -32,7 +32,7 @@ def load(name):
 def build(name, key):
     section, _, last = key.partition(".")
     node = load(name).get(section, {}).get(last)
-    return construct(node, key) if node else None
+    return instantiate(node, key) if node else None
 
 
 def test_every_algorithm_has_a_file():
@@ -54,7 +54,7 @@ def test_every_algorithm_has_a_file():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_keys_are_known_and_the_file_says_what_it_is(name):
+def test_keys_are_known_and_the_file_starts_with_a_description(name):
     sections = load(name)
     for section, values in sections.items():
         assert all(is_known(f"{section}.{key}") for key in values), (name, section)
@@ -93,12 +93,12 @@ def test_the_parts_make_an_update(name):
     loss.sum().backward()
     assert logprobs.grad.isfinite().all() and logprobs.grad.any()
     assert all(value.shape == (11,) for value in numbers.values())
-    check([*numbers, *found.numbers])
+    check([*numbers, *found.metrics])
     if not objective.zero_without_advantage:
         assert settings.get("skip_zero_advantage") is False or "kl_in_loss" in settings or name == "kl_cov"
 
 
-def test_files_with_filters_critics_and_teachers_name_what_these_need():
+def test_files_with_a_filter_a_critic_or_a_teacher_configure_it():
     assert build("dapo", "rollout.filter")(np.array([0.0, 1.0])) and not build("dapo", "rollout.filter")(np.ones(2))
     assert "values" in build("ppo", "algorithm.advantage").needs and load("ppo")["critic"]["optim"]["lr"] > 0
     assert "teacher_logprobs" in build("distill", "algorithm.advantage").needs
@@ -108,7 +108,7 @@ def test_files_with_filters_critics_and_teachers_name_what_these_need():
 
 
 def test_nested_plug_ins_are_built():
-    both = construct(
+    both = instantiate(
         {
             "_target_": "mrl.algorithms.corrections.Product",
             "corrections": [
@@ -120,9 +120,9 @@ def test_nested_plug_ins_are_built():
     )
     weights, _ = both(loss_inputs(make_case(0)))
     assert weights.shape == (15,)
-    gdpo = construct({"_target_": "mrl.algorithms.advantages.GDPO", "weights": {"right": 2.0}}, "algorithm.advantage")
+    gdpo = instantiate({"_target_": "mrl.algorithms.advantages.GDPO", "weights": {"right": 2.0}}, "algorithm.advantage")
     assert gdpo.weights == {"right": 2.0} and type(gdpo.weights) is dict
-    mixed = construct(
+    mixed = instantiate(
         {
             "_target_": "mrl.algorithms.advantages.OnPolicyDistillation",
             "reward": {"_target_": "mrl.algorithms.advantages.GAE"},
@@ -135,7 +135,7 @@ def test_nested_plug_ins_are_built():
 DOCS = Path("docs/concepts/algorithms.md").read_text()
 
 
-def test_the_page_names_what_there_is():
+def test_the_page_lists_all_losses_advantages_and_configs():
     tables = [line for line in DOCS.splitlines() if line.startswith("| `")]
     modules = ("losses", "sequence_losses", "advantages")
     named = {cell.split(".")[-1] for line in tables for cell in re.findall(r"`([\w.]+)`", line.split("|")[1])}
@@ -150,15 +150,15 @@ def test_the_page_names_what_there_is():
     assert configs | {"dr_grpo"} <= set(FILES)
 
 
-def test_the_examples_of_the_page_run():
+def test_the_examples_of_the_documentation_run():
     (example,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     names = {}
     exec(example, names)
-    loss, case = names["Unsure"](), make_case(0)
+    loss, case = names["LeastLikely"](), make_case(0)
     scored = ScoredBatch(np.arange(5.0), np.array([0, 0, 1, 1, 1]), case.lengths, np.zeros(5, bool))
     advantage_pipeline = AdvantagePipeline(names["Sign"](), loss)
     found = advantage_pipeline(scored, {"old_logprobs": case.old.astype(np.float32)}, 0.0, [0])
     assert found.columns["advantages"][[0, 3, 4]].tolist() == [-1, 1, -1]
-    assert found.columns["unsure"].sum() == 3  # a fifth of 15
+    assert found.columns["least_likely"].sum() == 3  # a fifth of 15
     case.columns.update(found.columns)
     assert advantage_pipeline.needs == {"old_logprobs"} and (loss(loss_inputs(case))[0] != 0).sum() <= 3

@@ -4,7 +4,7 @@ A default that changes by accident changes the results of all users who rely on 
 """
 
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -275,3 +275,10 @@ def test_the_values_of_an_algorithm_config_are_the_published_ones(name):
 
 def test_every_pinned_config_exists():
     assert CONFIGS.keys() == {path.stem for path in CONF.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_algorithm_classes_are_immutable(kind):
+    for name, value in vars(kind()).items():
+        with pytest.raises(FrozenInstanceError):
+            setattr(kind(), name, value)

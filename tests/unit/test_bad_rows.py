@@ -1,4 +1,4 @@
-"""Rows that cannot be used, of many kinds: each is reported with file, row, column and reason, and none is lost."""
+"""Malformed rows of many kinds are each reported with file, row, column and reason."""
 
 import json
 import random
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.row_files import SHOWN
 from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_doubling_task
@@ -263,7 +263,7 @@ def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(files, broken):
     assert report.kept == broken.count(False)
 
 
-def test_a_policy_of_error_lists_all_rows_in_a_file_and_the_first_in_the_message(files, tmp_path):
+def test_the_policy_error_lists_all_bad_rows_in_a_file_and_the_first_in_the_message(files, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([line(row()), *[b"{oops"] * 7, line(row("1" * 20))]))
     data = PromptDataset.load([PromptSource((str(path),))], files.model, files.rules)
@@ -285,7 +285,7 @@ def test_a_policy_of_error_lists_all_rows_in_a_file_and_the_first_in_the_message
     assert str(data.report) == "1 of 9 rows kept, 7 bad, 1 overlong"
 
 
-def test_a_source_of_which_no_row_is_left_is_an_error_under_any_policy(files, tmp_path):
+def test_a_source_without_usable_rows_is_an_error_under_any_policy(files, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(line(row()))
     (tmp_path / "bad.jsonl").write_bytes(b"[]")
     sources = [PromptSource((str(tmp_path / f"{name}.jsonl"),), name=name) for name in ("good", "bad")]
@@ -295,7 +295,7 @@ def test_a_source_of_which_no_row_is_left_is_an_error_under_any_policy(files, tm
     assert (tmp_path / "list.jsonl").is_file()
 
 
-def test_a_list_of_an_earlier_attempt_does_not_stay(files, tmp_path):
+def test_the_list_of_bad_rows_of_an_earlier_attempt_is_removed(files, tmp_path):
     (tmp_path / "good.jsonl").write_bytes(line(row()))
     (tmp_path / "list.jsonl").write_text("old")
     data = PromptDataset.load([PromptSource((str(tmp_path / "good.jsonl"),))], files.model, files.rules)
@@ -311,7 +311,7 @@ def test_a_list_of_an_earlier_attempt_does_not_stay(files, tmp_path):
         ("two.parquet", lambda path: pq.write_table(pa.table([[1], [2]], names=["a", "a"]), path), "Multiple matches"),
     ],
 )
-def test_a_file_that_is_not_readable_at_all_says_why(files, tmp_path, name, make, reason):
+def test_an_unreadable_file_is_an_error_with_the_reason(files, tmp_path, name, make, reason):
     pq.write_table(pa.Table.from_pylist([row()]), tmp_path / name)
     make(tmp_path / name)
     with pytest.raises(ValueError, match=reason):

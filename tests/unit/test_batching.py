@@ -1,4 +1,4 @@
-"""Cutting a batch: nothing dropped, nothing twice, budgets kept, loads even."""
+"""Balancing a batch: every row appears once, token budgets hold, and loads are even."""
 
 from dataclasses import dataclass
 from time import process_time
@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mrl.core.types import TokenBlock
+from mrl.data import batching
 from mrl.data.batching import CostModel, PackingUnit, make_units, pack_units, partition_units, plan_micro_batches
 
 SEVEN_B = CostModel(4.24e10, 6.02e5)  # FLOPs of training a 7B-like model
@@ -108,7 +109,7 @@ def test_a_plan_holds_every_row_once_within_the_budget(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_plan_keeps_the_rules_of_counts(seed):
+def test_a_plan_has_the_required_numbers_of_micro_batches(seed):
     batch = Ragged.of(seed)
     units = batch.units()
 
@@ -139,7 +140,7 @@ def test_rows_of_a_group_are_neighbours_and_others_are_sorted_by_length(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_same_batch_is_cut_the_same_way(seed):
+def test_the_same_batch_is_planned_identically(seed):
     first, second = (
         plan_micro_batches(
             Ragged.of(seed).units(),
@@ -167,7 +168,7 @@ def test_sharing_prompts_never_makes_the_heaviest_part_heavier_than_sharing_them
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_asking_for_more_packs_gives_exactly_so_many(seed, extra):
+def test_a_requested_number_of_packs_is_returned_exactly(seed, extra):
     batch = Ragged.of(seed)
     units = batch.units()
     least = len(pack_units(units, batch.max_tokens))
@@ -225,7 +226,7 @@ def test_even_groups_that_fill_the_parts_are_not_cut():
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 64])
-def test_partition_gives_every_unit_to_one_part(parts):
+def test_partition_units_puts_every_unit_into_one_part(parts):
     units = lone(np.random.default_rng(0).integers(1, 50, 37))
     cut = partition_units(units, parts)
     assert len(cut) == parts
@@ -251,12 +252,12 @@ def test_micro_batches_are_even_by_cost_where_the_budget_leaves_room():
     assert loads.max() <= 1.02 * loads.mean()
 
 
-def test_too_few_micro_batches_are_an_error_that_says_how_many():
+def test_too_few_micro_batches_are_an_error_with_the_number_needed():
     with pytest.raises(ValueError, match="30 tokens need 3 micro-batches of 10, not 2"):
         pack_units(lone([10, 10, 10]), 10, 2)
 
 
-def test_no_rows_make_no_micro_batches():
+def test_without_rows_there_are_no_micro_batches():
     none = np.array([], dtype=np.int64)
     units = make_units(none, none, none, none, CostModel(), 10, 2, True)
     assert units == pack_units(units, 10) == []
@@ -284,3 +285,31 @@ def test_a_block_keeps_every_token_and_selects_rows():
     assert [part.response(i).tolist() for i in range(2)] == [[13], [11, 12]]
     np.testing.assert_allclose(part.rollout_logprobs, [-0.4, -0.2, -0.3])
     assert len(block.tokens) == sum(map(len, prompts + responses))  # no padding
+
+
+def test_the_constants_of_the_search_are_pinned():
+    """Another value changes which rows share a micro-batch, and so the rounding of every run."""
+    assert (batching.EVEN_ENOUGH, batching.CANDIDATES) == (1.0005, (256, 4096))
+    assert batching.GROUP_LIMITS == (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
+    assert vars(CostModel()) == {"linear": 1.0, "quadratic": 0.0}
+    assert PackingUnit((0,), 1, 1.0).group == -1
+
+
+@pytest.mark.parametrize(
+    ("units", "loads"),  # (tokens, cost) of each unit; cost of each of three packs of 10 tokens
+    [
+        ([(1, 6), (9, 8), (1, 5), (8, 9), (4, 3)], [9, 9, 13]),
+        ([(5, 1), (1, 1), (5, 2), (5, 6), (5, 9), (9, 1)], [2, 8, 10]),
+    ],
+)
+def test_a_swap_may_fill_a_pack_exactly(units, loads):
+    """The best packs need a pack of exactly `max_tokens`: as the heaviest one, or as the one that takes a unit from it."""
+    packs = pack_units([PackingUnit((row,), tokens, cost) for row, (tokens, cost) in enumerate(units)], 10, 3)
+    assert sorted(sum(unit.cost for unit in pack) for pack in packs) == loads
+
+
+@pytest.mark.parametrize(("selected", "most", "step"), [(200, 256, 1), (255, 256, 1), (256, 256, 2), (600, 256, 3)])
+def test_a_search_step_compares_evenly_spaced_units_and_all_empty_ones(selected, most, step):
+    flags = np.ones(selected + 2, bool)
+    expected = [*range(0, selected, step), selected, selected + 1]
+    assert batching._thin(flags, selected, most).tolist() == expected

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.config.instantiate import plug_in
+from mrl.config.instantiate import instantiate_callable
 from mrl.core import metrics
 from mrl.rewards import code_execution, sandbox
 from mrl.rewards.code_execution import REASONS, CodeExecution, find_code, part_name, read_cases
@@ -53,7 +53,7 @@ def scored(value: float, reason: str | None = None) -> Score:
         ("def text(x): return x", {"fn_name": "text", "inputs": [["100"], ["hello"]], "outputs": ["100", "hello"]}),
     ],
 )
-def test_a_right_program_earns_one(program, tests):
+def test_a_correct_program_scores_one(program, tests):
     assert score(program, tests) == scored(1.0)
     assert score(program, tests, partial=True) == scored(1.0)
 
@@ -70,7 +70,7 @@ def test_a_right_program_earns_one(program, tests):
         ("def double(x): return float('nan')", CALL, 0),
     ],
 )
-def test_a_wrong_answer_is_no_failure(program, tests, fraction):
+def test_a_wrong_answer_is_not_a_scoring_failure(program, tests, fraction):
     assert score(program, tests) == scored(0.0)
     assert score(program, tests, partial=True) == scored(pytest.approx(fraction))
 
@@ -85,18 +85,18 @@ def test_a_wrong_answer_is_no_failure(program, tests, fraction):
         ("def double(x):", "wrong exit", "IndentationError: expected an indented block after function definition"),
     ],
 )
-def test_a_program_that_does_not_end_normally_earns_zero_and_its_reason(program, reason, detail, caplog):
+def test_a_program_that_does_not_end_normally_scores_zero_with_the_reason(program, reason, detail, caplog):
     caplog.set_level(logging.DEBUG, logger="mrl.rewards.code_execution")
     assert score(program, DOUBLE) == scored(0.0, reason)
     assert f"a program did not end normally: {reason}: " in caplog.text and detail in caplog.text
     assert f"1 programs did not end normally: {reason} 1" in caplog.text
 
 
-def test_an_endless_program_is_stopped_at_the_limit_given():
+def test_an_endless_program_is_stopped_at_the_configured_limit():
     assert score("while True: pass", DOUBLE, limits=SandboxLimits(wall_s=0.3)) == scored(0.0, "time limit")
 
 
-def test_a_crash_in_one_test_leaves_the_others_their_fraction():
+def test_a_crash_in_one_test_case_does_not_affect_the_others():
     result = score("x = int(input())\nassert x < 5, 'too large'\nprint(2 * x)", DOUBLE, partial=True)
     assert result == scored(pytest.approx(2 / 3), "wrong exit")
     crash = "x = int(input())\nif x == 5: raise SystemExit(1)\nprint(2 * x)"
@@ -105,7 +105,7 @@ def test_a_crash_in_one_test_leaves_the_others_their_fraction():
         assert scorer([row]) == [scored(pytest.approx(2 / 3), "wrong exit")], "a worker process keeps it too"
 
 
-def test_a_crash_counts_in_a_sum_as_a_wrong_answer_does():
+def test_a_crash_counts_like_a_wrong_answer_in_a_weighted_sum():
     reward = Weighted({"code": CodeExecution(), "long": Overlong(100, 10)})
     crash, wrong = (
         Response("code", fenced(program), json.dumps(DOUBLE), num_tokens=95) for program in ("1 / 0", "print(0)")
@@ -136,11 +136,11 @@ def test_reasons_are_metrics():
     ],
 )
 @pytest.mark.parametrize("tests", [ASSERTS, CALL], ids=["asserts", "call"])
-def test_leaving_before_the_test_is_no_pass(program, tests):
+def test_exiting_before_the_test_does_not_pass(program, tests):
     assert score(program, tests, partial=True).value == 0.0
 
 
-def test_the_mark_of_a_pass_differs_from_run_to_run():
+def test_the_mark_of_a_pass_is_different_in_each_run():
     tails = {case.tail for _ in range(5) for case in read_cases(json.dumps(ASSERTS))}
     assert len(tails) == 10
 
@@ -155,13 +155,13 @@ def test_a_result_that_cannot_be_read_does_not_pass_a_call():
     assert score(program, CALL) == scored(0.0)
 
 
-def test_the_last_closed_python_block_is_the_program():
+def test_the_last_complete_python_block_is_the_program():
     assert find_code("```python\n1\n```\n```py\n2\n```\n```\n3\n```\n```python\n4") == "2\n"
     assert find_code("```Python3 \n1\n```") == "1\n"
     assert find_code("print(1)") is None and find_code("```bash\nls\n```") is None
 
 
-def test_a_response_without_code_earns_zero_and_says_so():
+def test_a_response_without_code_scores_zero_with_a_reason():
     row = Response("code", "print(2 * int(input()))", json.dumps(DOUBLE))
     assert CodeExecution()([row]) == [scored(0.0, "no code")]
     assert CodeExecution(whole_text=True)([row]) == [scored(1.0)]
@@ -200,7 +200,7 @@ def test_a_sandbox_that_cannot_be_locked_is_a_failure(monkeypatch):
     assert score("print(1)", DOUBLE).failure == "the sandbox could not be locked, nothing was run: no answer"
 
 
-def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
+def test_the_number_of_concurrent_programs_is_the_number_of_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
     real = code_execution.run
 
@@ -224,20 +224,20 @@ def test_as_many_programs_run_at_once_as_there_are_workers(monkeypatch):
     assert most == 3 and time.monotonic() - begun < 20
 
 
-def test_it_is_named_in_a_config_with_its_limits():
+def test_a_config_can_name_the_reward_with_limits():
     node = {
         "_target_": "mrl.rewards.code_execution.CodeExecution",
         "partial": True,
         "limits": {"wall_s": 1.5, "threads": 4},
     }
-    assert plug_in(node, "reward") == CodeExecution(partial=True, limits=SandboxLimits(wall_s=1.5, threads=4))
+    assert instantiate_callable(node, "reward") == CodeExecution(partial=True, limits=SandboxLimits(wall_s=1.5, threads=4))
     with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is not a limit of the sandbox"):
-        plug_in({**node, "limits": {"wal_s": 1}}, "reward")
+        instantiate_callable({**node, "limits": {"wal_s": 1}}, "reward")
     with pytest.raises(ValueError, match="workers=0: expected at least 1"):
         CodeExecution(workers=0)
 
 
-def test_a_machine_that_cannot_lock_code_in_is_told_before_anything_starts(monkeypatch):
+def test_an_unsupported_machine_is_an_error_before_anything_starts(monkeypatch):
     monkeypatch.setattr(sandbox, "unavailable_reason", lambda: "the kernel offers no Landlock")
     with pytest.raises(ValueError, match="untrusted code cannot be run on this machine: the kernel offers no Landlock"):
         CodeExecution()

@@ -1,4 +1,4 @@
-"""Weights against off-policy samples, against loops; that no gradient flows through them; and filters of groups."""
+"""Corrections against plain loops, without gradient through their weights; mismatch metrics; group filters."""
 
 import math
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_long_responses_do_not_overflow():
     assert (ImportanceSampling("sequence", "mask")(loss_inputs(case))[0] == 0.0).all()
 
 
-def test_off_policy_mask_leaves_out_bad_responses_that_drifted():
+def test_the_off_policy_mask_rejects_bad_responses_that_drifted():
     case, delta = make_case(3, lengths=(3,) * 12), 0.1
     weights, numbers = OffPolicyMask(delta)(loss_inputs(case))
     expected = []
@@ -133,7 +133,7 @@ def test_a_product_multiplies_weights_and_reports_either_cause():
         ({"low": -1.0}, "expected 0 <= low < high"),
     ],
 )
-def test_mistakes_are_named(kwargs, message):
+def test_invalid_arguments_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ImportanceSampling(**kwargs)
 

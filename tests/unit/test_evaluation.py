@@ -1,4 +1,4 @@
-"""Reports: what is counted, per source and overall, from which scores, and the files that come of it."""
+"""Evaluation: summaries per data source and overall, stored and new scores, and the report files."""
 
 import json
 import re
@@ -84,7 +84,9 @@ def folder(tmp_path):
         for (source, row), texts in TEXTS.items()
         for sample, text in enumerate(texts)
     ]
-    with ResponseStore(tmp_path / "answers", {"generate.samples": 4, "reward": None, "model.path": "some/model"}) as store:
+    with ResponseStore(
+        tmp_path / "answers", {"generate.samples": 4, "reward": None, "model.path": "some/model"}
+    ) as store:
         store.write(0, rows[:12])
         store.write(1, rows[12:])
         store.finish(dict(responses=20, prompts=5, files=2))
@@ -105,7 +107,7 @@ def brute_force(texts: list[str], k: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_a_report_is_what_every_subset_says(folder, k):
+def test_a_summary_equals_the_enumeration_of_all_subsets(folder, k):
     found = evaluate(folder, config_of())
     assert [summary.name for summary in found.summaries] == ["a", "b", "overall"]
     for summary in found.summaries:
@@ -124,13 +126,15 @@ def test_a_threshold_decides_what_passes(folder):
     assert list(everything.pass_at) == [1, 3] and everything.pass_at[1].value == 1.0
 
 
-def test_scores_that_are_there_are_kept_unless_asked_otherwise(folder):
+def test_stored_scores_are_used_unless_rescore_is_set(folder):
     manifest = json.loads((folder / "generate.json").read_text())
     manifest["settings"]["reward"] = LAST_WORD
     (folder / "generate.json").write_text(json.dumps(manifest))
     for path in folder.glob("*.parquet"):
         rows = pq.read_table(path).to_pylist()
-        ResponseStore(folder, manifest["settings"]).write(int(path.stem[-6:]), [r | dict(score=1.0, parts={}) for r in rows])
+        ResponseStore(folder, manifest["settings"]).write(
+            int(path.stem[-6:]), [r | dict(score=1.0, parts={}) for r in rows]
+        )
     exact = {"reward": {"_target_": "mrl.rewards.rule_based.ExactMatch"}}
     kept = evaluate(folder, config_of(**exact))
     assert kept.reward == LAST_WORD and kept.summaries[-1].mean_score.value == 1.0
@@ -141,7 +145,7 @@ def test_scores_that_are_there_are_kept_unless_asked_otherwise(folder):
     assert not hasattr(ExactMatch(), "answer")
 
 
-def test_an_evaluation_leaves_a_report_a_picture_and_its_scores(folder, tmp_path, capsys):
+def test_an_evaluation_writes_report_picture_and_scores(folder, tmp_path, capsys):
     config = config_of()
     found = evaluate(folder, config)
     write_evaluation(found, tmp_path / "out", config)
@@ -192,7 +196,7 @@ def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
     assert [row["score"] for row in found.rows] == [4.0] * 20, "a group is the responses to one prompt"
 
 
-def test_without_its_reward_what_is_scored_is_evaluated_by_its_texts(folder, caplog):
+def test_without_the_stored_reward_maj_at_k_compares_texts(folder, caplog):
     manifest = json.loads((folder / "generate.json").read_text())
     manifest["settings"]["reward"] = {"_target_": "gone.Reward"}
     (folder / "generate.json").write_text(json.dumps(manifest))
@@ -202,7 +206,7 @@ def test_without_its_reward_what_is_scored_is_evaluated_by_its_texts(folder, cap
     assert "gone.Reward: cannot be imported" in caplog.text and "the texts of the responses" in caplog.text
 
 
-def test_a_reward_that_only_the_evaluation_needs_is_checked_before_anything_is_generated(monkeypatch):
+def test_the_reward_of_the_evaluation_is_checked_before_the_generation(monkeypatch):
     monkeypatch.setattr(command, "plan_generation", lambda config: None)
     monkeypatch.setattr(command.generate, "run_generation", lambda plan: pytest.fail("engines were started"))
     bad = {"generate.score": False, "reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}
@@ -210,13 +214,13 @@ def test_a_reward_that_only_the_evaluation_needs_is_checked_before_anything_is_g
         command.job(config_of(**bad))
 
 
-def test_the_reward_is_named_above_the_table(folder, tmp_path, capsys):
+def test_the_output_names_the_reward_above_the_table(folder, tmp_path, capsys):
     command.job(config_of(**{"evaluate.input": str(folder), "evaluate.output": str(tmp_path / "out")}))
     shown = capsys.readouterr().out
     assert shown.index(f'reward: {{"_target_": "{__name__}.LastWord"}}') < shown.index("overall")
 
 
-def test_inputs_that_cannot_be_evaluated_say_why(folder, tmp_path):
+def test_inputs_that_cannot_be_evaluated_are_errors_with_the_reason(folder, tmp_path):
     with pytest.raises(ValueError, match=re.escape("evaluate.k=[8]: there are 4 responses to a prompt")):
         evaluate(folder, config_of(**{"evaluate.k": [8]}))
     with pytest.raises(ValueError, match=r"no generate\.json there"):

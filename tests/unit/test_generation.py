@@ -1,4 +1,4 @@
-"""Generations go on where they stopped, refuse other settings, and give every response its own seed."""
+"""Generation: resuming, refusal of other settings, and one seed per response."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_a_generation_holds_every_response_in_order(configure, inputs):
     assert first["score"] == float(first["response"] == "6000") and first["failure"] is None and first["parts"] == {}
 
 
-def test_a_killed_generation_goes_on_and_equals_one_that_was_not(configure, tmp_path, monkeypatch):
+def test_a_resumed_generation_equals_an_uninterrupted_one(configure, tmp_path, monkeypatch):
     whole = plan_generation(configure(**{"generate.output": str(tmp_path / "whole")}))
     run(whole)
     plan, write = plan_generation(configure()), ResponseStore.write
@@ -196,7 +196,7 @@ def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
     assert read_responses(tmp_path / "answers")[0]["data.chat_template"] == str(template)
 
 
-def test_a_row_keeps_its_number_and_seed_whatever_rows_and_sets_stand_beside_it(configure, inputs, tmp_path):
+def test_row_number_and_seed_do_not_depend_on_other_rows_and_sets(configure, inputs, tmp_path):
     good = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
     lines = [good, None, {"prompt": None}, good | {"prompt": "1+2="}, good | {"prompt": "1+3="}]
     file = tmp_path / "gaps.jsonl"
@@ -222,7 +222,7 @@ def test_two_processes_do_not_write_one_folder(configure):
         pass
 
 
-def test_a_seed_stays_with_its_response_and_no_two_share_one(configure):
+def test_every_response_has_its_own_stable_seed(configure):
     asked = plan_generation(configure()).prompts()
     seeds = {question.seed(0, sample) for question in asked for sample in range(3)}
     assert len(seeds) == 51 and all(0 <= seed < 2**63 for seed in seeds)
@@ -233,7 +233,7 @@ def test_a_seed_stays_with_its_response_and_no_two_share_one(configure):
     assert asked[0].seed(0, 0) != asked[0].seed(1, 0)
 
 
-def test_what_engines_are_asked_at_one_time_is_bounded_and_spread(configure):
+def test_concurrent_requests_are_bounded_and_spread_over_engines(configure):
     engines = [Engine(delay_s=0.01) for _ in range(2)]
     run(plan_generation(configure()), *engines, in_flight=5)
     assert all(engine.most <= 5 for engine in engines) and sum(engine.asked for engine in engines) == 51
@@ -259,7 +259,10 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"generate.temperature": 0.0}, "generate.samples=3 with generate.temperature=0: greedy decoding gives the same response"),
+        (
+            {"generate.temperature": 0.0},
+            "generate.samples=3 with generate.temperature=0: greedy decoding gives",
+        ),
         ({"generate.temperature": -1.0}, "generate.temperature=-1.0: must be 0 or more"),
         ({"generate.top_p": 1.5}, "generate.top_p=1.5"),
         ({"generate.rows": 0}, "generate.rows=0: must be 1 or more"),
@@ -275,12 +278,12 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
         ({"rollout.max_response_tokens": 64}, "leaves no room for a prompt"),
     ],
 )
-def test_mistakes_are_named_before_anything_starts(configure, overrides, message):
+def test_invalid_settings_are_refused_before_anything_starts(configure, overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_generation(configure(**overrides)).prompts()
 
 
-def test_folders_that_are_no_model_say_what_to_name(configure, tmp_path):
+def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp_path):
     run_dir = tmp_path / "trained"
     (run_dir / "checkpoint").mkdir(parents=True)
     (run_dir / "checkpoint/.metadata").touch()
@@ -308,6 +311,6 @@ def test_a_megatron_checkpoint_is_served_as_the_model_it_came_from(configure, in
     assert plan_generation(configure(**keys)).store.settings != plan.store.settings
 
 
-def test_greedy_takes_one_sample():
+def test_greedy_decoding_needs_one_sample():
     check_only = GenerateConfig(temperature=0.0, samples=1)
     check(Config(generate=check_only))

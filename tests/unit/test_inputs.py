@@ -1,4 +1,4 @@
-"""Files that mrl makes itself: the quickstart's inputs, tiny models, GSM8K conversion; and the rewards for them."""
+"""The synthetic tasks, tiny models and tokenizers, the GSM8K recipe, and the rewards for them."""
 
 import hashlib
 

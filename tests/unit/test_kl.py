@@ -50,7 +50,7 @@ def test_values_follow_the_formulas(kind):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "k2"])
-def test_estimates_but_k2_have_the_right_mean(kind):
+def test_all_estimates_except_k2_have_the_right_mean(kind):
     mean, _, p, q, _ = expected(kind)
     assert mean == pytest.approx(forward(p, q), rel=1e-9)
 
@@ -83,7 +83,7 @@ def test_k3_has_the_gradient_of_the_other_direction():
     assert np.abs(gradient - slope_of_kl(p, q)).max() > 0.01
 
 
-def test_the_unbiased_kind_is_so_for_samples_of_the_old_policy_too():
+def test_the_unbiased_kind_is_unbiased_for_samples_of_the_old_policy_too():
     mean, gradient, p, q, old = expected("unbiased", on_policy=False)
     assert np.abs(p - old).max() > 0.1
     assert mean == pytest.approx(forward(p, q), rel=1e-9)
@@ -101,7 +101,7 @@ def test_the_coefficient_follows_the_measured_kl_within_bounds():
     assert replace(penalty, target=None).next_coef(0.1, 5.0, 100) == 0.1
 
 
-def test_mistakes_are_named():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match=r"kind='k4': expected one of k1, k2, k3, k1\+, k3\+, unbiased"):
         KLPenalty(kind="k4")
     with pytest.raises(ValueError, match=r"target=0\.0: must be greater than 0"):

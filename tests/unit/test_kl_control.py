@@ -9,7 +9,7 @@ def control(**penalties: KLPenalty) -> KLControl:
     return KLControl(penalties)
 
 
-def test_a_fixed_penalty_stays():
+def test_a_constant_coefficient_does_not_change():
     kl = control(reward=KLPenalty(0.3))
     assert kl.coef("reward") == 0.3 and kl.coef("loss") == 0.0
     kl.adapt({"policy/kl_reward": 9.0}, samples=512)
@@ -25,20 +25,20 @@ def test_an_adaptive_penalty_follows_the_clipped_error(measured, factor):
     assert kl.coef("loss") == pytest.approx(0.5 * factor)
 
 
-def test_both_penalties_have_their_own():
+def test_each_penalty_has_its_own_coefficient():
     kl = control(reward=KLPenalty(1.0, target=1.0, horizon=10), loss=KLPenalty(2.0, target=1.0, horizon=10))
     kl.adapt({"policy/kl_reward": 2.0, "policy/kl_ref": 0.0}, samples=10)
     assert (kl.coef("reward"), kl.coef("loss")) == (pytest.approx(1.2), pytest.approx(1.6))
 
 
-def test_it_goes_on_from_a_state():
+def test_a_restored_control_continues_with_its_coefficients():
     first, second = (control(reward=KLPenalty(1.0, target=1.0, horizon=10)) for _ in range(2))
     first.adapt({"policy/kl_reward": 5.0}, samples=10)
     second.load_state_dict(first.state_dict())
     assert second.coef("reward") == first.coef("reward") == pytest.approx(1.2)
 
 
-def test_fixed_coefficients_are_those_of_the_config_and_new_penalties_begin_with_theirs():
+def test_constant_and_new_coefficients_come_from_the_config():
     before = control(reward=KLPenalty(1.0, target=1.0, horizon=10), loss=KLPenalty(0.01))
     before.adapt({"policy/kl_reward": 5.0, "policy/kl_ref": 1.0}, samples=10)
     now = control(loss=KLPenalty(0.05))

@@ -199,7 +199,7 @@ class TwoRanks:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_response_cut_over_two_ranks_has_the_same_loss_and_gradient(name):
+def test_a_response_split_over_two_ranks_has_the_same_loss_and_gradient(name):
     loss, case = LOSSES[name][0], make_case(11, per_token=name not in ONE_ADVANTAGE)
     weights = np.random.default_rng(0).random(len(case.old))
     value, gradient = loss_and_gradient(loss, case, weights)
@@ -260,7 +260,7 @@ def test_opmd_is_the_squared_error_of_whole_responses_but_for_a_constant():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_say_truly_whether_they_need_responses_without_advantage(name):
+def test_zero_without_advantage_is_declared_correctly(name):
     loss, zero = LOSSES[name][0], True
     for seed in range(3):
         case = make_case(seed)
@@ -279,7 +279,7 @@ def test_on_policy_the_gradient_is_that_of_the_plain_policy_gradient(name):
     np.testing.assert_allclose(gradient, -weights * case.advantages, rtol=1e-9, atol=1e-12)
 
 
-def test_a_response_without_tokens_does_no_harm():
+def test_a_response_without_tokens_changes_nothing():
     for name, (loss, _) in LOSSES.items():
         value, gradient = loss_and_gradient(loss, make_case(1, lengths=(2, 0, 3, 0)), np.ones(5))
         assert math.isfinite(value) and np.isfinite(gradient).all(), name
@@ -401,6 +401,6 @@ def test_token_weights_give_the_declared_means():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_token_weights_bear_batches_without_tokens(aggregation, lengths):
+def test_token_weights_accept_batches_without_tokens(aggregation, lengths):
     weights = token_weights(np.array(lengths, np.int64), aggregation, max_tokens=4)
     assert weights.shape == (len(lengths),) and np.isfinite(weights).all()

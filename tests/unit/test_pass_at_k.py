@@ -43,7 +43,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(responses, data):
     assert majorities(answers, passed, [1, len(responses), k])[k] == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_vote_of_one_is_the_share_that_passes_with_an_answer():
+def test_a_vote_of_one_is_the_fraction_that_passes_with_an_answer():
     assert majority_at_k(["1", "2", None, "1"], [True, False, True, True], 1) == pytest.approx(0.5)
 
 
@@ -83,7 +83,7 @@ def test_the_interval_of_zeros_and_ones_is_wilsons():
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_prompts_that_all_agree_are_not_certain(value):
+def test_equal_values_do_not_give_an_interval_of_width_zero(value):
     found = wilson_mean(np.full(20, value), 0.95)
     assert found.low <= value <= found.high and found.high - found.low == pytest.approx(0.161, abs=0.01)
     wide = wilson_mean(np.array([0.5]), 0.95)

@@ -1,4 +1,4 @@
-"""Known data sets become the five columns: the answer is found, and a row without one is named."""
+"""Recipes for known data sets: the answer is extracted, and rows without one are reported."""
 
 import orjson
 import pyarrow.parquet as pq
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.commands import data as command
-from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.recipes import RECIPES, last_boxed, prepare
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import character_tokenizer
@@ -35,7 +35,7 @@ from mrl.data.tokenizer import character_tokenizer
         ("", None),
     ],
 )
-def test_the_answer_is_what_the_last_box_holds(solution, answer):
+def test_the_answer_is_the_content_of_the_last_box(solution, answer):
     assert last_boxed(solution) == answer
 
 
@@ -46,7 +46,7 @@ NESTED = st.recursive(
 
 
 @given(NESTED, st.text("ab $}", max_size=5))
-def test_any_nesting_of_braces_comes_out_whole(inside, after):
+def test_nested_braces_are_kept(inside, after):
     assert last_boxed(rf"thus \boxed{{{inside}}}{after}") == inside.strip()
 
 
@@ -68,12 +68,14 @@ def test_math_rows_become_five_columns(tmp_path):
 
 
 @pytest.mark.parametrize(("recipe", "row"), [("math", MATH), ("gsm8k", GSM8K)])
-def test_what_a_recipe_makes_can_be_trained_on(tmp_path, recipe, row):
+def test_the_output_of_a_recipe_loads_as_a_prompt_data_set(tmp_path, recipe, row):
     (tmp_path / "a.jsonl").write_bytes(orjson.dumps(row))
     assert prepare(recipe, tmp_path / "a.jsonl", tmp_path / "a.parquet") == 1
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    data = PromptDataset.load([PromptSource((str(tmp_path / "a.parquet"),))], tmp_path / "model", PromptConstraints(1000, 32))
+    data = PromptDataset.load(
+        [PromptSource((str(tmp_path / "a.parquet"),))], tmp_path / "model", PromptConstraints(1000, 32)
+    )
     assert data.report.left_out == () and data.ground_truth(0) == {"math": r"\frac{1}{2}", "gsm8k": "1002"}[recipe]
     assert data.messages(0)[0]["content"].endswith(RECIPES[recipe].instruction)
 
@@ -93,7 +95,7 @@ def test_rows_without_an_answer_are_counted_and_named_and_nothing_is_written(tmp
         assert reason in shown
 
 
-def test_an_unknown_recipe_names_those_there_are(tmp_path):
+def test_an_unknown_recipe_lists_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match="no recipe 'mth'; choose from gsm8k, math"):
         prepare("mth", tmp_path / "a", tmp_path / "b")
 

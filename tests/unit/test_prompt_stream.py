@@ -28,7 +28,7 @@ def source_of(shares, rows):
 
 @settings(deadline=None, max_examples=60)
 @given(SHARES, st.integers(1, 30), st.integers(0, 9), st.integers(0, 20), st.integers(1, 20), st.booleans())
-def test_a_stream_stopped_anywhere_goes_on_as_if_it_had_not_been(shares, batch_size, seed, before, after, shuffle):
+def test_a_stream_restored_at_any_position_continues_identically(shares, batch_size, seed, before, after, shuffle):
     whole = draw(stream(shares, batch_size, seed, shuffle), before + after)
     first = stream(shares, batch_size, seed, shuffle)
     draw(first, before)
@@ -51,7 +51,7 @@ def test_sources_are_drawn_in_proportion_to_their_weights_at_every_moment(shares
 
 @settings(deadline=None, max_examples=60)
 @given(SHARES, st.integers(1, 30), st.booleans())
-def test_no_row_comes_again_before_its_source_is_through(shares, batch_size, shuffle):
+def test_no_row_repeats_within_an_epoch_of_its_source(shares, batch_size, shuffle):
     rows = draw(stream(shares, batch_size, 1, shuffle), 30)
     whose, first = source_of(shares, rows), 0
     for source, share in enumerate(shares):
@@ -63,7 +63,7 @@ def test_no_row_comes_again_before_its_source_is_through(shares, batch_size, shu
         first += share.rows
 
 
-def test_each_epoch_of_a_source_has_an_order_of_its_own():
+def test_each_epoch_of_a_source_has_its_own_order():
     shares = [SourceShare("a", 50), SourceShare("b", 50)]
     rows = draw(stream(shares, batch_size=100), 2)
     epochs = [rows[source_of(shares, rows) == source][start : start + 50] for source in (0, 1) for start in (0, 50)]
@@ -71,7 +71,7 @@ def test_each_epoch_of_a_source_has_an_order_of_its_own():
     assert len(set(orders)) == 4 and all(sorted(order) == list(range(50)) for order in orders)
 
 
-def test_a_batch_of_two_thirds_and_one_third_is_just_that():
+def test_weights_of_two_to_one_give_two_thirds_and_one_third_of_a_batch():
     shares = [SourceShare("a", 1000, 2.0), SourceShare("b", 30, 1.0)]
     prompts = stream(shares, batch_size=9)
     for _ in range(50):
@@ -83,7 +83,7 @@ def test_one_source_is_streamed_as_if_there_were_no_mixture():
     np.testing.assert_array_equal(draw(alone, 9), draw(mixed, 9))
 
 
-def test_another_batch_size_goes_on_with_the_same_rows():
+def test_a_restored_stream_may_have_another_batch_size():
     shares = [SourceShare("a", 13, 1.0), SourceShare("b", 5, 0.7)]
     whole, first, second = (stream(shares, size, seed=2) for size in (1, 4, 10))
     draw(first, 5)
@@ -116,7 +116,7 @@ def test_a_damaged_position_is_refused():
         prompts.load_state_dict(prompts.state_dict() | {"drawn": [3]})
 
 
-def test_an_order_is_made_once_per_epoch():
+def test_the_order_of_an_epoch_is_computed_once():
     prompts = stream([SourceShare("a", 1000), SourceShare("b", 3)], batch_size=4)
     next(prompts)
     order = prompts._order(0, 0)

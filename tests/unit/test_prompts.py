@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.data.prompts import PromptDataset, PromptStream, PromptConstraints
+from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
 from mrl.data.sources import PromptSource
 from mrl.data.supervised_dataset import SftDataset
 from mrl.data.synthetic_tasks import make_doubling_task
@@ -58,12 +58,12 @@ def test_a_missing_column_is_named(inputs, tmp_path, column):
         load(path, inputs)
 
 
-def test_columns_that_may_be_absent_have_defaults(inputs, tmp_path):
+def test_optional_columns_have_defaults(inputs, tmp_path):
     data = load(write(tmp_path / "sums.parquet", [{k: GOOD[k] for k in ("prompt", "reward_model")}]), inputs)
     assert (data.data_source(0), data.extra_info(0)) == ("sums", {})
 
 
-def test_a_misnamed_column_gets_a_hint(inputs, tmp_path):
+def test_a_misspelt_column_gets_a_hint(inputs, tmp_path):
     row = {("promt" if k == "prompt" else k): v for k, v in GOOD.items()}
     with pytest.raises(ValueError, match=r"column 'prompt': is missing.*'promt'"):
         load(write(tmp_path / "bad.parquet", [row]), inputs)
@@ -107,7 +107,7 @@ def test_a_prompt_longer_than_the_context_is_named_with_its_length(inputs, tmp_p
         ("empty.jsonl", b"\n", "the file has no rows"),
     ],
 )
-def test_an_unreadable_file_says_why(inputs, tmp_path, name, content, reason):
+def test_an_unreadable_file_is_refused_with_the_reason(inputs, tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=reason):
@@ -137,7 +137,7 @@ def test_a_stream_visits_every_row_once_per_epoch_across_batch_borders(shuffle):
     assert (drawn[:10].tolist() != drawn[10:].tolist()) == shuffle
 
 
-def test_a_stream_goes_on_exactly_where_it_was():
+def test_a_restored_stream_continues_at_its_position():
     stream = PromptStream(7, 5, seed=1, shuffle=True)
     for _ in range(3):
         next(stream)
@@ -151,7 +151,7 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(next(PromptStream(2, 5, seed=0, shuffle=True)).tolist())[:2] == [0, 0]
 
 
-def test_a_tokenizer_of_another_model_is_noticed(inputs, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused(inputs, tmp_path):
     path = write(tmp_path / "a.parquet", [GOOD])
     with pytest.raises(ValueError, match=r"row 0.*gives token 17, but the model's vocabulary ends at 5"):
         load(path, inputs, vocab_size=6)

@@ -1,4 +1,4 @@
-"""Rewards that ask a served model, against a small server on this machine: answers, refusals, silence, limits."""
+"""Judge and reward model against a local HTTP server: answers, errors, timeouts and concurrency."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mrl.config.instantiate import construct
+from mrl.config.instantiate import instantiate
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.remote_models import Judge, RewardModel
 from mrl.rewards.reward_types import Response, Turn
@@ -57,7 +57,7 @@ def scores_of(reward, *texts):
         return scorer([Response("s", t, "42", prompt=[dict(role="user", content="6 x 7?")]) for t in texts])
 
 
-def test_a_judge_is_asked_with_its_template_and_its_number_is_scaled():
+def test_a_judge_gets_its_template_and_its_number_is_scaled():
     seen = []
 
     def answer(path, body, headers):
@@ -85,7 +85,7 @@ def test_a_judge_is_asked_with_its_template_and_its_number_is_scaled():
         ((401, b"who are you"), "answered 401: who are you"),
     ],
 )
-def test_an_answer_without_a_score_is_a_failure_and_not_asked_for_again(reply, message):
+def test_an_answer_without_a_score_fails_without_a_retry(reply, message):
     calls = []
 
     def answer(path, body, headers):
@@ -98,7 +98,7 @@ def test_an_answer_without_a_score_is_a_failure_and_not_asked_for_again(reply, m
     assert message in bad.failure and len(calls) == 2
 
 
-def test_a_busy_server_is_asked_again_up_to_the_limit():
+def test_a_busy_server_is_retried_up_to_the_limit():
     tries = {"twice": 0, "always": 0}
 
     def answer(path, body, headers):
@@ -112,7 +112,7 @@ def test_a_busy_server_is_asked_again_up_to_the_limit():
     assert "answered 503: loading" in always.failure
 
 
-def test_a_server_that_is_down_is_a_failure_after_the_last_try():
+def test_a_failing_server_is_a_failure_after_the_last_attempt():
     with service(lambda *_: chat("Score: 5")) as url:
         pass  # it listens no more
     start = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_server_that_is_down_is_a_failure_after_the_last_try():
     assert score.value == 0 and "ConnectError" in score.failure and time.monotonic() - start < 20
 
 
-def test_silence_has_an_end():
+def test_a_server_that_does_not_answer_times_out():
     """A server that trickles bytes keeps a connection alive, but not a call."""
 
     def answer(path, body, headers):
@@ -146,7 +146,7 @@ def test_a_batch_has_a_deadline():
     assert scores[0].value == 1.0 and "not scored within 0.8 s of the whole batch" in scores[-1].failure
 
 
-def test_no_more_calls_at_a_time_than_allowed():
+def test_concurrent_calls_are_bounded():
     lock, now, most = threading.Lock(), [0], [0]
 
     def answer(path, body, headers):
@@ -163,7 +163,7 @@ def test_no_more_calls_at_a_time_than_allowed():
     assert all(s.value == 1.0 for s in scores) and most == [4]
 
 
-def test_a_server_that_is_not_there_is_a_failure():
+def test_an_unreachable_server_is_a_failure():
     (score,) = scores_of(Judge(url="http://127.0.0.1:9", model="m", attempts=2), "x")
     assert "ConnectError" in score.failure
 
@@ -206,10 +206,10 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         ),
     ],
 )
-def test_mistakes_are_found_before_anything_is_asked(arguments, message):
+def test_invalid_arguments_are_refused_before_any_request(arguments, message):
     node = {"_target_": "mrl.rewards.remote_models.Judge", "url": "http://h:1", "model": "m"} | arguments
     with pytest.raises(ValueError, match=re.escape(message)):
-        construct(node, "reward")
+        instantiate(node, "reward")
 
 
 @pytest.fixture(scope="module")

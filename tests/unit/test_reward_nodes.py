@@ -1,4 +1,4 @@
-"""Rewards as a config names them: a user's function, sums of rewards, and what is said of mistakes in either."""
+"""Rewards built from config nodes: user functions and weighted sums, and the error messages for both."""
 
 import pickle
 import re
@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mrl.config import hydra_entry
-from mrl.config.instantiate import construct, plug_in
+from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.validate import from_hydra
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.reward_types import Response, Score, Weighted, as_score
@@ -75,8 +75,8 @@ def node(file, **more):
     return {"_target_": "mrl.rewards.user_function.Function", "path": file} | more
 
 
-def test_a_function_of_verl_works_unchanged(file):
-    with Scorer(plug_in(node(file), "reward"), workers=1) as scorer:
+def test_a_reward_function_of_verl_works_unchanged(file):
+    with Scorer(instantiate_callable(node(file), "reward"), workers=1) as scorer:
         assert [s.value for s in scorer(of_texts("so #### 72", "so #### 7,3", "72"))] == [1.0, 0.1, 0.0]
 
 
@@ -86,7 +86,7 @@ def test_a_dict_gives_parts_and_args_are_passed(file):
     assert right == Score(0.5, parts={"acc": 1.0, "n_a": 7.0}) and wrong.value == -0.5
 
 
-def test_coroutine_functions_wait_side_by_side(file):
+def test_coroutine_functions_run_concurrently(file):
     with Scorer(Function(file, "later", timeout_s=3.0), workers=1) as scorer:
         scorer(of_texts("72"))
         start = time.monotonic()
@@ -101,7 +101,7 @@ def test_a_dict_without_a_score_is_a_failure(file):
         assert scorer(of_texts("x"))[0].failure == "the function returned a dict without 'score'; it has reward."
 
 
-def test_a_function_of_a_module_can_be_named(file, tmp_path, monkeypatch):
+def test_a_function_may_be_named_by_its_module(file, tmp_path, monkeypatch):
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package/rewards.py").write_text(VERL)
     monkeypatch.syspath_prepend(tmp_path)
@@ -124,12 +124,12 @@ def test_a_function_of_a_module_can_be_named(file, tmp_path, monkeypatch):
         (dict(nam="x"), "reward.nam: mrl.rewards.user_function.Function has no argument 'nam'; did you mean 'name'?"),
     ],
 )
-def test_mistakes_in_naming_a_function_are_found_before_anything_starts(file, more, message):
+def test_a_wrong_function_name_is_refused_before_anything_starts(file, more, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        construct(node(file) | more, "reward")
+        instantiate(node(file) | more, "reward")
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path):
+def test_a_file_that_cannot_be_imported_is_an_error_with_the_reason(tmp_path):
     (tmp_path / "broken.py").write_text("import sys\nsys.exit(2)")
     with pytest.raises(ValueError, match=r"broken.py: cannot be imported \(SystemExit: 2\)"):
         Function(str(tmp_path / "broken.py"))
@@ -162,16 +162,16 @@ def weighted(**changes):
     return base | changes
 
 
-def test_a_sum_is_built_from_nodes_and_adds_up():
-    reward = plug_in(weighted(), "reward")
+def test_a_weighted_sum_is_built_from_config_nodes():
+    reward = instantiate_callable(weighted(), "reward")
     assert reward == Weighted({"math": GSM8K(strict=False), "exact": ExactMatch()}, {"math": 2.0, "exact": -0.5})
     both, one, none = reward(of_texts("72", "so 72", "71"))
     assert (both.value, one.value, none.value) == (1.5, 2.0, 0.0)
     assert both.parts == {"math": 1.0, "exact": 1.0} and one.parts == {"math": 1.0, "exact": 0.0}
-    assert plug_in(weighted(weights={}), "reward")(of_texts("72"))[0].value == 2.0
+    assert instantiate_callable(weighted(weights={}), "reward")(of_texts("72"))[0].value == 2.0
 
 
-def test_sums_of_sums_and_values_of_turns():
+def test_nested_sums_and_turn_values_are_added():
     inner = Weighted({"exact": ExactMatch()})
     assert Weighted({"a": inner})(of_texts("72"))[0].parts == {"a": 1.0, "a_exact": 1.0}
     check_reward(Weighted({"a": inner}))
@@ -181,7 +181,7 @@ def test_sums_of_sums_and_values_of_turns():
     assert total.terms == {"turns": 6.0, "whole": 0.5}
 
 
-def test_only_the_parts_of_a_sum_are_terms_and_each_response_has_them_all():
+def test_the_terms_of_a_score_are_the_parts_of_the_sum():
     judge = [Score(0.5, parts={"num_chars": 900.0}), Score.failed("no answer", {"num_chars": 7.0})]
     scores = Weighted({"judge": ExactMatch(), "exact": ExactMatch()}).combine(
         {"judge": judge, "exact": [Score(1.0)] * 2}
@@ -220,13 +220,13 @@ def part(**arguments):
         ),
     ],
 )
-def test_a_mistake_inside_a_sum_names_its_key(changes, message):
+def test_an_error_inside_a_weighted_sum_names_its_key(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        plug_in(weighted(**changes), "reward")
+        instantiate_callable(weighted(**changes), "reward")
 
 
 def test_nodes_in_lists_are_built_too():
-    built = construct(
+    built = instantiate(
         {
             "_target_": "mrl.rewards.reward_types.Turn",
             "role": [{"_target_": "mrl.rewards.rule_based.GSM8K"}],
@@ -241,7 +241,7 @@ def test_nodes_in_lists_are_built_too():
         "text": "",
     }
     with pytest.raises(ValueError, match=re.escape("k.role.0.stric")):
-        construct(bad, "k")
+        instantiate(bad, "k")
 
 
 CHOICES = {
@@ -265,11 +265,11 @@ def test_every_file_in_conf_reward_makes_a_reward(name, file, tmp_path):
     with initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
         argv = ["experiment=gsm8k", "model.path=m", "run.dir=out", f"reward={name}", *overrides]
         config = from_hydra(compose("config", hydra_entry.check_overrides(argv)))
-    reward = plug_in(config.reward, "reward")
+    reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     assert pickle.loads(pickle.dumps(reward)) == reward
 
 
-def test_no_file_in_conf_reward_is_left_untested():
+def test_every_file_in_conf_reward_is_tested():
     others = {"code"}  # has tests of its own
     assert {path.stem for path in (hydra_entry.CONF / "reward").glob("*.yaml")} - others == CHOICES.keys()

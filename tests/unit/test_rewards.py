@@ -1,4 +1,4 @@
-"""What each built-in reward says of a response."""
+"""Scores of the rule-based rewards."""
 
 import math
 import time
@@ -73,7 +73,7 @@ def test_different_as_mathematics(text, truth):
     assert value(MathVerify(), text, truth) == 0.0
 
 
-def test_only_boxed_answers_where_asked():
+def test_with_boxed_only_boxed_answers_count():
     assert value(MathVerify(boxed=True), "The answer is 42.", "42") == 0.0
     assert value(MathVerify(boxed=True), r"The answer is \boxed{42}.", "42") == 1.0
 
@@ -84,7 +84,7 @@ def test_the_last_complete_box_counts():
     assert last_boxed(r"\boxed{" * 100_000) is None
 
 
-def test_answers_that_cannot_be_compared_in_time_are_failures_of_their_own():
+def test_an_answer_that_cannot_be_compared_in_time_fails_alone():
     texts = [r"\boxed{5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10^{10^{10}} + 1}", "(" * 1_000_000 + "5", r"\boxed{5}"]
     with Scorer(MathVerify(), workers=2, sample_timeout_s=15.0) as scorer:
         scores = scorer([Response("s", text, "5", group=i) for i, text in enumerate(texts)])
@@ -92,7 +92,7 @@ def test_answers_that_cannot_be_compared_in_time_are_failures_of_their_own():
     assert "no score within 15.0 s" in scores[1].failure and scores[0].failure is scores[3].failure is None
 
 
-def test_a_ground_truth_without_mathematics_is_told():
+def test_a_ground_truth_that_is_not_mathematics_is_an_error():
     with pytest.raises(ValueError, match="neither a number nor LaTeX"):
         MathVerify()([Response("s", r"\boxed{1}", "")])
 
@@ -125,7 +125,7 @@ def test_a_ground_truth_without_mathematics_is_told():
         ("no idea" * 100_000, None),
     ],
 )
-def test_the_letter_a_response_settles_on(text, chosen):
+def test_the_letter_that_a_response_chooses(text, chosen):
     reward = MultipleChoice("ABCD")
     assert reward.choice(text) == chosen
     assert value(reward, text, "(b)") == float(chosen == "B")
@@ -135,7 +135,7 @@ def of_length(start: str, filling: str, length: int = 4000) -> str:
     return (start + filling * length)[:length] + "?"
 
 
-def test_no_response_takes_long_to_read():
+def test_no_response_takes_long_to_parse():
     """Long runs of what the forms skip; the time would grow with the third power of their length, or worse."""
     fillings = [
         " ",
@@ -165,7 +165,7 @@ def test_white_space_before_a_letter_does_not_hide_it():
     assert MultipleChoice("ABCD").choice("I see." + "\n \n" * 2000 + " C " + "\n" * 5000) == "C"
 
 
-def test_odd_options_are_refused():
+def test_invalid_letters_and_ground_truths_are_refused():
     with pytest.raises(ValueError, match="not one of the letters ABCD"):
         value(MultipleChoice("ABCD"), "A", "E")
     with pytest.raises(ValueError, match="expected capital letters"):
@@ -193,12 +193,12 @@ def test_tags_in_order(text, fits):
     assert value(Format(tags=("think", "answer")), text) == fits
 
 
-def test_one_tag_may_be_given_by_its_name():
+def test_a_single_tag_may_be_a_text():
     assert Format(tags="think") == Format(tags=("think",)) == Format(tags=["think"])
     assert value(Format(tags="think"), "<think>a</think>") == 1 and value(Format(tags="think"), "<t>a</t>") == 0
 
 
-def test_a_pattern_is_of_the_whole_response():
+def test_a_pattern_matches_the_whole_response():
     reward = Format(pattern=r"Yes.*because.*\.")
     assert value(reward, "Yes,\nbecause it is.") == 1
     assert value(reward, "Well: Yes, because it is.") == 0
@@ -217,12 +217,12 @@ def test_a_pattern_is_of_the_whole_response():
         (lambda: Repetition(0), "must be 1 or more"),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_length_falls_from_one_to_zero():
+def test_the_length_reward_decreases_from_one_to_zero():
     for shape in ("linear", "cosine"):
         values = [value(Length(100, shape), "", num_tokens=n) for n in (0, 25, 50, 75, 100, 1000)]
         assert values == sorted(values, reverse=True) and values[0] == 1 and values[-2:] == [0, 0]
@@ -240,7 +240,7 @@ def test_overlong_is_equation_13_of_dapo(num_tokens, expected):
     assert value(Overlong(20480, 4096), "", num_tokens=num_tokens) == pytest.approx(expected)
 
 
-def test_repetition_counts_what_came_before():
+def test_repetition_counts_repeated_ngrams():
     assert value(Repetition(2), "a b c d") == 0
     assert value(Repetition(2), "a b a b a b") == pytest.approx(2 / 5 - 1)
     assert value(Repetition(3), "a b") == 0
@@ -252,7 +252,7 @@ def test_a_ground_truth_may_be_a_number():
     assert value(GSM8K(), "#### 12", 12) == 1.0
 
 
-def test_answers_vote_in_a_form_in_which_equal_ones_are_equal():
+def test_equal_answers_have_the_same_canonical_form():
     def said(reward, text):
         return reward.answer(Response("source", text, "1"))
 

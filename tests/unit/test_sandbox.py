@@ -62,7 +62,7 @@ def test_a_program_reads_stdin_and_prints():
 @pytest.mark.parametrize(
     "read", ["input()", "open(0).readline()", "open('/dev/stdin').readline()", "__import__('sys').stdin.readline()"]
 )
-def test_every_way_to_read_a_line_works(read):
+def test_all_ways_to_read_a_line_of_stdin_work(read):
     outcome = run(f"print({read}.strip() + '!')", "hello\nrest\n", SandboxLimits())
     assert outcome.stdout == "hello!\n", outcome
 
@@ -105,7 +105,7 @@ thread.join()
     assert short(deep).stdout == "50000\n"
 
 
-def test_its_own_folder_takes_files():
+def test_a_program_can_write_files_in_its_own_folder():
     source = """
 import os, tempfile
 open('a.txt', 'w').write('one')
@@ -119,28 +119,28 @@ print(os.listdir('.'))
     assert short(source).stdout == "one two True\n[]\n"
 
 
-def test_exit_ends_a_program_as_site_would():
+def test_exit_and_quit_are_available():
     assert short("print(1)\nexit()\nprint(2)").stdout == "1\n"
     assert short("quit(3)").failure == "wrong exit: status 3"
 
 
-def test_output_that_is_no_text_arrives_as_replacement_signs():
+def test_invalid_utf8_output_becomes_replacement_characters():
     outcome = short("import os\nos.write(1, b'a\\xff\\x00b')")
     assert (outcome.reason, outcome.stdout) == ("ok", "a\N{REPLACEMENT CHARACTER}\x00b")
 
 
-def test_a_lone_surrogate_in_the_source_does_no_harm():
+def test_a_lone_surrogate_in_the_source_is_harmless():
     assert short("print('\udc80')").stdout == "?\n"
 
 
-def test_an_error_is_shown_with_the_programs_own_lines_only():
+def test_a_traceback_shows_only_lines_of_the_program():
     outcome = short("def f(x):\n    return 1 / x\nf(0)\n")
     assert outcome.failure == "wrong exit: status 1, ZeroDivisionError: division by zero"
     assert "return 1 / x" in outcome.stderr and "sandbox_child" not in outcome.stderr
     assert short("x = = 1").failure == "wrong exit: status 1, SyntaxError: invalid syntax"
 
 
-def test_a_further_folder_can_be_imported_from(tmp_path):
+def test_an_additional_folder_can_be_imported_from(tmp_path):
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "helper.py").write_text("value = 7")
     source = "import helper\nprint(helper.value)"
@@ -151,7 +151,7 @@ def test_a_further_folder_can_be_imported_from(tmp_path):
 # -- SandboxLimits ---------------------------------------------------------------------------------------------------------------
 
 
-def test_endless_work_and_endless_sleep_end_at_their_limits():
+def test_an_endless_loop_and_an_endless_sleep_end_at_their_limits():
     assert short("while True: pass", wall_s=0.3).failure == "time limit: more than 0.3 s"
     assert short("import time\ntime.sleep(1e6)", wall_s=0.3).reason == "time limit"
     assert short("while True: pass", cpu_s=1).failure == "cpu limit: more than 1 s"
@@ -167,7 +167,7 @@ def test_closed_descriptors_do_not_hide_a_program_from_its_time_limit():
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_flood_of_output_is_cut_and_not_kept(stream):
+def test_too_much_output_is_cut_at_the_limit(stream):
     outcome = short(f"import sys\nwhile True: sys.{stream}.write('x' * 100_000)", output_bytes=50_000)
     assert outcome.failure == "too much output: more than 50000 bytes"
     assert len(getattr(outcome, stream)) == 50_000
@@ -192,7 +192,7 @@ def test_more_memory_than_allowed_is_refused(source):
     ],
     ids=["one", "many", "empty", "removed"],
 )
-def test_more_files_than_allowed_end_it(source):
+def test_more_files_than_allowed_end_the_run(source):
     assert short(source, disk_bytes=4 << 20).reason == "too much on disk"
 
 
@@ -231,7 +231,7 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0) 
 """
 
 
-def test_files_of_a_thread_that_outlives_the_first_are_counted():
+def test_files_of_a_thread_that_outlives_the_main_thread_are_counted():
     assert short(HIDDEN, disk_bytes=4 << 20).failure == "too much on disk: more than 4194304 bytes"
 
 
@@ -240,7 +240,7 @@ def test_a_file_with_two_names_is_counted_once():
     assert short(source, disk_bytes=4 << 20).reason == "ok"
 
 
-def test_a_program_whose_files_cannot_be_seen_is_stopped(monkeypatch):
+def test_a_program_that_hides_its_open_files_is_stopped(monkeypatch):
     real = os.scandir
 
     def refused(path):
@@ -252,7 +252,7 @@ def test_a_program_whose_files_cannot_be_seen_is_stopped(monkeypatch):
     assert short("import time\ntime.sleep(19)").failure == "forbidden: its open files cannot be inspected"
 
 
-def test_many_open_files_of_mrl_itself_do_no_harm():
+def test_many_open_files_of_the_parent_are_harmless():
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1300:
         pytest.skip("a process may not have so many files here")
     kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]  # select() would end at 1024
@@ -278,7 +278,7 @@ def test_a_thread_bomb_is_stopped(stack):
         ({"wal_s": 3}, r"'wal_s' is not a limit of the sandbox; did you mean 'wall_s'"),
     ],
 )
-def test_limits_in_which_nothing_could_run_are_refused(limits, message):
+def test_limits_that_are_too_small_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         SandboxLimits.of(limits)
 
@@ -308,13 +308,13 @@ def test_limits_in_which_nothing_could_run_are_refused(limits, message):
         "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)",
     ],
 )
-def test_other_processes_are_out_of_reach(source):
+def test_other_processes_cannot_be_reached(source):
     outcome = short(source)
     assert outcome.reason == "forbidden", outcome
     assert "Error" in outcome.detail
 
 
-def test_raw_system_calls_find_no_way_round():
+def test_raw_system_calls_are_filtered_too():
     source = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -339,7 +339,7 @@ for call in CALLS:
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86_64 alone has a second way into the kernel")
-def test_the_32_bit_entry_to_the_kernel_is_shut():
+def test_32_bit_system_calls_are_refused():
     source = """
 import ctypes, mmap
 memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -390,7 +390,7 @@ def test_folders_of_the_machine_cannot_be_listed(folder):
         assert short(f"import os\nos.listdir({folder!r})").reason == "forbidden"
 
 
-def test_the_parents_environment_stays_its_own(monkeypatch):
+def test_the_environment_of_the_parent_is_not_visible(monkeypatch):
     monkeypatch.setenv("MRL_TEST_SECRET", "do-not-tell")
     outcome = short("import os\nprint(dict(os.environ))\nopen(f'/proc/{os.getppid()}/environ').read()")
     assert outcome.reason == "forbidden"
@@ -434,7 +434,7 @@ def test_nothing_outside_can_be_changed(tmp_path, way):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "runs"]
 
 
-def test_the_standard_library_cannot_be_emptied():
+def test_the_standard_library_cannot_be_truncated():
     outcome = short("import os\nos.open(os.__file__, os.O_RDONLY | os.O_TRUNC)")
     assert outcome.reason == "forbidden" and Path(os.__file__).stat().st_size > 0
 
@@ -465,7 +465,7 @@ def test_a_socket_of_the_machine_is_not_reached(tmp_path, monkeypatch):
     assert outcome.failure == "forbidden: PermissionError: [Errno 1] Operation not permitted"
 
 
-def test_a_crash_and_its_own_signal_are_told_as_what_they_are():
+def test_a_crash_and_a_signal_to_itself_have_their_own_reasons():
     assert short("import ctypes\nctypes.string_at(0)").failure == "killed: signal 11 (Segmentation fault)"
     assert short("import os\nos.kill(os.getpid(), 9)").failure == "killed: signal 9 (Killed)"
     assert short("import os\nos.abort()").failure == "killed: signal 6 (Aborted)"
@@ -476,7 +476,7 @@ def test_a_limit_cannot_be_raised_again():
     assert "not allowed to raise maximum limit" in outcome.detail
 
 
-def test_it_dies_with_the_process_that_started_it(tmp_path):
+def test_the_program_ends_when_its_parent_dies(tmp_path):
     program = "import time\ntime.sleep(100)"
     starter = f"from mrl.rewards.sandbox import *\nrun_python({program!r}, SandboxLimits(wall_s=100))"
     process = subprocess.Popen([sys.executable, "-c", starter], env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -499,7 +499,7 @@ def test_it_dies_with_the_process_that_started_it(tmp_path):
 # -- Fails closed ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_kernels_help_nothing_is_run(monkeypatch):
+def test_without_kernel_support_nothing_is_run(monkeypatch):
     monkeypatch.setattr(sandbox_child, "landlock_abi", lambda: 0)
     sandbox.unavailable_reason.cache_clear()
     try:
@@ -511,7 +511,7 @@ def test_without_the_kernels_help_nothing_is_run(monkeypatch):
     assert sandbox.unavailable_reason() is None
 
 
-def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
+def test_a_failed_lock_is_an_error_and_not_a_result(monkeypatch, tmp_path):
     broken = tmp_path / "sandbox_child.py"
     broken.write_text(
         Path(sandbox_child.__file__).read_text().replace("(_RESTRICT_SELF, ruleset, 0)", "(_RESTRICT_SELF, 999, 0)")
@@ -525,7 +525,7 @@ def test_a_lock_that_fails_is_an_error_and_no_outcome(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("abi", [1, 2, 3, 4, 5])
-def test_an_older_landlock_holds_as_well(monkeypatch, tmp_path, abi):
+def test_older_landlock_versions_protect_too(monkeypatch, tmp_path, abi):
     older = tmp_path / "sandbox_child.py"
     older.write_text(Path(sandbox_child.__file__).read_text().replace("return max(0, ", f"return min({abi}, "))
     monkeypatch.setattr(sandbox_child, "__file__", str(older))
@@ -547,7 +547,7 @@ def test_an_older_landlock_holds_as_well(monkeypatch, tmp_path, abi):
     "header, column",
     [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)],
 )
-def test_the_numbers_are_those_of_the_kernels_headers(header, column):
+def test_system_call_numbers_equal_those_of_the_kernel_headers(header, column):
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())
@@ -566,7 +566,7 @@ def test_the_numbers_are_those_of_the_kernels_headers(header, column):
 
 
 @pytest.mark.parametrize("machine", sandbox_child.ARCHITECTURES)
-def test_the_filters_jumps_stay_inside_it(machine):
+def test_the_jumps_of_the_filter_stay_inside_it(machine):
     program = sandbox_child.seccomp_program(machine, pid=42)
     steps = [program[i : i + 8] for i in range(0, len(program), 8)]
     assert len(program) % 8 == 0 and len(steps) < 4096
@@ -577,10 +577,12 @@ def test_the_filters_jumps_stay_inside_it(machine):
     assert int.from_bytes(steps[-1][:2], sys.byteorder) == 0x06
 
 
-def test_runs_side_by_side_do_not_disturb_each_other():
+def test_concurrent_runs_do_not_affect_each_other():
     outcomes: dict[int, SandboxResult] = {}
     threads = [
-        threading.Thread(target=lambda i=i: outcomes.update({i: run(f"print(int(input()) * {i})", "7", SandboxLimits())}))
+        threading.Thread(
+            target=lambda i=i: outcomes.update({i: run(f"print(int(input()) * {i})", "7", SandboxLimits())})
+        )
         for i in range(12)
     ]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""A reward that raises, hangs, dies or answers nonsense costs its own responses a recorded failure, never the run."""
+"""The scorer: a reward that raises, hangs, crashes or returns invalid values fails only the responses that cause it."""
 
 import asyncio
 import ctypes
@@ -89,14 +89,14 @@ def single():
 
 
 @pytest.mark.parametrize("fault", REASONS)
-def test_only_the_guilty_response_fails(single, fault):
+def test_only_the_response_that_causes_a_failure_fails(single, fault):
     scores = single(of_texts("fine", fault, "fine", "fine"))
     assert [s.value for s in scores] == [1.0, 0.0, 1.0, 1.0]
     assert [s.failure is None for s in scores] == [True, False, True, True]
     assert REASONS[fault] in scores[1].failure
 
 
-def test_a_whole_batch_is_narrowed_down_to_the_guilty():
+def test_a_failing_batch_is_retried_in_smaller_parts():
     texts = ["fine"] * 12
     texts[3], texts[8] = "raise", "die"
     with Scorer(Batch(), workers=2, sample_timeout_s=5) as scorer:
@@ -119,7 +119,7 @@ class Counted:
         return [misbehave(r.text) for r in responses]
 
 
-def test_nothing_is_called_again_that_was_answered():
+def test_scored_responses_are_not_scored_again():
     """All of them, then each prompt's, then the two of the guilty prompt; a value that is no number is an answer."""
     CALLS.clear()
     scores = Scorer(Counted())(of_texts("fine", "nan", "raise", "fine", "fine", "fine"))
@@ -130,7 +130,7 @@ def test_nothing_is_called_again_that_was_answered():
     assert CALLS == [1], "one response cannot be narrowed down"
 
 
-def test_a_batch_that_hangs_is_ended_and_narrowed_down():
+def test_a_hanging_batch_is_ended_and_retried_in_smaller_parts():
     start = time.monotonic()
     with Scorer(Batch(), workers=2, sample_timeout_s=1.0) as scorer:
         scores = scorer(of_texts("fine", "hang", "fine", "fine"))
@@ -152,7 +152,7 @@ def test_the_whole_call_has_a_deadline():
         assert scorer(of_texts("fine", "fine"))[1].value == 1.0, "the pool is usable afterwards"
 
 
-def test_what_an_in_process_reward_has_not_begun_at_the_deadline_has_failed():
+def test_calls_of_an_in_process_reward_that_start_after_the_deadline_fail():
     """One response at a time, 0.3 s each: all of them would take 9 s."""
 
     class Slow(Single):
@@ -170,7 +170,7 @@ def test_what_an_in_process_reward_has_not_begun_at_the_deadline_has_failed():
     assert all("scoring.timeout_s" in s.failure for s in scores[done:])
 
 
-def test_workers_can_be_started_ahead():
+def test_workers_can_be_started_in_advance():
     with Scorer(Single(), workers=2) as scorer:
         scorer.start()
         assert len(workers_of(os.getpid())) >= 2
@@ -197,7 +197,7 @@ class Forgetful:
         return [1.0] * (len(responses) - any(r.text == "forget" for r in responses))
 
 
-def test_a_wrong_number_of_values_is_a_failure_of_the_guilty():
+def test_a_wrong_number_of_values_fails_only_the_responses_that_cause_it():
     scores = Scorer(Forgetful())(of_texts("a", "b", "forget", "d"))
     assert [s.value for s in scores] == [1.0, 1.0, 0.0, 1.0]
     assert scores[2].failure == "the reward gave 0 values for 1 responses."
@@ -215,7 +215,7 @@ class BestOfGroup:
         return [float(len(r.text) == longest[r.group]) for r in responses]
 
 
-def test_a_reward_that_compares_never_sees_a_part_of_a_group():
+def test_a_reward_of_whole_groups_never_gets_a_part_of_a_group():
     with Scorer(BestOfGroup(), workers=1) as scorer:
         scores = scorer(of_texts("short", "longer", "raise", "quite long", "long", "longest"))
     assert [s.value for s in scores] == [0, 1, 0, 0, 0, 1]
@@ -271,7 +271,7 @@ def test_values_of_turns_are_checked():
     assert "2 turn_values for 1 assistant turns" in single_turn.failure
 
 
-def test_parts_of_a_sum_may_run_in_different_ways():
+def test_parts_of_a_weighted_sum_may_run_in_different_ways():
     reward = Weighted(
         {"exact": ExactMatch(), "slow": Single(), "wait": waiting}, {"exact": 2.0, "slow": 1.0, "wait": 0.5}
     )
@@ -307,16 +307,19 @@ class Raises:
         (Raises("cancelled"), "CancelledError: by itself"),
         (Raises("cancelled", in_process=True), "CancelledError: by itself"),
         (Raises("large", in_process=True), "the reward returned no valid score: int"),
-        (Raises("parts", in_process=True), "the reward returned no valid score: 'NoneType' object has no attribute 'items'"),
+        (
+            Raises("parts", in_process=True),
+            "the reward returned no valid score: 'NoneType' object has no attribute 'items'",
+        ),
     ],
 )
-def test_what_is_no_ordinary_exception_is_a_failure_too(reward, failure):
+def test_unusual_exceptions_and_results_are_failures_too(reward, failure):
     with Scorer(reward, workers=1, timeout_s=20) as scorer:
         (score,) = scorer(of_texts("1"))
     assert score.value == 0.0 and failure in score.failure
 
 
-def test_a_call_that_cancels_itself_is_told_from_one_that_is_late():
+def test_a_cancelled_call_is_distinguished_from_a_late_one():
     async def cancels():
         raise asyncio.CancelledError("by itself")
 
@@ -337,7 +340,7 @@ def test_the_driver_gets_columns_and_declared_metrics():
     assert metrics.label("reward/a_mean") == "a"
 
 
-def test_a_worker_that_is_killed_while_it_waits_is_no_ones_failure():
+def test_killing_an_idle_worker_fails_no_response():
     with Scorer(Single(), workers=1, sample_timeout_s=5) as scorer:
         assert scorer(of_texts("fine"))[0].value == 1.0
         for worker in workers_of(os.getpid()):
@@ -364,7 +367,7 @@ time.sleep(600)
 """
 
 
-def test_nothing_is_left_when_the_owner_is_killed():
+def test_no_worker_survives_when_the_owner_is_killed():
     """Neither workers that wait, nor one that sleeps, nor one that never returns to the interpreter."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.path.dirname(__file__)])}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
@@ -386,7 +389,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_reward_that_cannot_work_is_refused_before_anything_starts():
+def test_an_invalid_reward_is_refused_before_any_process_starts():
     def local(responses):
         return []
 

@@ -1,4 +1,4 @@
-"""Supervised rows of several turns: the assistant's words are learned, tool results are not; tokens are those of an agent."""
+"""Supervised rows of several turns: the loss covers the assistant's text, and the tokens equal those of an agent."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def load(tmp_path, model, *responses) -> SftDataset:
     return SftDataset.load(path, model, max_tokens=500)
 
 
-def test_what_the_assistant_says_is_learned_and_what_tools_say_is_not(tmp_path, model):
+def test_assistant_tokens_are_in_the_loss_and_tool_results_are_not(tmp_path, model):
     tokenizer, data = byte_tokenizer(), load(tmp_path, model, TURNS, [TURNS[-1]])
     pairs = list(zip(data.responses[0], data.sampled[0], strict=True))
     said = [token for token, learned in pairs if learned]
@@ -49,7 +49,7 @@ def test_rows_of_one_turn_as_text_or_as_message_are_the_same(tmp_path, model):
     assert text.responses == message.responses and text.sampled is None
 
 
-def test_the_tokens_are_those_that_an_agent_would_have_made(tmp_path, model):
+def test_the_tokens_equal_those_of_an_agent_rollout(tmp_path, model):
     tokenizer, data = byte_tokenizer(), load(tmp_path, model, TURNS)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
     lines = iter(["<call>6*7</call><|end|>", "It is 42.<eos>"])
@@ -81,7 +81,7 @@ def test_the_tokens_are_those_that_an_agent_would_have_made(tmp_path, model):
         ["It is 42."],
     ],
 )
-def test_turns_out_of_order_are_refused(tmp_path, model, response):
+def test_messages_in_the_wrong_order_are_refused(tmp_path, model, response):
     with pytest.raises(
         ValueError, match=r"rows.jsonl, row 0, column 'response': expected text, or messages of assistant"
     ):

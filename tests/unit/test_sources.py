@@ -1,4 +1,4 @@
-"""Where prompts come from: columns by name, saved data sets, mixtures, named sets, and objects of a user's own."""
+"""Prompt sources: column names, saved data sets, mixtures, named test sets, and user-defined data sets."""
 
 import pickle
 
@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.config.schema import DataConfig
-from mrl.data.prompts import PromptDataset, PromptConstraints
+from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources, train_sources
 from mrl.data.synthetic_tasks import make_doubling_task
 from mrl.data.tokenizer import ChatTemplate
@@ -68,13 +68,13 @@ def test_large_integers_stay_exact(model, tmp_path):
     assert data.ground_truth(0) == "123456789012345678901234567890"
 
 
-def test_a_column_that_was_named_must_be_there(model, file):
+def test_a_column_set_by_the_user_must_exist_in_every_row(model, file):
     sources = train(train=[file], columns={"prompt": "question", "ground_truth": "answer", "data_source": "lvl"})
     report = PromptDataset.load(sources, model, PromptConstraints(40, 32)).report
     assert report.num_bad == 2 and report.left_out[0].reason.endswith("did you name it 'level'?")
 
 
-def test_a_system_message_goes_before_prompts_that_have_none(model, tmp_path):
+def test_a_system_message_is_added_to_prompts_without_one(model, tmp_path):
     own = [{"role": "system", "content": "7"}, {"role": "user", "content": "1"}]
     rows = [{"prompt": "1", "ground_truth": ""}, {"prompt": own, "ground_truth": ""}]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
@@ -157,7 +157,7 @@ HERE = "tests.unit.test_sources" if __name__.startswith("tests") else __name__
 
 
 @pytest.mark.parametrize("target", ["Squares", "listed"])
-def test_a_data_set_of_ones_own_gives_rows(model, target):
+def test_a_user_defined_data_set_is_read(model, target):
     data = load(model, train(dataset={"_target_": f"{HERE}.{target}", "count": 3}))
     assert [data.ground_truth(row) for row in range(3)] == ["0", "1", "4"]
     assert data.extra_info(2) == {"row": 2} and data.data_source(0) == "dataset"
@@ -171,7 +171,7 @@ def halves(count: int) -> list[dict]:
     return rows
 
 
-def test_half_a_character_in_a_users_row_makes_it_a_bad_row(model):
+def test_a_lone_surrogate_in_a_user_row_makes_it_a_bad_row(model):
     sources = train(dataset={"_target_": f"{HERE}.halves", "count": 4})
     data = PromptDataset.load(sources, model, PromptConstraints(40, 32))
     assert [(bad.row, bad.column) for bad in data.report.left_out] == [(1, "prompt"), (2, "ground_truth")]
@@ -179,8 +179,10 @@ def test_half_a_character_in_a_users_row_makes_it_a_bad_row(model):
     assert data.numbers.tolist() == [0, 3]
 
 
-def test_a_row_that_a_users_data_set_cannot_give_is_a_bad_row(model):
-    data = PromptDataset.load(train(dataset={"_target_": f"{HERE}.Squares", "count": 6}), model, PromptConstraints(40, 32))
+def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
+    data = PromptDataset.load(
+        train(dataset={"_target_": f"{HERE}.Squares", "count": 6}), model, PromptConstraints(40, 32)
+    )
     (bad,) = data.report.left_out
     assert (bad.row, data.report.rows, data.report.kept) == (4, 6, 5) and "four is lost" in str(bad)
     assert str(bad).startswith(f"{HERE}.Squares, row 4")
@@ -219,7 +221,7 @@ def test_a_wrong_source_is_refused_before_anything_is_read(keys, message):
         train(**keys)
 
 
-def test_a_data_set_travels_without_its_tokenizer(model, file):
+def test_a_pickled_data_set_does_not_contain_its_tokenizer(model, file):
     data = load(model, train(train=[file], columns={"prompt": "question", "ground_truth": "answer"}))
     assert data.decode([data.encode(0)]) == ["1+2="]
     sent = pickle.dumps(data)
@@ -229,7 +231,7 @@ def test_a_data_set_travels_without_its_tokenizer(model, file):
     assert again.fingerprint == data.fingerprint
 
 
-def test_the_fingerprint_is_of_the_prompts(model, tmp_path):
+def test_the_fingerprint_depends_on_the_prompts_only(model, tmp_path):
     def fingerprint(*texts):
         pq.write_table(pa.table({"prompt": texts, "ground_truth": [""] * len(texts)}), tmp_path / "a.parquet")
         source = train(train=[str(tmp_path / "a.parquet")], columns={"ground_truth": "ground_truth"})
@@ -239,7 +241,7 @@ def test_the_fingerprint_is_of_the_prompts(model, tmp_path):
     assert len({fingerprint("1", "2"), fingerprint("2", "1"), fingerprint("12"), fingerprint("1", "2", "3")}) == 4
 
 
-def test_a_chat_template_and_its_arguments_can_be_given(model, file, tmp_path):
+def test_a_chat_template_and_its_arguments_can_be_set(model, file, tmp_path):
     (tmp_path / "t.jinja").write_text("{% if thinking %}+{% endif %}{{ messages[-1]['content'] }}-")
     columns = {"prompt": "question", "ground_truth": "answer"}
     source = train(train=[file], columns=columns)

@@ -1,4 +1,4 @@
-"""What a chat template puts around tool results, found by rendering; templates that cannot carry them are refused."""
+"""ToolTemplate: the tokens around tool results, and templates that cannot render them."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def rendered(tokenizer, roles_and_texts) -> list[int]:
 
 @pytest.mark.parametrize("template", [CHATML, QWEN], ids=["chatml", "qwen"])
 @pytest.mark.parametrize("results", [["42"], ["42", "-1.5"]], ids=["one", "two"])
-def test_a_conversation_grown_by_turns_is_the_one_that_the_template_renders(tokenizer, template, results):
+def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, template, results):
     tool = ToolTemplate.of(with_template(tokenizer, template))
     prompt = rendered(tokenizer, [("user", "6*7?")])
     said = tokenizer("call", add_special_tokens=False)["input_ids"]
@@ -51,7 +51,7 @@ def test_a_conversation_grown_by_turns_is_the_one_that_the_template_renders(toke
     assert prompt + said + [end] + tool.wrap(encoded, closed=True) == whole
 
 
-def test_a_thought_that_the_template_begins_for_the_assistant_begins_every_turn(tokenizer):
+def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):
     """As Qwen3's with enable_thinking=false: an empty thought opens the turn to come, and none stands in turns that are over."""
     thought = "{% if not thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     tool = ToolTemplate.of(
@@ -74,7 +74,7 @@ def test_a_result_cannot_forge_a_turn(tokenizer):
 @pytest.mark.parametrize(
     ("limit", "text"), [(20, "0123456789"), (10, "0123456789"), (9, "012345..."), (3, "..."), (2, "..")]
 )
-def test_a_long_result_is_cut_with_a_mark(tokenizer, limit, text):
+def test_a_long_result_is_truncated_with_a_mark(tokenizer, limit, text):
     ids = ToolTemplate.of(tokenizer).encode("0123456789", limit)
     assert tokenizer.decode(ids) == text and len(ids) <= limit
 
@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_template_that_cannot_carry_results_is_refused(tokenizer, why):
+def test_a_template_that_cannot_render_results_is_refused(tokenizer, why):
     with pytest.raises(ValueError, match=r"rollout\.agent: the model's chat template cannot carry") as raised:
         ToolTemplate.of(with_template(tokenizer, REFUSED[why]))
     assert why in str(raised.value) and "result_role" in str(raised.value)
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_loses_characters_is_refused(tokenizer):
         ToolTemplate.of(with_template(character_tokenizer(), CHATML))
 
 
-def test_another_role_can_carry_results(tokenizer):
+def test_results_may_have_another_role(tokenizer):
     template = LOOP + "{% if m['role'] == 'tool' %}{{ raise_exception('none') }}{% endif %}" + CHATML.removeprefix(LOOP)
     tool = ToolTemplate.of(with_template(tokenizer, template), role="user")
     assert (
