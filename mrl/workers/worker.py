@@ -152,7 +152,7 @@ class TrainWorker:
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
         """Compute this replica's log-probabilities [R]; return a handle on one rank of the replica, None on the others."""
-        with track_activity("computing logprobs"):
+        with track_activity("computing log-probabilities"):
             batch = self._own(rank_batches)
             return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
 
@@ -161,7 +161,7 @@ class TrainWorker:
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
         """Compute log-probabilities [R] under the reference policy's weights, as `compute_logprobs`."""
-        with track_activity("computing reference_logprobs"):
+        with track_activity("computing reference log-probabilities"):
             batch = self._own(rank_batches)
             return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
 
