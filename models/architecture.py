@@ -112,10 +112,10 @@ class Family:
     """One Hugging Face architecture: translation of its config, and the table of its weights."""
 
     architecture: str  # name in `architectures` of config.json
-    translate: Callable[[HFConfig], Architecture]  # called by `read`, which also checks for unread fields
+    translate: Callable[[HFConfig], Architecture]  # called by `read`, which also raises at unread fields
     table: tuple[ParamMapping, ...]
-    # suffix of an SGLang parameter <- suffixes of the Hugging Face tensors that it concatenates, in order; {expert} stands for
-    # every expert in order
+    # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that it concatenates, in order.
+    # {expert} stands for all experts in order.
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # default of transformers for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields with a default that SGLang requires in config.json
@@ -136,11 +136,11 @@ class Family:
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
         """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute another function than the trainer."""
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
-            said = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
-            raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {said}.")
-        if lacking := self.engine_unsupported_parts & arch.parts:
+            missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
+            raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
+        if unsupported := self.engine_unsupported_parts & arch.parts:
             raise ValueError(
-                f"model.path: this {self.architecture} has {', '.join(sorted(lacking))}, which SGLang silently "
+                f"model.path: this {self.architecture} has {', '.join(sorted(unsupported))}, which SGLang silently "
                 "ignores; train it with mrl sft, or from recorded rollouts (rollout.replay)."
             )
         rope = arch.rope

@@ -46,9 +46,7 @@ class HFConfig:
 
     path: Path
     fields: dict[str, Any]
-    family: str | None = (
-        None  # reference to a family outside models/families: "package.module:NAME" or "/path/file.py:NAME"
-    )
+    family: str | None = None  # family outside models/families: "package.module:NAME" or "/path/file.py:NAME"
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for missing fields
     read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that have been read
 
@@ -58,9 +56,9 @@ class HFConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             kind = "is a file" if Path(folder).is_file() else "is missing"
-            found = kind if not Path(folder).is_dir() else "has no config.json"
+            problem = kind if not Path(folder).is_dir() else "has no config.json"
             raise ValueError(
-                f"model.path={folder}: the folder {found}; expected a Hugging Face model folder "
+                f"model.path={folder}: the folder {problem}; expected a Hugging Face model folder "
                 "(config.json, *.safetensors, tokenizer files)."
             )
         try:
@@ -82,12 +80,12 @@ class HFConfig:
     def any_spelling(self, *names: str) -> Any:
         """Return a field that has several spellings; raise ValueError if all are missing or their values differ."""
         self.read_fields.update(names)
-        given = {name: self.fields[name] for name in names if name in self.fields}
-        if not given:
+        values = {name: self.fields[name] for name in names if name in self.fields}
+        if not values:
             return self[names[0]]
-        value = next(iter(given.values()))
-        if any(other != value for other in given.values()):
-            shown = ", ".join(f"{name}={other!r}" for name, other in given.items())
+        value = next(iter(values.values()))
+        if any(other != value for other in values.values()):
+            shown = ", ".join(f"{name}={other!r}" for name, other in values.items())
             raise ValueError(f"{self.path}: {shown} are spellings of the same field but differ; remove one.")
         return value
 
@@ -109,8 +107,8 @@ class HFConfig:
         """Raise ValueError if a field has not been read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
-                f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} here, and may change what "
-                f"the model computes. Remove the field if it has no influence; otherwise a family that reads it is needed "
+                f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change what "
+                f"the model computes. Remove the field if it has no influence; otherwise use a family that reads it "
                 f"(docs/tutorials/model.md)."
             )
 
@@ -126,34 +124,36 @@ class HFConfig:
 
         `partial`: the family may rotate only a fraction of each head, `partial_rotary_factor`.
         """
-        found = dict(self._rope_parameters())
-        kind = found.setdefault("rope_type", found.pop("type", "default"))
-        if found.get("rope_theta") is None:
-            found["rope_theta"] = self["rope_theta"]
-        fraction = found.pop("partial_rotary_factor", None)
+        parameters = dict(self._rope_parameters())
+        kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
+        if parameters.get("rope_theta") is None:
+            parameters["rope_theta"] = self["rope_theta"]
+        fraction = parameters.pop("partial_rotary_factor", None)
         if partial:
             fraction = self["partial_rotary_factor"] if fraction is None else fraction
             self.read_fields.add("partial_rotary_factor")
         if not partial and fraction not in (None, 1.0):
             raise ValueError(f"{self.path}: partial_rotary_factor={fraction!r} is not supported; expected 1.0.")
         if kind in ("llama3", "yarn"):
-            found.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+            parameters.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
         try:
-            return rope_from_parameters(found, int(head_dim * (1.0 if fraction is None else fraction)))
+            return rope_from_parameters(parameters, int(head_dim * (1.0 if fraction is None else fraction)))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _rope_parameters(self) -> dict[str, Any]:
         """Read `rope_parameters`, or `rope_scaling` of transformers 4; raise ValueError if both are set and differ."""
         self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
-        given = [found for name in ("rope_parameters", "rope_scaling") if (found := self.fields.get(name))]
-        if len(given) > 1 and given[0] != given[1]:
-            raise ValueError(f"{self.path}: rope_parameters={given[0]} and rope_scaling={given[1]} differ; remove one.")
-        if not given:
+        sources = [parameters for name in ("rope_parameters", "rope_scaling") if (parameters := self.fields.get(name))]
+        if len(sources) > 1 and sources[0] != sources[1]:
+            raise ValueError(
+                f"{self.path}: rope_parameters={sources[0]} and rope_scaling={sources[1]} differ; remove one."
+            )
+        if not sources:
             return {}
-        outer, inner = self.fields.get("rope_theta"), given[0].get("rope_theta")
+        outer, inner = self.fields.get("rope_theta"), sources[0].get("rope_theta")
         if outer is not None and inner is not None and outer != inner:
             raise ValueError(
                 f"{self.path}: rope_theta={outer}, and {inner} in the parameters of the rotary embedding; remove one."
             )
-        return given[0]
+        return sources[0]

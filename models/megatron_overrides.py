@@ -119,6 +119,6 @@ def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[
         if name == "moe_grouped_gemm" and overrides[name] and find_spec("transformer_engine") is None:
             raise ValueError(f"megatron.{name}=true: grouped experts need Transformer Engine, which is not installed.")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean megatron.{near[0]}?" if near else ""
+            matches = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean megatron.{matches[0]}?" if matches else ""
             raise ValueError(f"megatron.{name} is not a field of Megatron's TransformerConfig{hint}")

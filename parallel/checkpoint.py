@@ -164,20 +164,26 @@ def _problem(part: ShardedBase, stored: dict) -> str | None:
     """Say how the stored tensor differs from what this rank needs; None if it fits."""
     if isinstance(part, ShardedObject):
         return None if part.unique_key in stored else f"{part.unique_key} is missing"
-    found = stored.get(part.key)
-    if not isinstance(found, TensorStorageMetadata):
+    stored_tensor = stored.get(part.key)
+    if not isinstance(stored_tensor, TensorStorageMetadata):
         return f"{part.key} is missing (expected {list(part.global_shape)})"
-    if tuple(found.size) != tuple(part.global_shape) and not _differs_in_padding_only(part, tuple(found.size)):
-        return f"{part.key} is {list(found.size)}, expected {list(part.global_shape)}"
+    if tuple(stored_tensor.size) != tuple(part.global_shape) and not _differs_in_padding_only(
+        part, tuple(stored_tensor.size)
+    ):
+        return f"{part.key} is {list(stored_tensor.size)}, expected {list(part.global_shape)}"
     return None
 
 
-def _differs_in_padding_only(part: ShardedBase, found: tuple[int, ...]) -> bool:
+def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -> bool:
     """Whether the shapes differ only in padding rows of the vocabulary. This layout has fewer than tp of them."""
     assert isinstance(part, ShardedTensor)
     rows, *rest = part.global_shape
     min_rows = rows - groups.tp_group().size() + 1
-    return part.allow_shape_mismatch and list(found[1:]) == rest and min_rows <= found[0] < rows + _MAX_VOCAB_PADDING
+    return (
+        part.allow_shape_mismatch
+        and list(stored_shape[1:]) == rest
+        and min_rows <= stored_shape[0] < rows + _MAX_VOCAB_PADDING
+    )
 
 
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:

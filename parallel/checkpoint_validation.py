@@ -107,13 +107,15 @@ def read_metadata(path: Path) -> Metadata:
     Raises ForeignPickleError at another type, ValueError if the file is damaged.
     """
     with path.open("rb") as file:
-        found = _unpickle(_CheckedUnpickler(file, _load_metadata_type, str(path)), str(path))
-    if not isinstance(found, Metadata):
-        raise ValueError(f"{path}: holds a {type(found).__name__}, expected the Metadata of a distributed checkpoint.")
+        metadata = _unpickle(_CheckedUnpickler(file, _load_metadata_type, str(path)), str(path))
+    if not isinstance(metadata, Metadata):
+        raise ValueError(
+            f"{path}: holds a {type(metadata).__name__}, expected the Metadata of a distributed checkpoint."
+        )
     for name in ("state_dict_metadata", "storage_data"):
-        if type(table := getattr(found, name, None)) is not dict:
+        if type(table := getattr(metadata, name, None)) is not dict:
             raise ValueError(f"{path}: its {name} is a {type(table).__name__}, expected a plain dict. {_ADVICE}")
-    return found
+    return metadata
 
 
 def _check_descriptions_exist(folder: Path) -> None:
@@ -146,9 +148,11 @@ def _check_file_sizes(folder: Path, metadata: Metadata) -> None:
         needed[info.relative_path] = max(needed[info.relative_path], info.offset + info.length)
     for name, size in sorted(needed.items()):
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found is None or found < size:
-            problem = "is missing" if found is None else f"has {found} bytes, expected {size}: it is truncated"
+        actual_size = path.stat().st_size if path.is_file() else None
+        if actual_size is None or actual_size < size:
+            problem = (
+                "is missing" if actual_size is None else f"has {actual_size} bytes, expected {size}: it is truncated"
+            )
             raise ValueError(f"{path} {problem}. Copy or write the checkpoint again.")
 
 
@@ -189,10 +193,10 @@ class _CheckedUnpickler(pickle.Unpickler):
         self._load_type, self._path = load_type, path
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._load_type(module, name)
-        if found is None:
+        loaded_type = self._load_type(module, name)
+        if loaded_type is None:
             raise ForeignPickleError(f"{self._path}: its pickle names {module}.{name}. {_ADVICE}")
-        return found
+        return loaded_type
 
     def persistent_load(self, pid: Any) -> Any:
         """Return a placeholder for a tensor's storage, which is raw bytes and no pickle."""

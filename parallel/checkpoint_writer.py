@@ -68,10 +68,10 @@ class ForkedWriter[T]:
         """
         if self._outcome is None:
             self._outcome = self._receive(timeout_s)
-        found, error = self._outcome
+        value, error = self._outcome
         if error is not None:
             raise RuntimeError(error)
-        return found  # type: ignore[bad-return]
+        return value  # type: ignore[bad-return]
 
     def kill(self) -> None:
         """Kill the child if it is still running; `result` raises afterwards."""
@@ -239,11 +239,13 @@ def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes])
         fsync_path(path)
     results: list[WriteResult] = []
     for number, bucket in enumerate(buckets):
-        _, found = FileSystemWriterAsync.write_preloaded_data([transforms], number, bucket, None, None, use_fsync=True)
-        if isinstance(found, Exception):
-            raise found
+        _, bucket_results = FileSystemWriterAsync.write_preloaded_data(
+            [transforms], number, bucket, None, None, use_fsync=True
+        )
+        if isinstance(bucket_results, Exception):
+            raise bucket_results
         fsync_path(
             Path(bucket[0])
         )  # Megatron syncs before it closes the file: Python's buffer is flushed after that sync
-        results += found
+        results += bucket_results
     return results

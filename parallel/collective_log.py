@@ -121,8 +121,8 @@ def read_collective_log(path: str | Path) -> list[LastCollective]:
     path = Path(path)
     with suppress(OSError, ValueError):
         known, slots = json.loads(path.with_name(path.name + ".json").read_text()), path.read_bytes()
-        found = [_last(known, number, slots) for number, group in enumerate(known["groups"]) if group]
-        return [last for last in found if last.entered or last.messages]
+        entries = [_last(known, number, slots) for number, group in enumerate(known["groups"]) if group]
+        return [last for last in entries if last.entered or last.messages]
     return []
 
 

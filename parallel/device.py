@@ -87,14 +87,14 @@ def capabilities() -> Capabilities:
     """Detect the installed NVIDIA libraries once and log them in one line."""
     cuda = has_cuda()
     apex = cuda and find_spec("amp_C") is not None  # an extension module that only NVIDIA's Apex provides
-    found = Capabilities(
+    detected = Capabilities(
         cuda=cuda,
         transformer_engine=cuda and find_spec("transformer_engine") is not None,
         apex=apex,
         fused_wgrad=cuda and find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
-    logger.info("%s", found)
-    return found
+    logger.info("%s", detected)
+    return detected
 
 
 class _CPUStream(torch.cpu.Stream):

@@ -95,6 +95,6 @@ def _suspendable_backends() -> list[dist.ProcessGroupNCCL]:
     if device().type != "cuda" or torch.cuda.nccl.version() < MIN_NCCL_FOR_SUSPEND:
         return []
     created = parallel_state._global_process_group_list or [None]  # None is the default group
-    found = [_require(group or dist.group.WORLD)._get_backend(device()) for group in created]
-    nccl = {id(backend): backend for backend in found if isinstance(backend, dist.ProcessGroupNCCL)}
+    backends = [_require(group or dist.group.WORLD)._get_backend(device()) for group in created]
+    nccl = {id(backend): backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)}
     return [backend for backend in nccl.values() if hasattr(backend, "suspend")]

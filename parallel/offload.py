@@ -71,8 +71,8 @@ class ModelOffloader:
         """Storages of master parameters and moments. The master parameters of fp32 weights are the weights and are left out."""
         optimizer = self._get_optimizer()
         weights = _storages(_weight_tensors(self._chunks))
-        found = _storages(optimizer_tensors(optimizer)) if optimizer else []
-        return _without(found, weights)
+        state = _storages(optimizer_tensors(optimizer)) if optimizer else []
+        return _without(state, weights)
 
     def _storages_of_gradients(self) -> list[UntypedStorage]:
         return _without(_storages(_gradient_tensors(self._chunks)), _storages(_weight_tensors(self._chunks)))
@@ -182,8 +182,8 @@ def _flat_buffers(chunk: DistributedDataParallel) -> list:
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return each storage on this process's device once."""
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device().type)
-    return list({_storage_id(storage): storage for storage in found}.values())
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device().type)
+    return list({_storage_id(storage): storage for storage in storages}.values())
 
 
 def _without(storages: Iterable[UntypedStorage], others: Iterable[UntypedStorage]) -> list[UntypedStorage]:

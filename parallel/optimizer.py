@@ -193,30 +193,36 @@ def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_Pa
     )
     for number, buffer in enumerate(part.buffers):
         for index, param in enumerate(buffer.param_index_map):
-            found = [(rank, ranges[number][index]) for rank, ranges in enumerate(ranges_of_ranks)]
-            shards = [_ParamShard(rank, *bounds) for rank, bounds in found if bounds is not None]
+            ranges_of_param = [(rank, ranges[number][index]) for rank, ranges in enumerate(ranges_of_ranks)]
+            shards = [_ParamShard(rank, *bounds) for rank, bounds in ranges_of_param if bounds is not None]
             yield param, sorted(shards, key=lambda shard: shard.start)
 
 
 def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, int] | None]:
     (buckets,) = part.gbuf_ranges[number].values()
-    mine = ChainMap(*(bucket["param_map"] for bucket in buckets))
+    range_of_param = ChainMap(*(bucket["param_map"] for bucket in buckets))
     for param in part.buffers[number].param_index_map:
-        yield (mine[param]["param"].start, mine[param]["param"].end) if param in mine else None
+        yield (
+            (range_of_param[param]["param"].start, range_of_param[param]["param"].end)
+            if param in range_of_param
+            else None
+        )
 
 
-def _assembled(mine: Tensor, shards: list[_ParamShard], group: dist.ProcessGroup) -> Tensor:
+def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.ProcessGroup) -> Tensor:
     """Assemble the flat tensor in host memory on the rank of its first shard; other ranks send their shard and return it."""
     if shards[0].rank != group.rank():
-        dist.send(mine.detach().contiguous(), group=group, group_dst=shards[0].rank)
-        return mine
-    whole = torch.empty(shards[-1].end, dtype=mine.dtype)  # on the host: a whole embedding may not fit on the GPU
-    whole[: shards[0].end] = mine.detach()
+        dist.send(own_shard.detach().contiguous(), group=group, group_dst=shards[0].rank)
+        return own_shard
+    assembled = torch.empty(
+        shards[-1].end, dtype=own_shard.dtype
+    )  # on the host: a assembled embedding may not fit on the GPU
+    assembled[: shards[0].end] = own_shard.detach()
     for shard in shards[1:]:
-        part = mine.new_empty(shard.end - shard.start)
+        part = own_shard.new_empty(shard.end - shard.start)
         dist.recv(part, group=group, group_src=shard.rank)
-        whole[shard.start : shard.end] = part
-    return whole
+        assembled[shard.start : shard.end] = part
+    return assembled
 
 
 def _described_like(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
@@ -226,7 +232,9 @@ def _described_like(weight: ShardedDescription, key: str, flat: Tensor, rank: in
     """
     *others, replica = weight.replica_id
     assert replica == rank, f"{weight.key}: replica {weight.replica_id} on data-parallel rank {rank}"
-    found = dict(key=f"optimizer.state.{key}.{weight.key}", data=flat.view(weight.data.shape), replica_id=(*others, 0))
+    changes = dict(
+        key=f"optimizer.state.{key}.{weight.key}", data=flat.view(weight.data.shape), replica_id=(*others, 0)
+    )
     if isinstance(weight, ShardedTensor):
-        found["dtype"] = flat.dtype
-    return replace(weight, **found)
+        changes["dtype"] = flat.dtype
+    return replace(weight, **changes)

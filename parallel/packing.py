@@ -128,10 +128,10 @@ def _check_segments(segments: Sequence[Segment]) -> None:
 
 def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
     """Concatenate the parts to one index; return None if it is the identity 0 ... size - 1."""
-    whole = np.concatenate(parts)
-    if len(whole) == size and (whole == np.arange(size)).all():
+    index = np.concatenate(parts)
+    if len(index) == size and (index == np.arange(size)).all():
         return None
-    return torch.from_numpy(whole).to(device)
+    return torch.from_numpy(index).to(device)
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,12 @@ def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | 
         return torch.float32
     if dtype:
         return dtype
-    found = {name: weights.dtypes()[name] for name in row.hf}
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{weights.folder}: Megatron stores {found} in one tensor; choose a common dtype with dtype=.")
-    return torch_dtype(found[row.hf[0]])
+    dtypes = {name: weights.dtypes()[name] for name in row.hf}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(
+            f"{weights.folder}: Megatron stores {dtypes} in one tensor; choose a common dtype with dtype=."
+        )
+    return torch_dtype(dtypes[row.hf[0]])
 
 
 @dataclass(frozen=True)
@@ -179,10 +181,10 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
     differing, converted = [], set()
     for row in rows:
         expected = row.to_megatron([weights[name] for name in row.hf], arch.sizes, 0, 1)
-        found = reader.read(row)
-        if found.dtype != expected.dtype:
-            converted.add(f"{expected.dtype} -> {found.dtype}".replace("torch.", ""))
-        if not is_bit_equal(found, expected.to(found.dtype)):
+        stored = reader.read(row)
+        if stored.dtype != expected.dtype:
+            converted.add(f"{expected.dtype} -> {stored.dtype}".replace("torch.", ""))
+        if not is_bit_equal(stored, expected.to(stored.dtype)):
             differing.append(row.megatron)
         _release(weights, row.hf)
     note = f", after {' and '.join(sorted(converted))}" if converted else ""
@@ -198,9 +200,9 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
     expected = _transformers_logits(config.path.parent, tokens)
-    found = _megatron_logits(config, tokens)[:, :vocab]
+    actual = _megatron_logits(config, tokens)[:, :vocab]
     largest = expected.abs().max().item()
-    difference = (found - expected).abs().max().item()
+    difference = (actual - expected).abs().max().item()
     detail = f"largest difference {difference:.1e}, largest logit {largest:.1f}, {num_tokens} tokens, float32"
     return ConversionCheck("logits / transformers", detail, difference <= LOGITS_LIMIT * max(1.0, largest))
 

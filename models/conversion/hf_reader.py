@@ -128,9 +128,9 @@ class HFWeights:
     def _check_index(self, index: dict[str, str]) -> None:
         for name, file in index.items():
             if name not in self._file_of or self._file_of[name].name != file:
-                found = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file contains it"
+                actual = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file contains it"
                 raise ValueError(
-                    f"{self.folder / INDEX}: {name} should be in {file}, but {found}. Download both again."
+                    f"{self.folder / INDEX}: {name} should be in {file}, but {actual}. Download both again."
                 )
         extra = sorted(self._file_of.keys() - index.keys())
         if extra:
@@ -260,12 +260,12 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     """Raise ValueError unless `weights` are exactly the tensors of a model with this config."""
     family = family_of(config)
     arch = family.read(config)
-    expected, found, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
-    found = {name: shape for name, shape in found.items() if not family.is_in_extra_layer(name, arch)}
+    expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
+    shapes = {name: shape for name, shape in shapes.items() if not family.is_in_extra_layer(name, arch)}
     if arch.tied_embeddings:
-        found.pop("lm_head.weight", None)  # some writers store the tied embedding twice
-    problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - found.keys()]
-    for name, shape in found.items():
+        shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
+    problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
+    for name, shape in shapes.items():
         where = f"{name} in {weights.file_of(name).name}"
         if name not in expected:
             problems.append(f"{where} {list(shape)} is not in the table")

@@ -69,8 +69,8 @@ class Box:
         return [chunk for part in parts for chunk in part.chunks(max_elements)]
 
 
-def _replace_at(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])
+def _replace_at(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -135,13 +135,15 @@ class ParamMapping:
         return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
 
     def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Convert the Megatron tensors of all tensor-parallel ranks to whole Hugging Face tensors."""
+        """Convert the Megatron tensors of all tensor-parallel ranks to hf_tensors Hugging Face tensors."""
         if self.axis is None:
             shards = shards[:1]
         parts = [self.split(shard, sizes) for shard in shards]
-        whole = [_cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)]
+        hf_tensors = [
+            _cat(pieces, self.axis or 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True)
+        ]
         shapes = self.hf_shapes(sizes)
-        return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, whole, strict=True)}
+        return {name: self._unpadded(t, shapes[name]) for name, t in zip(self.hf, hf_tensors, strict=True)}
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
         return tensor

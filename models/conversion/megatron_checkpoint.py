@@ -59,9 +59,9 @@ class TensorLocation:
         if stacked and layer:
             key, index, counts = f"decoder.layers.{layer[2]}", (int(layer[1]),), (arch.num_layers,)
         if row.expert is not None:
-            found = _EXPERT.fullmatch(key)
-            assert found, f"{key} has no expert number"
-            key, index, counts = f"{found[1]}.experts.{found[2]}", (*index, row.expert), (*counts, arch.num_experts)
+            match = _EXPERT.fullmatch(key)
+            assert match, f"{key} has no expert number"
+            key, index, counts = f"{match[1]}.experts.{match[2]}", (*index, row.expert), (*counts, arch.num_experts)
         return cls(key, index, counts)
 
     @property
@@ -80,8 +80,8 @@ def layers_are_stacked(arch: Architecture) -> bool:
 
 def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
     """Return the shape of the row's Megatron tensor in a single process, without padding."""
-    whole = [torch.empty(shape, device="meta") for shape in row.hf_shapes(sizes).values()]
-    return tuple(row.to_megatron(whole, sizes, 0, 1).shape)
+    hf_tensors = [torch.empty(shape, device="meta") for shape in row.hf_shapes(sizes).values()]
+    return tuple(row.to_megatron(hf_tensors, sizes, 0, 1).shape)
 
 
 class MegatronReader:
@@ -118,12 +118,12 @@ class MegatronReader:
         requested = ChunkStorageMetadata(
             torch.Size([*location.index, *[0] * len(shape)]), torch.Size([*[1] * len(location.index), *shape])
         )
-        out, found = None, 0
+        out, num_read = None, 0
         for item in create_read_items_for_chunk_list(location.key, stored, [requested]):
             piece = self._load(item.storage_index)
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 piece = piece.narrow(dim, start, size)
-            found += piece.numel()
+            num_read += piece.numel()
             if piece.shape == requested.sizes:  # the chunk is the whole tensor: no copy
                 out = piece
                 break
@@ -132,8 +132,8 @@ class MegatronReader:
             for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
                 target = target.narrow(dim, start, size)
             target.copy_(piece)
-        if out is None or found != math.prod(shape):
-            raise ValueError(f"{self.folder}: {found} of {math.prod(shape)} elements of {location.key} are stored.")
+        if out is None or num_read != math.prod(shape):
+            raise ValueError(f"{self.folder}: {num_read} of {math.prod(shape)} elements of {location.key} are stored.")
         return out.reshape(shape)
 
     def _load(self, index: MetadataIndex) -> Tensor:
@@ -151,12 +151,17 @@ class MegatronReader:
         for row in rows:
             location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
             known.add(location.key)
-            expected, found = (*location.counts, *shape), tensors.get(location.key)
-            padded = isinstance(row, VocabMapping) and found and found[0] >= expected[0] and found[1:] == expected[1:]
-            if found is None:
+            expected, stored_shape = (*location.counts, *shape), tensors.get(location.key)
+            padded = (
+                isinstance(row, VocabMapping)
+                and stored_shape
+                and stored_shape[0] >= expected[0]
+                and stored_shape[1:] == expected[1:]
+            )
+            if stored_shape is None:
                 problems.append(f"{location.key} is missing (expected {list(expected)})")
-            elif found != expected and not padded:
-                problems.append(f"{location.key} is {list(found)}, config.json says {list(expected)}")
+            elif stored_shape != expected and not padded:
+                problems.append(f"{location.key} is {list(stored_shape)}, config.json says {list(expected)}")
         extra = [key for key in tensors if key not in known and not _NOT_WEIGHTS.match(key)]
         problems += [f"{key} {list(tensors[key])} is not in the table" for key in extra]
         if problems:

@@ -100,16 +100,16 @@ class WeightBridge:
                 last = (row.megatron, row.split(self.params[row.megatron].detach(), self.sizes))
             group = _shard_group(row)
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
-            mine = boxes[group.rank() if len(boxes) > 1 else 0]
-            return last[1][row.hf.index(name)][box.within(mine).slices]
+            own_box = boxes[group.rank() if len(boxes) > 1 else 0]
+            return last[1][row.hf.index(name)][box.within(own_box).slices]
 
         return read
 
     def participates_in_export(self, rank: int) -> bool:
         """Whether `rank` must iterate `export` like rank 0, because it holds a shard or expert that no lower rank has."""
-        place = rank % (self.dims.world_size // self.dims.pp)
+        rank_in_stage = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
-        return place < lcm(self.dims.tp, experts)
+        return rank_in_stage < lcm(self.dims.tp, experts)
 
     @torch.no_grad()
     def export(
@@ -153,11 +153,11 @@ class WeightBridge:
             assert param is not None, f"{row.megatron} is on no stage"
             return tensor_of(param)
         if param is None:
-            some = next(iter(self.params.values()))
-            cut = _shard_group(row)
-            whole = [torch.empty(shape, device="meta") for shape in row.hf_shapes(self.sizes).values()]
-            shape = row.to_megatron(whole, self.sizes, cut.rank(), cut.size()).shape
-            shard = torch.empty(shape, dtype=dtype or some.dtype, device=some.device)
+            any_param = next(iter(self.params.values()))
+            group = _shard_group(row)
+            hf_tensors = [torch.empty(shape, device="meta") for shape in row.hf_shapes(self.sizes).values()]
+            shape = row.to_megatron(hf_tensors, self.sizes, group.rank(), group.size()).shape
+            shard = torch.empty(shape, dtype=dtype or any_param.dtype, device=any_param.device)
         else:
             shard = tensor_of(param).contiguous()
         dist.broadcast(shard, group=groups.pp_group(), group_src=self.stage(row.megatron))

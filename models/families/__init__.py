@@ -78,9 +78,9 @@ def resolve_family_path(reference: str) -> str:
 
 def _module_of_file(path: Path) -> ModuleType:
     name = f"family_file_{path.stem}"
-    found = spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None, f"{path} ends in .py"
-    module = module_from_spec(found)
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+    module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look the module up there
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module

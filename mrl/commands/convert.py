@@ -35,23 +35,23 @@ the size of the largest tensor and does not depend on the size of the model. The
                transformers; exit status 1 if something differs
 
 Keys of to-megatron and to-hf:
-  model=DIR            the Hugging Face folder; to-hf reads config and tokenizer from it and needs no weights there
+  model.path=DIR       the Hugging Face folder; to-hf reads config and tokenizer from it and needs no weights there
   checkpoint=DIR       (to-hf) the Megatron checkpoint, such as outputs/quickstart/TIME/checkpoints/step_000060/actor
-  family=REFERENCE     the model family, if mrl does not include it, such as my_model.py:FAMILY
+  model.family=REFERENCE  the model family, if mrl does not include it, such as my_model.py:FAMILY
   output=DIR           the folder to write; it appears when it is complete, and must not exist before
   dtype=TYPE           float32, float16 or bfloat16; default: the stored dtype
   max_shard_bytes=N    size of the largest file, such as 2e9 (the default); a larger tensor gets its own file
 
 Keys of check:
-  model=DIR            the Hugging Face folder
+  model.path=DIR       the Hugging Face folder
   checkpoint=DIR       also compare this Megatron checkpoint with the folder, byte for byte
-  family=REFERENCE     as above
+  model.family=REFERENCE  as above
   logits=false         skip the comparison of logits, which needs both models in memory in float32
 
 Examples:
-  mrl convert to-megatron model=Qwen3-1.7B output=Qwen3-1.7B-megatron
-  mrl convert to-hf checkpoint=RUN/checkpoints/step_000060/actor model=Qwen3-1.7B output=trained dtype=bfloat16
-  mrl convert check model=Qwen3-1.7B checkpoint=Qwen3-1.7B-megatron logits=false
+  mrl convert to-megatron model.path=Qwen3-1.7B output=Qwen3-1.7B-megatron
+  mrl convert to-hf checkpoint=RUN/checkpoints/step_000060/actor model.path=Qwen3-1.7B output=trained dtype=bfloat16
+  mrl convert check model.path=Qwen3-1.7B checkpoint=Qwen3-1.7B-megatron logits=false
 """
 
 
@@ -91,7 +91,9 @@ class ConvertArguments:
 
 def to_megatron(arguments: Sequence[str]) -> int:
     """Run `mrl convert to-megatron`."""
-    parsed = ConvertArguments("to-megatron", arguments, ("model", "family", "output", "dtype", "max_shard_bytes"))
+    parsed = ConvertArguments(
+        "to-megatron", arguments, ("model.path", "model.family", "output", "dtype", "max_shard_bytes")
+    )
     output, options = parsed.path("output"), _options(parsed)
     from models.conversion import convert_checkpoint  # imports torch; only after the command line is checked
 
@@ -104,7 +106,7 @@ def to_megatron(arguments: Sequence[str]) -> int:
 def to_hf(arguments: Sequence[str]) -> int:
     """Run `mrl convert to-hf`."""
     parsed = ConvertArguments(
-        "to-hf", arguments, ("checkpoint", "model", "family", "output", "dtype", "max_shard_bytes")
+        "to-hf", arguments, ("checkpoint", "model.path", "model.family", "output", "dtype", "max_shard_bytes")
     )
     checkpoint, output, options = parsed.path("checkpoint"), parsed.path("output"), _options(parsed)
     from models.conversion import convert_checkpoint  # imports torch; only after the command line is checked
@@ -117,7 +119,7 @@ def to_hf(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Run `mrl convert check`; return 1 if something differs."""
-    parsed = ConvertArguments("check", arguments, ("model", "family", "checkpoint", "logits"))
+    parsed = ConvertArguments("check", arguments, ("model.path", "model.family", "checkpoint", "logits"))
     checkpoint = parsed.optional("checkpoint", Path, None, "a folder")
     logits = parsed.optional("logits", {"true": True, "false": False}.__getitem__, True, "true or false")
     config = _config(parsed)
@@ -140,8 +142,8 @@ def _silence_megatron() -> None:
 
 
 def _config(parsed: ConvertArguments) -> HFConfig:
-    family = parsed.optional("family", resolve_family_path, None, "package.module:NAME or /path/file.py:NAME")
-    return HFConfig.load(parsed.path("model"), family)
+    family = parsed.optional("model.family", resolve_family_path, None, "package.module:NAME or /path/file.py:NAME")
+    return HFConfig.load(parsed.path("model.path"), family)
 
 
 def _options(parsed: ConvertArguments) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_an_unknown_field_is_named_in_the_error(fields, name):
     known = fields(name)
     read(known)
     for value in (True, None, 0.5):
-        with pytest.raises(ValueError, match=rf"^config.json: scale_depth={value} is not known to \w+ForCausalLM here"):
+        with pytest.raises(ValueError, match=rf"^config.json: scale_depth={value} is not known to \w+ForCausalLM in mrl"):
             read(known | dict(scale_depth=value))
 
 
