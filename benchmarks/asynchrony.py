@@ -37,8 +37,8 @@ from mrl.planner.engine_queue import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, Prediction, RolloutSetup, RunSpeeds, best_possible_s, simulate
 from mrl.planner.run_trace import RecordedStep, fit_steps
 from mrl.rewards.rule_based import Length
+from mrl.rollout.client import TRAINING, seed_of
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
-from mrl.rollout.request_builder import TRAINING, seed_of
 from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
 

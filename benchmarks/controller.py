@@ -35,7 +35,7 @@ import ray
 from aiohttp import web
 
 from benchmarks.driver_traffic import Traffic
-from benchmarks.simulated_engine import LongTailed, SimulatedEngine, start
+from benchmarks.simulated_engine import LogNormalScript, SimulatedEngine, start
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
 from mrl.algorithms.advantages import GRPO
 from mrl.algorithms.corrections import MISMATCH_SUMS
@@ -114,7 +114,7 @@ class AtOnce(SimulatedEngine):
 
 async def serve(engines: int, tokens: int) -> None:
     """Prints the engines' URLs, then answers for all of them."""
-    script = LongTailed(tokens * math.exp(-(SIGMA**2) / 2), SIGMA, LONGEST * tokens)
+    script = LogNormalScript(tokens * math.exp(-(SIGMA**2) / 2), SIGMA, LONGEST * tokens)
     asked: Counter[tuple[int, ...]] = Counter()
     urls, _ = await start([AtOnce(EngineSpeeds(0.0, 0.0, 0.0, 1), script, asked) for _ in range(engines)])
     print("\n".join(urls), flush=True)
@@ -345,7 +345,9 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
         stack.callback(worker.close)
         worker.wait_ready(300.0)
         max_response_tokens = LONGEST * size.tokens
-        updates = UpdateRunner(OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", max_response_tokens)
+        updates = UpdateRunner(
+            OptimConfig(), Packing(32768, True, CostModel(1.0, 1e-5)), "token_mean", max_response_tokens
+        )
         actor = ActorTrainer(group, objective, updates, 1.0, skip_zero_advantage=True)
         ledger = SampleLedger(Path(run_dir) / "ledger.jsonl", 0)
         stack.callback(ledger.close)

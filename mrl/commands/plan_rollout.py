@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,20 +23,20 @@ from mrl.planner.rollout_simulator import (
 )
 from mrl.planner.run_trace import RunTrace, SpeedFit, read_lengths, read_run
 
-USAGE = """usage: mrl plan rollout run_dir=FOLDER [KEY=VALUE ...]
+USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
 Simulates a run with other staleness, other divisions of its GPUs, and over-sampling (docs/concepts/asynchrony.md). Response
 lengths and speeds come from the record of a synchronous run in its run directory. Lengths may also come from a file (each line a
 list of tokens, one list per group) or from a log-normal distribution, and every speed may be given.
 
-  mrl plan rollout run_dir=outputs/quickstart picture=what_if.png
+  mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
 
   steps                                       number of simulated steps of each scenario; default: 60
   picture                                     also draw the result into this PNG file
   prompts_per_step, responses_per_prompt, num_engines, engine_gpus, trainer_gpus, max_running (requests of one engine)
-  staleness, over_sampling, colocated         setup of the first scenario
+  staleness, over_sample_rate, colocated      setup of the first scenario
   median, sigma, longest, prompt_tokens       log-normal response lengths and the prompt length, tokens
   step_ms, request_ms, prefill_ms             decoding step: fixed part, and part per running request; prefill of a token
   train_s, train_token_us                     training of a step: fixed part, and part per token of prompts and responses
@@ -45,7 +46,7 @@ list of tokens, one list per group) or from a log-normal distribution, and every
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command. None: the value of the run in `run_dir`, else a default."""
+    """Arguments of the command. None: the value of the run in `run.dir`, else a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -58,7 +59,7 @@ class RolloutPlanKeys:
     trainer_gpus: int | None = None
     max_running: int | None = None
     staleness: int | None = None
-    over_sampling: float | None = None
+    over_sample_rate: float | None = None
     colocated: bool | None = None  # engines and trainers time-share GPUs
     median: float | None = None
     sigma: float = 1.0
@@ -74,14 +75,15 @@ class RolloutPlanKeys:
     @classmethod
     def of(cls, argv: list[str]) -> "RolloutPlanKeys":
         """Parse KEY=VALUE arguments. Raises ValueError."""
-        known, values = {field.name: str(field.type) for field in fields(cls)}, {}
+        known = {"run.dir" if field.name == "run_dir" else field.name: str(field.type) for field in fields(cls)}
+        values: dict[str, Any] = {}
         for word in argv:
             key, equals, value = word.partition("=")
             if not equals or key not in known:
                 matches = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {matches[0]}?" if matches else ""
                 raise ValueError(f"{word!r}: expected KEY=VALUE with one of {', '.join(known)}{hint}")
-            values[key] = _parse_value(key, value, known[key])
+            values[key.replace(".", "_")] = _parse_value(key, value, known[key])
         return cls(**values)
 
 
@@ -122,7 +124,7 @@ def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:
     """Combine the record of a run, if there is one, with the given values. Raises ValueError."""
     if (keys.run_dir, keys.lengths, keys.median).count(None) != 2:
         raise ValueError(
-            "expected one of run_dir=FOLDER, lengths=FILE.jsonl and median=TOKENS, for the response lengths."
+            "expected one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS, for the response lengths."
         )
     trace = read_run(Path(keys.run_dir)) if keys.run_dir else None
     engine_speeds_given = None not in (keys.step_ms, keys.request_ms, keys.prefill_ms)
@@ -166,7 +168,7 @@ def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
 def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
     prompts = keys.prompts_per_step or base.prompts_per_step
     staleness = base.staleness if keys.staleness is None else keys.staleness
-    extra = base.extra if keys.over_sampling is None else round(keys.over_sampling * prompts)
+    extra = base.extra if keys.over_sample_rate is None else round(keys.over_sample_rate * prompts)
     ordered = base.in_order if keys.staleness is None else staleness < 2
     colocated = base.colocated if keys.colocated is None else keys.colocated
     engines = keys.num_engines or base.num_engines

@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 from mrl.config.schema import PauseMode
 from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
-from mrl.rollout.buffer import StalenessBuffer
-from mrl.rollout.request_builder import PromptRequest, ResponseLengths, longest_first, split_over_engines
+from mrl.rollout.staleness_buffer import (
+    PromptRequest,
+    ResponseLengths,
+    StalenessBuffer,
+    longest_first,
+    split_over_engines,
+)
 from mrl.rollout.trajectory import StepGroups
 
 

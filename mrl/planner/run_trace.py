@@ -15,7 +15,7 @@ from mrl.checkpoint.run_dir import read_run_record
 from mrl.config.schema import RolloutConfig
 from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
-from mrl.rollout.request_builder import split_over_engines
+from mrl.rollout.staleness_buffer import split_over_engines
 
 MIN_STEPS = 4  # for a fit
 MAX_ROUNDS = 20  # of fitting and finding out which engine is the slowest
@@ -126,10 +126,10 @@ def read_run(run_dir: Path) -> RunTrace:
     begun, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
     if begun is None or not ledger:
         raise ValueError(
-            f"run_dir={run_dir}: expected a run directory, with run.json and a ledger.jsonl that has steps."
+            f"run.dir={run_dir}: expected a run directory, with run.json and a ledger.jsonl that has steps."
         )
     if any("lengths" not in line for line in ledger):
-        raise ValueError(f"run_dir={run_dir}: its ledger.jsonl has no response lengths; an older mrl wrote it.")
+        raise ValueError(f"run.dir={run_dir}: its ledger.jsonl has no response lengths; an older mrl wrote it.")
     config = begun["config"]
     by_step = {line["step"]: line for line in _read_lines(run_dir / "metrics.jsonl") if "time/step_s" in line}
     colocated = _is_colocated(config.get("placement", {}).get("pools", {}))

@@ -52,7 +52,7 @@ def test_staleness_hides_the_time_of_slow_engines():
 
 def test_a_recorded_run_is_fitted_compared_and_drawn(tmp_path, capsys):
     found = recorded(tmp_path / "run", lengths_of(2), RolloutSetup(N, 2, 0, in_order=True))
-    out = run(capsys, f"run_dir={tmp_path / 'run'}", f"steps={STEPS}", f"picture={tmp_path / 'p.png'}")
+    out = run(capsys, f"run.dir={tmp_path / 'run'}", f"steps={STEPS}", f"picture={tmp_path / 'p.png'}")
     assert "20 ms a decoding step + 0.3 ms a running request (8 at most), 0.1 ms a prefilled token" in out
     assert "fitted; errors 0.0%" in out
     first = next(line for line in out.splitlines() if "as it is" in line)
@@ -61,10 +61,10 @@ def test_a_recorded_run_is_fitted_compared_and_drawn(tmp_path, capsys):
 
 def test_given_values_replace_recorded_ones(tmp_path):
     recorded(tmp_path, lengths_of(3), RolloutSetup(N, 2, 0, in_order=True))
-    plain = simulation_input(RolloutPlanKeys.of([f"run_dir={tmp_path}"]))
+    plain = simulation_input(RolloutPlanKeys.of([f"run.dir={tmp_path}"]))
     simulated = simulation_input(
         RolloutPlanKeys.of(
-            [f"run_dir={tmp_path}", "step_ms=7", "num_engines=5", "trainer_gpus=12", "staleness=3", "push_s=9"]
+            [f"run.dir={tmp_path}", "step_ms=7", "num_engines=5", "trainer_gpus=12", "staleness=3", "push_s=9"]
         )
     )
     assert (
@@ -77,9 +77,9 @@ def test_given_values_replace_recorded_ones(tmp_path):
 def test_an_asynchronous_run_needs_given_engine_speeds(tmp_path):
     recorded(tmp_path, lengths_of(4), RolloutSetup(N, 2, 2), mode="async")
     with pytest.raises(ValueError, match=r"rollout\.mode=sync"):
-        simulation_input(RolloutPlanKeys.of([f"run_dir={tmp_path}"]))
+        simulation_input(RolloutPlanKeys.of([f"run.dir={tmp_path}"]))
     simulated = simulation_input(
-        RolloutPlanKeys.of([f"run_dir={tmp_path}", "step_ms=20", "request_ms=0.3", "prefill_ms=0.1"])
+        RolloutPlanKeys.of([f"run.dir={tmp_path}", "step_ms=20", "request_ms=0.3", "prefill_ms=0.1"])
     )
     assert simulated.fit is None and simulated.speeds.engine == SPEEDS.engine
 
@@ -88,7 +88,7 @@ def test_an_asynchronous_run_needs_given_engine_speeds(tmp_path):
 def test_a_colocated_run_is_compared_with_divisions_of_the_same_gpus(tmp_path, pools):
     setup = RolloutSetup(N, 3, 0, in_order=True, colocated=True)
     recorded(tmp_path, lengths_of(6), setup, pools=pools)
-    simulated = simulation_input(RolloutPlanKeys.of([f"run_dir={tmp_path}"]))
+    simulated = simulation_input(RolloutPlanKeys.of([f"run.dir={tmp_path}"]))
     assert simulated.setup == setup and simulated.gpus == GpuCounts(2, 6)
     scenarios = compare_scenarios(simulated.groups, simulated.speeds, simulated.setup, simulated.gpus, 4)
     assert not any(scenario.setup.staleness for scenario in scenarios)
@@ -101,15 +101,15 @@ def test_log_normal_lengths_have_the_given_median_and_maximum():
     groups = simulation_input(
         RolloutPlanKeys.of(["median=100", "sigma=0.5", "longest=150", "responses_per_prompt=4"])
     ).groups
-    assert groups.responses.setup[1] == 4 and groups.responses.max() == 150
+    assert groups.responses.shape[1] == 4 and groups.responses.max() == 150
     assert np.median(groups.responses) == pytest.approx(100, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected one of run_dir=FOLDER, lengths=FILE.jsonl and median=TOKENS"),
-        (["median=3", "lengths=x"], "expected one of run_dir"),
+        ([], "expected one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS"),
+        (["median=3", "lengths=x"], "expected one of run.dir"),
         (["medina=3"], "did you mean median"),
         (["median"], "expected KEY=VALUE"),
         (["median=x"], "median=x: expected a number"),

@@ -77,13 +77,13 @@ def test_answers_have_the_format_of_sglang(client):
 def test_a_response_takes_the_time_of_its_tokens(client):
     start = time.monotonic()
     client.generate([[200], [100]], SamplingParams(max_new_tokens=1000))
-    assert 0.2 <= time.monotonic() - start < 0.6
+    assert time.monotonic() - start >= 0.2
     assert client.server_info()["busy_s"] == pytest.approx(0.2, abs=0.001)
 
 
 def test_tokens_have_the_weight_version_before_or_after_a_push(client):
     client.set_weight_version("1")
-    answer = Background(client.generate, [[300, 5]], SamplingParams(max_new_tokens=ENDLESS))
+    answer = Background(client.generate, [[1500, 5]], SamplingParams(max_new_tokens=ENDLESS))
     wait_until_running(client, 1)
     client.pause(PauseMode.retract)
     assert not client.health()
@@ -91,12 +91,12 @@ def test_tokens_have_the_weight_version_before_or_after_a_push(client):
     client.set_weight_version("2")
     client.flush_cache(5)
     client.end_weight_update()
-    time.sleep(0.5)  # longer than the response would take
+    time.sleep(1.6)  # longer than the response takes on an engine that is not paused
     assert not answer.finished
     client.resume()
     (done,) = answer.result()
     (first, before), (second, after) = done.versions
-    assert (first, second, before + after) == (1, 2, 300) and 0 < before < 300
+    assert (first, second, before + after) == (1, 2, 1500) and 0 < before < 1500
 
 
 def test_version_spans_are_those_of_sglang():
