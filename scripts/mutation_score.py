@@ -29,7 +29,7 @@ HOME = Path(__file__).resolve().parents[1]
 TARGETS = (
     "mrl/algorithms/*.py",
     "mrl/data/batching.py",
-    "mrl/rollout/buffer.py",
+    "mrl/rollout/staleness_buffer.py",
     "mrl/weight_sync/transfer_plan.py",
     "mrl/workers/dp_partition.py",
     "parallel/packing.py",

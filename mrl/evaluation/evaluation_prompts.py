@@ -15,8 +15,7 @@ from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
 from mrl.rewards.reward_types import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.client import Completion
-from mrl.rollout.request_builder import seed_of
+from mrl.rollout.client import Completion, seed_of
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
 """Called with the prompts and the number of each file; raises ValueError if the config does not allow the rows left out."""

@@ -28,8 +28,8 @@ WAITS = {
     ("asyncio/base_events.py", ""): "an answer over the network",
     ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # runs uvloop, which leaves no frames
     ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # likewise
-    ("mrl/rollout/buffer.py", "wait_step"): "another thread",
-    ("mrl/rollout/buffer.py", "_take_unscored"): "another thread",
+    ("mrl/rollout/rollout_pipeline.py", "wait_step"): "another thread",
+    ("mrl/rollout/rollout_pipeline.py", "_take_unscored"): "another thread",
     ("uvicorn/", ""): "a call",  # likewise uvloop
     ("zmq/", ""): "a call",
     ("ray/_private/worker.py", "main_loop"): "a call",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
 
+TRAINING, HELD_OUT = 0, 1
+"""First element of a seed's path: (TRAINING, number of the response in the run) or (HELD_OUT, row)."""
 BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, do not blame the request
 
 
@@ -61,6 +63,14 @@ class SamplingParams:
         if self.seed is not None:
             body["sampling_seed"] = self.seed
         return body
+
+
+def seed_of(seed: int, *path: int) -> int:
+    """63-bit seed of the response at this path in a run with this seed; a response that is sampled again gets it again.
+
+    All turns of a response share one seed: SGLang draws a token by the seed and the token's position, which only grows.
+    """
+    return int(np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True, slots=True)

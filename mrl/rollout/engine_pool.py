@@ -33,6 +33,7 @@ from mrl.rollout.engines.hosts import AnyEngineServer, EngineServers
 from mrl.rollout.engines.server import ExternalEngine, check_seed_support
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.staleness_buffer import MAX_RESPONSES_PER_REQUEST
 from mrl.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ HEARTBEAT_INTERVAL_S = 5.0  # upper limit; at most a quarter of `fault_tolerance
 RETRY_PAUSE_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # for failed engines to end
-MAX_RESPONSES_PER_REQUEST = 64
 """Size limit of a request. An engine that fails loses all responses of a request, sampled or not. Requests of one response
 each would cost the engine's HTTP server about a millisecond of CPU per response."""
 
@@ -349,7 +349,7 @@ class EnginePool:
             raise deadline_error(self.spec.request_timeout_s) from None
 
     def take_failed(self) -> dict[str, str]:
-        """URL -> reason of the engines that failed since the last call."""
+        """Return URL -> reason of the engines that failed since the last call."""
         failed, self._unreported = self._unreported | self._unreported_failures(), {}
         self._reported |= {engine for engine in self.engines if engine.failure}
         self._num_replaced += len(failed)
@@ -360,7 +360,7 @@ class EnginePool:
         return {engine.client.url: engine.failure for engine in failed if engine.failure}
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of failures since the last call. A failed engine counts once `take_failed` has returned it."""
+        """Return metrics of failures since the last call. A failed engine is counted when `take_failed` returns it."""
         retried, self._num_retried_before = self._num_retried - self._num_retried_before, self._num_retried
         replaced, self._num_replaced = self._num_replaced, 0
         return {"rollout/replaced_engines": float(replaced), "rollout/redone_responses": float(retried)}

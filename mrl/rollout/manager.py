@@ -129,10 +129,10 @@ class RolloutManager:
         self._waiting: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
-        """Return the groups that `step` trains: G scored responses to each of N prompts (see mrl.rollout.buffer).
+        """Return the groups that `step` trains: G scored responses to each of N prompts (see mrl.rollout.staleness_buffer).
 
-        Draws as many prompts as the buffer has room for, and more where a filter rejects groups. Groups that the step does
-        not train stay in the buffer and go on being sampled while it is trained.
+        Draws as many prompts as the buffer has room for, and more if the group filter rejects groups. The other groups stay
+        in the buffer, and their sampling continues while the step is trained.
         """
         missing = max(0, self._capacity - len(self._waiting))
         while True:
@@ -174,7 +174,7 @@ class RolloutManager:
         return failed
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Advantages, and the columns [R] that the losses need, of the groups that were generated last."""
+        """Compute the advantages, and the columns [R] that the losses need, of the groups that were generated last."""
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 
     def discard_log(self, before_step: int) -> None:
@@ -186,7 +186,7 @@ class RolloutManager:
         return dict(step=self._step, drawn=self._drawn, waiting=[list(request) for request in self._waiting])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to this state. Running requests are cancelled; completions that arrived meanwhile are used again."""
+        """Go back to this state. Running requests are cancelled; completions that arrived since then are used again."""
         self._step, self._drawn = state["step"], state["drawn"]
         self._waiting = tuple(map(tuple, state["waiting"]))
         self.worker.call(RolloutWorker.resume, self._drawn, self._waiting, self._step)

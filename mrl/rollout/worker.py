@@ -18,11 +18,12 @@ from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Score
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.buffer import RolloutPipeline, StalenessBuffer
+from mrl.rollout.client import HELD_OUT
 from mrl.rollout.engine_pool import EnginePool
-from mrl.rollout.request_builder import HELD_OUT, PromptRequest, RequestBuilder, UnscoredGroup
 from mrl.rollout.rollout_log import CompletionCache, RolloutLog, read_recording, sample_digests, write_recording
+from mrl.rollout.rollout_pipeline import GroupSampler, RolloutPipeline, UnscoredGroup
 from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.step_metrics import LengthBias, SampledStep, score_failures
 from mrl.rollout.trajectory import (
     Group,
@@ -62,12 +63,12 @@ class RolloutWorker:
         self._cache = CompletionCache(self._log.folder)
         if len(self._cache):
             logging.info("%d completions of an earlier process are used", len(self._cache))
-        self._requests = RequestBuilder(spec, self.engines, self._cache)
+        self._sampler = GroupSampler(spec, self.engines, self._cache)
         size = spec.prompts_per_step
         buffer: StalenessBuffer[Group] = StalenessBuffer(
             size, spec.staleness, spec.extra_groups, spec.in_order, (spec.max_rounds - 1) * size
         )
-        self._pipeline = RolloutPipeline(buffer, self.engines, self._requests, self._score_groups, self._keeps)
+        self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._keeps)
         self._length_bias = LengthBias()
         self._rounds = 0  # how often prompts were drawn for the current step
         self._logged: StepGroups[Group] | None = None  # groups of the current step, if the rollout log has them
@@ -86,18 +87,18 @@ class RolloutWorker:
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:
-        """URL -> reason of the engines that failed while they sampled, each reported once. The driver replaces them."""
+        """Return URL -> reason of the engines that failed since the last call. The driver replaces them."""
         return self.engines.take_failed()
 
     def set_paused(self, paused: bool) -> None:
-        """Say whether engines are paused on purpose; while they are, computing nothing is no failure."""
+        """Say whether engines are paused on purpose. While they are, an engine that computes nothing has not failed."""
         self.engines.paused = paused
 
     def sample(self, first: int, rows: NDArray[np.int64], step: int) -> int:
-        """Admit prompts, the first of which is number `first` of the run, and wait for the groups that `step` trains.
+        """Admit prompts and wait for the groups that `step` trains. `first`: number of the first prompt in the run.
 
-        Returns how many more prompts to draw in place of rejected ones, and 0 when the groups are there for `collect`. A
-        repeated call with the same prompts goes on waiting. If the rollout log has the step, nothing is sampled.
+        Returns 0 when the groups are there for `collect`, else the number of prompts to draw in place of rejected groups. A
+        repeated call with the same prompts continues to wait. If the rollout log has the step, nothing is sampled.
         """
         if self.spec.replay:
             groups = self._replay(step)
@@ -111,7 +112,7 @@ class RolloutWorker:
             self._cache.start_step(step)
             pipeline.send_requests(step)
             groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
-            self._rounds += 1  # here, because a call that raises is repeated
+            self._rounds += 1  # not before the wait: a call that raises is repeated
             if groups_of_step is None:
                 return pipeline.room()
             taken = self._write_log(step, groups_of_step)
@@ -124,7 +125,7 @@ class RolloutWorker:
         return 0
 
     def _read_log(self, step: int) -> StepGroups[Group] | None:
-        """The log's groups of the step if they belong to the prompts of this run; these then leave the pipeline."""
+        """Read the step from the rollout log if its prompts are those of this run, and remove them from the pipeline."""
         logged = self._logged or self._log.get(step)
         if logged is None:
             return None
@@ -138,9 +139,9 @@ class RolloutWorker:
         return logged
 
     def _write_log(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
-        """Write the groups to the rollout log, and discard cached completions that are not needed any more.
+        """Write the groups to the rollout log, and delete cached completions that are not needed any more.
 
-        A step without any score is not logged: the run ends, and when it is resumed it scores the cached completions again.
+        A step without any score is not logged. The run then ends, and a resumed run scores the cached completions again.
         """
         if None in score_failures([*groups.groups, *groups.filtered]):
             groups = self._log.put(step, groups)
@@ -148,9 +149,10 @@ class RolloutWorker:
         return groups
 
     def resume(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
-        """Cancel everything, and start over before `step` with these requests (number, row, version) of `drawn` so far.
+        """Cancel everything, and start over before `step`. The next call is `sample`.
 
-        Completions that were sampled for them are used again. No request is sent before `sample`.
+        `drawn`: prompts drawn so far. `waiting`: (number, row, admitted version) of the prompt requests that no step has
+        taken; their cached completions are used again.
         """
         self._pipeline.restart(drawn, [PromptRequest(*request) for request in waiting], step)
         self._cache.read()
@@ -161,7 +163,7 @@ class RolloutWorker:
         self._log.discard(before_step)
 
     def collect(self, step: int) -> Rollouts:
-        """Lay out the groups of the step that was sampled last; returns lengths, rewards and a handle of the token block."""
+        """Lay out the groups of the last sampled step. Returns lengths, rewards and a handle of the token block."""
         sampled, taken, waiting = self._sampled, self._taken, self._pipeline.waiting()
         groups, self._all_filtered = sampled.trained_groups(self.spec.prompts_per_step), not sampled.kept
         block, columns = to_block(groups), control_columns(groups)
@@ -191,7 +193,7 @@ class RolloutWorker:
         )
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Advantages, and all columns that the losses need, of the step that was collected last."""
+        """Compute the advantages, and all columns that the losses need, of the last collected step."""
         assert self._collected, "estimate() needs a collect() before it"
         scored, rollout_logprobs = self._collected
         computed = {name: assemble(ray.get(parts), scored.lengths) for name, parts in columns.items()}
@@ -232,7 +234,7 @@ class RolloutWorker:
             row = group.request.row
             samples = [Sample(row, group.prompt, trajectory, next(scores)) for trajectory in group.trajectories]
             groups.append(Group(samples, next(greedy_scores) if group.greedy is not None else None))
-            self._requests.lengths.learn(row, [trajectory.num_sampled for trajectory in group.trajectories])
+            self._sampler.lengths.learn(row, [trajectory.num_sampled for trajectory in group.trajectories])
         return groups
 
     def _score(
@@ -260,7 +262,7 @@ class RolloutWorker:
         sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.sets().items()}
         rows = np.concatenate(list(sets.values()))
         prompts = [self.test.encode(row) for row in rows.tolist()]
-        trajectories = self._requests.respond_now(prompts, temperature, [(HELD_OUT, row) for row in rows.tolist()])
+        trajectories = self._sampler.respond_now(prompts, temperature, [(HELD_OUT, row) for row in rows.tolist()])
         rewards = np.array([score.value for score in self._score(self.test, rows, trajectories)])
         if self.spec.agent:
             calls = np.mean([trajectory.usage.tool_calls for trajectory in trajectories if trajectory.usage])

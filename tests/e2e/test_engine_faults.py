@@ -10,10 +10,9 @@ from http_engines import spec_of
 from live_engines import PROMPTS
 
 from mrl.config.schema import FaultToleranceConfig
-from mrl.rollout.client import SamplingParams
+from mrl.rollout.client import TRAINING, SamplingParams, seed_of
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
-from mrl.rollout.request_builder import TRAINING, seed_of
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 STALL_S = 8.0  # of a machine that has other things to do

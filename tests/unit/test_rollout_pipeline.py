@@ -12,10 +12,10 @@ from http_engines import HttpEngine, engine_pool
 
 from mrl.config.schema import FaultToleranceConfig
 from mrl.rewards.reward_types import Score
-from mrl.rollout.buffer import RolloutPipeline, StalenessBuffer
 from mrl.rollout.client import EngineError, SamplingParams
 from mrl.rollout.engine_pool import NoEngineError
-from mrl.rollout.request_builder import PromptRequest, UnscoredGroup
+from mrl.rollout.rollout_pipeline import RolloutPipeline, UnscoredGroup
+from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
 from mrl.rollout.worker import RolloutWorker
 

@@ -4,8 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mrl.rollout.buffer import StalenessBuffer
-from mrl.rollout.request_builder import PromptRequest
+from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 
 
 def run(buffer, steps, durations, keep=lambda number: True):

@@ -34,6 +34,10 @@ POLL_INTERVAL_S = 0.2  # between checks of a server's processes
 RPC_MARGIN_S = 10.0  # how much longer a Ray call may take than the wait inside it
 
 
+type AnyEngineServer = EngineServer | HostedEngine | ExternalEngine
+"""A child process, Ray actors on device slots, or a server that the user runs."""
+
+
 class EngineServers:
     """All engine servers of one rollout worker, by place. A server that fails is replaced by a new one in its place."""
 
@@ -254,9 +258,6 @@ class HostedEngine:
         for host in self._hosts:
             ray.kill(host)
         self._hosts, self._started, self._ended = [], [], []
-
-
-type AnyEngineServer = EngineServer | HostedEngine | ExternalEngine
 
 
 def visible_devices_env(slots: Sequence[DeviceSlot]) -> dict[str, str]:

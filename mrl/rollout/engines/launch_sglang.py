@@ -33,6 +33,7 @@ MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
 LISTEN_TIMEOUT_S = 30.0
+PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"  # as setup.py registers it
 
 
 def main() -> None:
@@ -55,11 +56,12 @@ def register_server() -> None:
 
 
 def check_plugin_installed() -> None:
-    """Raise RuntimeError if SGLang cannot find mrl's platform plug-in. It would start anyway and fail much later."""
-    if not entry_points(group="sglang.srt.platforms", name="mrl_cpu"):
+    """Raise RuntimeError if SGLang cannot find this checkout's platform plug-in. It would start anyway and fail much later."""
+    plugins = entry_points(group="sglang.srt.platforms", name="mrl_cpu")
+    if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
-            "SGLang needs mrl's plug-in to run on a CPU, and finds only plug-ins of installed packages; "
-            "run `pip install --no-deps -e .` in the checkout."
+            f"SGLang needs mrl's plug-in {PLATFORM_PLUGIN} to run on a CPU, and finds only plug-ins of installed packages; "
+            "run `pip install --no-deps -e .` in the checkout (again, if mrl was installed before)."
         )
 
 

@@ -1,158 +1,120 @@
-"""The staleness buffer, which decides what each step trains, and the pipeline that samples and scores its groups.
-
-A prompt request stands for a group of G responses. With N groups per step and a maximal staleness of K weight versions, at
-most (K + 1) N groups are drawn and not yet trained. So memory is bounded, however fast engines and trainers are. Step s never
-trains a token that is older than weight version s - K. K = 0 is synchronous training.
-"""
+"""The rollout pipeline: samples the groups of prompt requests, scores them, and stores them in the staleness buffer."""
 
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
+from mrl.data.tokenizer import load_tokenizer
+from mrl.hang_report.process_registry import track_activity
+from mrl.rollout.client import TRAINING, SamplingParams, seed_of
 from mrl.rollout.engine_pool import EnginePool, NoEngineError, deadline_error
-from mrl.rollout.request_builder import PromptRequest, UnscoredGroup
-from mrl.rollout.trajectory import Group, StepGroups
+from mrl.rollout.rollout_log import CompletionCache
+from mrl.rollout.spec import RolloutSpec
+from mrl.rollout.staleness_buffer import (
+    PromptRequest,
+    ResponseLengths,
+    StalenessBuffer,
+    longest_first,
+    split_over_engines,
+)
+from mrl.rollout.trajectory import Group, StepGroups, Trajectory
 
 
-@dataclass
-class StalenessBuffer[T]:
-    """The prompt requests that are drawn and not yet trained. A pure data structure; the planner simulates runs with it.
+@dataclass(frozen=True)
+class UnscoredGroup:
+    """The G responses to a prompt request, before they are scored."""
 
-    - Over-sampling: `extra` groups are in flight beyond those that steps need. A step takes the groups that finish first, and
-      drops the others once they are too old. Without over-sampling nothing is dropped: a step waits for every group that would
-      be too old for the next one.
-    - `in_order`: steps train groups in the order of drawing, so short responses are not preferred.
-    - `max_replaced`: number of groups per step that are replaced if the group filter rejects them. If it rejects more, the
-      step has fewer groups.
+    request: PromptRequest
+    prompt: list[int]
+    trajectories: list[Trajectory]
+    greedy: Trajectory | None = None
+
+
+class GroupSampler:
+    """Samples the groups of prompt requests from the engine pool.
+
+    This is not part of RolloutWorker, because Ray lets calls overlap if the actor class has a coroutine.
     """
 
-    groups_per_step: int  # N
-    staleness: int  # K, weight versions
-    extra: int = 0  # groups
-    in_order: bool = False
-    max_replaced: int = 0
-    drawn: int = 0  # prompt requests since the run began; the next one gets this number
-    in_flight: dict[int, PromptRequest] = field(default_factory=dict)  # being sampled or scored, by number
-    _finished: dict[int, tuple[PromptRequest, T]] = field(default_factory=dict)  # in the order of finishing
-    _filtered: dict[int, T] = field(default_factory=dict)  # rejected by the group filter since the last step
-
-    def room(self) -> int:
-        """Number of prompts that may be drawn now."""
-        not_replaced = max(0, len(self._filtered) - self.max_replaced)
-        capacity = (self.staleness + 1) * self.groups_per_step + self.extra
-        return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
-
-    def admit(self, rows: Iterable[int], version: int) -> list[PromptRequest]:
-        """Create prompt requests for the next rows. `version`: weight version that the engines serve."""
-        requests = [PromptRequest(self.drawn + place, row, version) for place, row in enumerate(rows)]
-        assert len(requests) <= self.room(), f"{len(requests)} more prompt requests, room for {self.room()}"
-        self.drawn += len(requests)
-        self.in_flight |= {request.number: request for request in requests}
-        return requests
-
-    def finish(self, number: int, group: T, keep: bool) -> None:
-        """Store a scored group. Without `keep`, no step trains it, and it may be replaced. A dropped group is ignored."""
-        request = self.in_flight.pop(number, None)
-        if request is None:
-            return
-        if keep:
-            self._finished[number] = (request, group)
-        else:
-            self._filtered[number] = group
-
-    def take_step(self, step: int) -> StepGroups[T] | None:
-        """Remove the groups that `step` trains and return them; None while the step must wait for groups in flight."""
-        numbers = self._select_in_order() if self.in_order else self._select_finished(step)
-        is_short = not self.in_flight and not self.room()  # enough rejected groups were replaced
-        if numbers is None or (len(numbers) < self.groups_per_step and not is_short):
-            return None
-        groups = {number: self._finished.pop(number)[1] for number in sorted(numbers)}
-        filtered, self._filtered = self._filtered, {}
-        return StepGroups(
-            list(groups), list(groups.values()), list(filtered), list(filtered.values()), self._drop_stale(step)
-        )
-
-    def remove(self, numbers: Sequence[int]) -> None:
-        """Remove prompt requests that were trained or rejected already, or are dropped."""
-        for number in numbers:
-            self.in_flight.pop(number, None)
-            self._finished.pop(number, None)
-
-    def restore(self, drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
-        """Start over before `step`, after `drawn` prompts were drawn, with these requests (in the order of drawing) in flight.
-
-        If there are more than this buffer holds, the last ones get a later admitted version: that of the step with room.
-        """
-        oldest = step - self.staleness
-        versions = [
-            max(request.admitted_version, oldest + place // self.groups_per_step)
-            for place, request in enumerate(requests)
-        ]
-        self.in_flight = {
-            request.number: replace(request, admitted_version=version)
-            for request, version in zip(requests, versions, strict=True)
-        }
-        self.drawn, self._finished, self._filtered = drawn, {}, {}
-
-    @property
-    def waiting(self) -> list[PromptRequest]:
-        """All requests that are drawn and not trained, in the order of drawing. A resumed run needs them again."""
-        requests = [*self.in_flight.values(), *(request for request, _ in self._finished.values())]
-        return sorted(requests, key=lambda request: request.number)
-
-    @property
-    def finished(self) -> dict[int, T]:
-        """The groups that are sampled and wait for a step, by number."""
-        return {number: group for number, (_, group) in self._finished.items()}
-
-    def _select_in_order(self) -> list[int] | None:
-        """The first N requests in the order of drawing, once all of them are finished."""
-        first = sorted([*self.in_flight, *self._finished])[: self.groups_per_step]
-        return None if any(number in self.in_flight for number in first) else first
-
-    def _select_finished(self, step: int) -> list[int] | None:
-        """Up to N finished groups, the first finished first, such that every remaining group can still be trained in time.
-
-        Condition: at most d * N requests that are too old for any step after `step + d` remain, for d = 0 to K.
-        """
-        first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
-        if first and not self.extra and first.admitted_version <= step - self.staleness:
-            return None  # a quick exit, because this runs after every group
-        chosen: dict[int, None] = {}
-        for later in range(0 if self.extra else self.staleness + 1):
-            oldest = step - self.staleness + later
-            num_old = sum(request.admitted_version <= oldest for request in self.waiting)
-            old = [number for number, (request, _) in self._finished.items() if request.admitted_version <= oldest]
-            missing = num_old - later * self.groups_per_step - sum(number in chosen for number in old)
-            free = [number for number in old if number not in chosen]
-            if missing > len(free):
-                return None
-            chosen |= dict.fromkeys(free[: max(0, missing)])
-        rest = [number for number in self._finished if number not in chosen]
-        return [*chosen, *rest[: max(0, self.groups_per_step - len(chosen))]]
-
-    def _drop_stale(self, step: int) -> list[int]:
-        """Remove requests that are too old for the next step. There are none without over-sampling."""
-        stale = [request.number for request in self.waiting if request.admitted_version <= step - self.staleness]
-        assert self.extra or not stale, f"step {step} left {stale} behind, which no later step may train"
-        self.remove(stale)
-        return stale
-
-
-class GroupSampler(Protocol):
-    """What the pipeline needs from RequestBuilder."""
+    def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
+        """`cache`: completions in it are not sampled again, and new completions are added to it."""
+        self.spec, self._engines, self._cache = spec, engines, cache
+        self._conversation = None
+        if spec.agent:
+            self._conversation = spec.agent.prepare(load_tokenizer(spec.model_path, spec.chat), spec.chat.args)
+        self.lengths = ResponseLengths(spec.max_response_tokens / 2)
+        self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Decide which prompt requests share an HTTP request. Groups that share one finish together."""
-        ...
+        """Decide which prompt requests share an HTTP request, in the order in which these are sent.
 
-    def sample(self, requests: Sequence[PromptRequest]) -> Awaitable[list[UnscoredGroup]]:
-        """Sample the groups of these requests, in the event loop of the engine pool."""
-        ...
+        If a step waits for all groups anyway, several groups share a request, which costs the engines less.
+        """
+        if self._one_group_per_request:
+            return [
+                [request] for request in longest_first(requests, lambda request: self.lengths.expected(request.row))
+            ]
+        return split_over_engines(requests, len(self._engines.urls), self.spec.responses_per_prompt)
+
+    async def sample(self, requests: Sequence[PromptRequest]) -> list[UnscoredGroup]:
+        """Sample G responses to each prompt, and a greedy one if the advantage needs it, all from one engine."""
+        size, rows = self.spec.responses_per_prompt, ", ".join(str(request.row) for request in requests)
+        prompts = []
+        for request in requests:
+            with track_activity(f"tokenising the prompt of row {request.row}"):
+                prompts.append(self.spec.train.encode(request.row))
+        numbers = [size * request.number + member for request in requests for member in range(size)]
+        sampling = self._sampling_params(self.spec.temperature, [(TRAINING, number) for number in numbers])
+        work = None
+        if self._one_group_per_request:
+            work = size * sum(self.lengths.expected(request.row) for request in requests)
+        with track_activity(f"sampling {len(requests)} x {size} responses to rows {rows}"):
+            repeated = [prompt for prompt in prompts for _ in range(size)]
+            trajectories = await self._respond(repeated, sampling, numbers, self._cache, work)
+            greedy: Sequence[Trajectory | None] = [None] * len(requests)
+            if self.spec.needs_greedy:
+                params = self._sampling_params(0.0, [()] * len(requests))
+                greedy = await self._respond(prompts, params, range(len(prompts)))
+        return [
+            UnscoredGroup(request, prompt, trajectories[n * size : (n + 1) * size], likeliest)
+            for n, (request, prompt, likeliest) in enumerate(zip(requests, prompts, greedy, strict=True))
+        ]
+
+    async def _respond(
+        self,
+        prompts: list[list[int]],
+        sampling: list[SamplingParams],
+        numbers: Sequence[int],
+        cache: CompletionCache | None = None,
+        work: float | None = None,
+    ) -> list[Trajectory]:
+        """Sample one response to each prompt, all on the engine that has the least work."""
+        session = self._engines.open_session()
+        if self._conversation:
+            sessions = [session] * len(prompts)
+            return await self._engines.converse(self._conversation, numbers, prompts, sampling, cache, sessions)
+        completions = await self._engines.generate(numbers, prompts, sampling, cache, session, work)
+        return [Trajectory.from_completion(completion) for completion in completions]
+
+    def respond_now(
+        self, prompts: list[list[int]], temperature: float, seed_paths: Sequence[tuple[int, ...]]
+    ) -> list[Trajectory]:
+        """Sample one response to each prompt, spread over all engines, and wait. Not for use inside the event loop."""
+        sampling = self._sampling_params(temperature, seed_paths)
+        if self._conversation:
+            return self._engines.converse_all(self._conversation, prompts, sampling)
+        return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
+
+    def _sampling_params(self, temperature: float, seed_paths: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
+        """Sampling parameters of one response per seed path; with `rollout.deterministic` each has its seed."""
+        params = SamplingParams(self.spec.max_response_tokens, temperature)
+        if not self.spec.deterministic:
+            return [params] * len(seed_paths)
+        return [replace(params, seed=seed_of(self.spec.seed, *path)) for path in seed_paths]
 
 
 class RolloutPipeline:
