@@ -1,20 +1,20 @@
-# Settings of a job, sourced by train.sbatch and on every node. Each can be exported before submission.
-# A site's own lines (module load, NCCL_*, proxies) belong here, too: every process of the job inherits them.
+# Settings of a job, sourced by train.sbatch and on every node. Export a variable before submission to change it.
+# Lines of your site (module load, NCCL_*, proxies) belong here too: all processes of the job inherit them.
 : "${MRL_CHECKOUT:=$SLURM_SUBMIT_DIR}" # on a file system that all nodes share
 : "${MRL_CONTAINER:=}"   # image with the packages: a .sif runs in Apptainer, anything else in Pyxis; empty: no container
-: "${MRL_MOUNTS:=}"      # what containers see besides checkout, working directory, run.dir and /tmp: A,B or A:B,...
-: "${MRL_PYTHON:=}"      # default: that of the checkout's .venv; in a container its python3
-: "${MRL_INTERFACE:=}"   # network of Ray, gloo and NCCL's bootstrap, such as ib0; default: that of the host name
-: "${MRL_RAY_OPTIONS:=}" # more options of `ray start`, such as --object-store-memory=8000000000
-: "${MRL_DOCTOR_S:=120}" # deadline of `mrl doctor` on all nodes, whose errors end the job before Ray starts; 0: it is left out
-: "${MRL_JOIN_S:=300}"   # until every node has joined Ray; then the job ends and names those that have not
-: "${MRL_STOP_S:=60}"    # for processes on the nodes to end; then they are killed
-: "${MRL_REQUEUES:=5}"   # new starts of the job after lost nodes; those after a signal to leave are not counted
+: "${MRL_MOUNTS:=}"      # mounts in addition to checkout, working directory, run.dir and /tmp: A,B or A:B,...
+: "${MRL_PYTHON:=}"      # default: the checkout's .venv; in a container its python3
+: "${MRL_INTERFACE:=}"   # network interface of Ray, gloo and NCCL's bootstrap, such as ib0; default: that of the host name
+: "${MRL_RAY_OPTIONS:=}" # additional options of `ray start`, such as --object-store-memory=8000000000
+: "${MRL_DOCTOR_S:=120}" # deadline (s) of `mrl doctor`, whose errors end the job before Ray starts; 0: skip it
+: "${MRL_JOIN_S:=300}"   # deadline (s) for all nodes to join Ray; then the job ends and names the missing ones
+: "${MRL_STOP_S:=60}"    # deadline (s) for processes on the nodes to end; then they are killed
+: "${MRL_REQUEUES:=5}"   # limit of requeues after lost nodes; requeues after a preemption do not count
 
-# Who has the token may use Ray. It reaches the nodes in the environment: in no file, no log and no command line.
+# The token gives access to Ray. It reaches the nodes in the environment, not in a file, a log or a command line.
 : "${RAY_AUTH_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 export MRL_CHECKOUT RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # a slow file system delays Ray's own agents
+export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # a slow file system delays Ray's agents
 export PYTHONPATH=$MRL_CHECKOUT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 if [ "$MRL_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$MRL_INTERFACE NCCL_SOCKET_IFNAME=$MRL_INTERFACE
@@ -23,7 +23,7 @@ fi
 
 python=${MRL_PYTHON:-$MRL_CHECKOUT/.venv/bin/python}
 step=(srun --overlap --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --open-mode=append)
-inside=() # what stands before Python in Apptainer
+inside=() # command prefix in Apptainer
 if [ "$MRL_CONTAINER" ]; then
     python=${MRL_PYTHON:-python3}
     binds=

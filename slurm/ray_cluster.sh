@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The Ray cluster of a job. Sourced by train.sbatch for start_ray, nodes and stop_ray; each node runs `ray_cluster.sh node`.
-# Ports are a block of 200 that follows from the job's id, or a later one where another job's Ray listens there already.
+# Ray cluster of a job. train.sbatch sources it for start_ray, nodes and stop_ray; each node runs `ray_cluster.sh node`.
+# The job uses a block of 200 ports, derived from its id; if Ray of another job listens there, the next free block.
 
 listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
-# free_block ADDRESS: the first port of a block whose first two, those of a head and of a node, are free on this machine.
+# free_block ADDRESS: prints the first port of a block whose first two ports (head, node) are free on this machine.
 free_block() {
     local n port
     for ((n = 0; n < 100; n++)); do
@@ -18,20 +18,20 @@ free_block() {
 own_address() {
     if [ "$MRL_INTERFACE" ]; then
         ip -4 -o address show dev "$MRL_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'
-    else # not the loopback address that some systems give their own name
+    else # without loopback addresses, to which some systems resolve their own name
         { getent ahostsv4 "$(hostname)" | awk '{print $1}'; hostname -I | tr ' ' '\n'; } | grep -v '^127\.' | head -n 1
     fi
 }
 
-# everywhere COMMAND...: becomes a step with one process on each node; for the background, where signals then reach the step.
-everywhere() {
+# on_all_nodes COMMAND...: replaces the shell by a step with one process per node; run it in the background, so signals reach the step.
+on_all_nodes() {
     local group=()
     [ "${SLURM_HET_SIZE:-1}" = 1 ] || group=(--het-group=0-$((SLURM_HET_SIZE - 1)))
     exec "${step[@]}" "${group[@]}" --ntasks-per-node=1 "$@"
 }
 
-# start_ray: one step on all nodes, this one the head. Sets address; ray, the process to wait for; on_head, what runs a command on
-# this node alone; joined, which with SECONDS NODE... tells whether these are in the cluster by then, and names those that are not.
+# start_ray: starts Ray on all nodes, with the head on this node. Sets `address`; `ray`, the process id of the step; `on_head`, a
+# command prefix that runs on this node only; `joined`, a command that with SECONDS NODE... waits for nodes and names missing ones.
 start_ray() {
     local first=() port
     export MRL_JOB=$SLURM_JOB_ID MRL_HEAD=$SLURMD_NODENAME MRL_HEAD_IP MRL_HEAD_PORT run_dir
@@ -40,7 +40,7 @@ start_ray() {
     [ "${SLURM_HET_SIZE:-1}" = 1 ] || first=(--het-group=0)
     on_head=("${step[@]}" "${first[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME")
     joined=("${on_head[@]}" "${inside[@]}" "$python" -m mrl.placement.ray_cluster "$address")
-    everywhere --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
+    on_all_nodes --no-kill --output="$run_dir/logs/ray_%N.log" bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" node &
     ray=$!
 }
 
@@ -53,48 +53,48 @@ nodes() {
     scontrol show hostnames "$lists"
 }
 
-# unreachable: whether Slurm does not hear from a node of the job, which then is to blame.
+# unreachable: succeeds if Slurm itself does not reach a node of the job.
 unreachable() { sinfo --noheader --Node --nodes="$(nodes | paste -sd,)" --format=%T | grep -Eq '[*]|down|fail'; }
 
-# stop_ray: nothing of the job is left on its nodes afterwards, whatever state it was in. srun passes USR1 on; of TERM it makes a
-# kill, after which nodes could not tidy up.
+# stop_ray: ends all processes of the job on its nodes. srun forwards USR1, but turns TERM into a kill, after which nodes could
+# not clean up.
 stop_ray() {
     local end=$((SECONDS + MRL_STOP_S))
     while kill -USR1 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 1; done
     kill -TERM "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm kills them"
 }
 
-# What a node runs: Ray until it ends or is told to; then the logs are kept, and every process that Ray started is ended.
+# node: runs Ray until it ends or gets a signal; then copies the logs and ends all processes that Ray started.
 node() {
-    local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role told= end=$((SECONDS + MRL_JOIN_S))
+    local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role stopping= end=$((SECONDS + MRL_JOIN_S))
     ray=
-    trap heed USR1 TERM
+    trap on_signal USR1 TERM
     (setsid bash "$MRL_CHECKOUT/slurm/ray_cluster.sh" guard $$ "$tmp" </dev/null >/dev/null 2>&1 &)
     if [ "$SLURMD_NODENAME" = "$MRL_HEAD" ]; then
         port=$MRL_HEAD_PORT
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
     else
         until listens "$MRL_HEAD_IP" "$MRL_HEAD_PORT"; do
-            [ -z "$told" ] && ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
+            [ -z "$stopping" ] && ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
             sleep 0.5
         done
         port=$(free_block localhost) || return 1
         role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT")
     fi
-    until [ "$told" ] || ray_node || [ "$told" ] || ((SECONDS > end)); do # Ray itself waits 30 s for a slow machine, then gives up
-        echo "Ray ended on $SLURMD_NODENAME; it is started again"
+    until [ "$stopping" ] || ray_node || [ "$stopping" ] || ((SECONDS > end)); do # Ray gives up after 30 s on a slow machine
+        echo "Ray ended on $SLURMD_NODENAME; restarting it"
         sleep 1
     done
 }
 
-heed() {
-    told=1
+on_signal() {
+    stopping=1
     [ -z "$ray" ] || kill -TERM "$ray" 2>/dev/null
 }
 
 ray_node() {
     local status
-    trap heed USR1 TERM
+    trap on_signal USR1 TERM
     rm -rf "$tmp"
     # shellcheck disable=SC2086
     MRL_RAY_OF=$MRL_JOB "${inside[@]}" "$python" -m ray.scripts.scripts start "${role[@]}" --block --temp-dir="$tmp" \
@@ -106,7 +106,7 @@ ray_node() {
     ray=$!
     wait "$ray"
     status=$?
-    trap '' USR1 # which srun gives to all processes of the step, those that tidy up among them
+    trap '' USR1 # srun sends it to all processes of the step, also during the cleanup
     end_leftovers
     mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME"
     cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
@@ -116,7 +116,7 @@ ray_node() {
 
 leftovers() { grep -lsz "^MRL_RAY_OF=$MRL_JOB\$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# They are known by their environment: Slurm loses sight of a process whose parent has ended, unless it counts by cgroups.
+# end_leftovers: finds processes by their environment, because Slurm without cgroups loses processes whose parent has ended.
 end_leftovers() {
     local end=$((SECONDS + 10)) signal=TERM pids
     # shellcheck disable=SC2086
@@ -127,7 +127,7 @@ end_leftovers() {
     done
 }
 
-# guard PID FOLDER: tidies up where Slurm kills the node's script before it can. It is a daemon: who overlooks Ray's overlooks this one.
+# guard PID FOLDER: cleans up if Slurm kills the node's script before it does. It is a daemon, as Ray's processes are.
 guard() {
     trap '' TERM USR1
     while kill -0 "$1" 2>/dev/null; do sleep 1; done

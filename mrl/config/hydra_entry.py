@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config.schema import Config
-from mrl.config.secrets import WrittenSecretError, engine_key, refuse_literals
+from mrl.config.secrets import PlainSecretError, engine_key, refuse_plain_secrets
 from mrl.config.validate import (
     from_hydra,
     is_known,
@@ -110,7 +110,7 @@ def _checked_config(composed: DictConfig) -> Config:
     """The config of the job that Hydra is about to run; ends the process where it is wrong."""
     try:
         config = from_hydra(composed)
-    except WrittenSecretError as error:
+    except PlainSecretError as error:
         shutil.rmtree(Path(HydraConfig.get().runtime.output_dir, "hydra"))  # where Hydra has already written the secret
         exit_with_error(error)
     except ValueError as error:
@@ -191,6 +191,15 @@ def add_default_experiment(argv: list[str]) -> list[str]:
     return argv if names_model(argv) else ["experiment=quickstart", *argv]
 
 
+def is_known_override(argument: str) -> bool:
+    """Return whether an override sets a key or a group that exists."""
+    try:
+        check_overrides([argument])
+    except ValueError:
+        return False
+    return True
+
+
 def check_overrides(argv: Sequence[str]) -> list[str]:
     """Check the key of each override, and return the arguments as Hydra takes them.
 
@@ -211,7 +220,7 @@ def _check_override(argument: str, parser: OverridesParser) -> str:
         return argument
     if not is_known(key):
         raise ValueError(unknown_key_message(key))
-    refuse_literals({key: value})  # before Hydra writes the overrides to a file
+    refuse_plain_secrets({key: value})  # before Hydra writes the overrides to a file
     free = (key not in known_keys() or isinstance(value, dict)) and not argument.startswith(("+", "~"))
     return f"++{argument}" if free else argument
 

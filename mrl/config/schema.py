@@ -1,8 +1,8 @@
 """The config schema: every key of a run with its type, default, unit, bounds and description.
 
-The dataclasses are Hydra structured configs (registered by mrl/config/hydra_entry.py), so OmegaConf checks the types, and
-`mrl config` and docs/reference/config.md are generated from the fields' metadata. A value of type `Node` names a class or function by
-Hydra's `_target_`; mrl/config/instantiate.py builds it before any process starts.
+The dataclasses are Hydra structured configs (registered by mrl/config/hydra_entry.py), so OmegaConf checks the types. The
+command `mrl config` and docs/reference/config.md are generated from the metadata of the fields. A value of type `Node` names
+a class or function by Hydra's `_target_`; mrl/config/instantiate.py builds it before any process starts.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,8 @@ from parallel.trainer_config import config_field as key
 Node = dict[str, Any]
 ASYNC_STALENESS = 2
 
-RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # a class body cannot define `async`
+# A class body cannot define a member `async`.
+RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type: ignore[bad-class-definition]
 
 
 class GroupOrder(StrEnum):

@@ -1,4 +1,4 @@
-"""Secrets of a run: the key of its engines, and how secrets of a config stay out of everything that is written."""
+"""Secrets: the engine key of a run, and redaction of secrets from everything that a run writes."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 ENGINE_KEY = "MRL_ENGINE_KEY"
-"""Environment variable with the key that engines ask for. Set it for servers that run already (rollout.engine_urls)."""
+"""Environment variable of the key that engines require. Set it to use running servers (rollout.engine_urls)."""
 
 HIDDEN = "(secret)"
-SHORTEST = 8  # characters of an environment variable that is looked for in texts: a shorter one may be there by chance
+SHORTEST = 8  # characters of the shortest secret that is redacted inside texts; shorter ones could occur by chance
 
-_SECRET = re.compile(  # of names with "_" for "-"; `tokens` alone are a model's
+_SECRET = re.compile(  # names with "_" for "-"; `tokens` alone means model tokens
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
     re.IGNORECASE,
@@ -24,73 +24,73 @@ _SENDABLE = re.compile(r"[!-~]+")
 _FROM_ENVIRONMENT = re.compile(r"\$\{(oc\.env:[^,}]+(,\s*(null)?\s*)?|[\w.]+)\}")
 
 
-class WrittenSecretError(ValueError):
-    """A config has a secret in plain text."""
+class PlainSecretError(ValueError):
+    """A config contains a secret in plain text."""
 
 
 def engine_key() -> str:
-    """The key of this run's engines: MRL_ENGINE_KEY, or a random one that children of this process inherit.
+    """Return the key of this run's engines: MRL_ENGINE_KEY, or a random one that child processes inherit.
 
-    Raises ValueError as `key_in`.
+    Raises ValueError if an HTTP header cannot carry it.
     """
     os.environ.setdefault(ENGINE_KEY, secrets.token_urlsafe(32))
-    return key_in(ENGINE_KEY)
+    return engine_key_from(ENGINE_KEY)
 
 
-def key_in(variable: str) -> str:
-    """The key in an environment variable.
+def engine_key_from(variable: str) -> str:
+    """Return the key in an environment variable.
 
-    Raises ValueError where no HTTP header can carry it; HTTP clients would put it into the texts of their errors.
+    Raises ValueError if an HTTP header cannot carry it; otherwise HTTP clients would quote it in their error messages.
     """
     key = os.environ[variable]
     if not _SENDABLE.fullmatch(key):
         raise ValueError(
-            f"the key in the environment variable {variable} is empty, or has a space, a line end or a letter that is not "
-            f"ASCII, which no HTTP header can carry; export it without, as by {variable}=$(cat FILE)."
+            f"the key in the environment variable {variable} is empty, or has a space, a line end or a non-ASCII "
+            f"character, which an HTTP header cannot carry; export it without them, for example {variable}=$(cat FILE)."
         )
     return key
 
 
 def authorization() -> dict[str, str]:
-    """The HTTP header that engines ask for."""
+    """Return the HTTP header that engines require."""
     return {"authorization": f"Bearer {engine_key()}"}
 
 
-def is_secret(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret, by its name."""
-    name = name.replace("-", "_")  # of an HTTP header
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of a key or environment variable indicates a secret."""
+    name = name.replace("-", "_")  # HTTP headers use -
     return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
 
 
-def refuse_literals(config: Mapping[Any, Any]) -> None:
-    """Raise WrittenSecretError where a secret is written into a config, which ends in files and trackers.
+def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
+    """Raise PlainSecretError if the config contains a secret in plain text, which would be written to files and trackers.
 
-    `config`: unresolved, so that `${oc.env:NAME}` is still to be seen.
+    `config` is unresolved, so that `${oc.env:NAME}` is still recognizable.
     """
     for key, value in flatten_config(config, into_lists=True):
         literal = _FROM_ENVIRONMENT.sub("", value) if isinstance(value, str) else value
         scheme = isinstance(literal, str) and literal.strip().lower() in ("bearer", "basic")
-        if is_secret(key.rpartition(".")[2]) and literal not in (None, "", "???") and not scheme:
+        if is_secret_name(key.rpartition(".")[2]) and literal not in (None, "", "???") and not scheme:
             name = key.rpartition(".")[2].upper().replace("-", "_")
-            raise WrittenSecretError(
-                f"{key} holds a secret, which would be written to the run's folder and to trackers; "
+            raise PlainSecretError(
+                f"{key} holds a secret, which would be written to the run directory and to trackers; "
                 f"put it into an environment variable and set {key}='${{oc.env:{name}}}'."
             )
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a resolved config that may be written: secrets by name, and values of secret environment variables, hidden."""
-    known = [value for name, value in os.environ.items() if is_secret(name) and len(value) >= SHORTEST]
-    return {name: _hidden(name, value, sorted(known, key=len, reverse=True)) for name, value in config.items()}
+    """Return a copy of a resolved config without secrets: values of secret names, and of secret environment variables."""
+    known = [value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= SHORTEST]
+    return {name: _redact_value(name, value, sorted(known, key=len, reverse=True)) for name, value in config.items()}
 
 
-def _hidden(name: str, value: Any, known: list[str]) -> Any:
+def _redact_value(name: str, value: Any, known: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return {inner: _hidden(str(inner), each, known) for inner, each in value.items()}
-    if is_secret(name) and value not in (None, ""):
+        return {inner: _redact_value(str(inner), each, known) for inner, each in value.items()}
+    if is_secret_name(name) and value not in (None, ""):
         return HIDDEN
     if isinstance(value, list | tuple):
-        return type(value)(_hidden("", each, known) for each in value)
+        return type(value)(_redact_value("", each, known) for each in value)
     if isinstance(value, str):
         for secret in known:
             value = value.replace(secret, HIDDEN)

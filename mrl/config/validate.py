@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mrl.config.schema import ClusterConfig, Config, GenerateConfig, Node, ParallelConfig
-from mrl.config.secrets import refuse_literals
+from mrl.config.secrets import refuse_plain_secrets
 
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
 """Free-form sections that may hold the keys of ParallelConfig only."""
@@ -125,12 +125,12 @@ def from_hydra(composed: DictConfig) -> Config:
     """Convert a composed config to the schema's dataclasses.
 
     Raises:
-        WrittenSecretError: a secret is written as plain text.
+        PlainSecretError: a secret is written as plain text.
         ValueError: a value does not fit; the message names the key and what is expected.
     """
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict), f"config is a {type(written)}"
-    refuse_literals(written)
+    refuse_plain_secrets(written)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(structured_schema(), composed))
     except OmegaConfBaseException as error:

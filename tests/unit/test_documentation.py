@@ -22,7 +22,7 @@ def test_a_block_that_is_not_run_says_what_it_needs():
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.needs], ids=str)
 def test_config_keys_of_commands_that_are_not_run_exist(block):
-    from mrl.config.hydra_app import is_known_override
+    from mrl.config.hydra_entry import is_known_override
 
     for command in block.commands:
         arguments = mrl_arguments(command)

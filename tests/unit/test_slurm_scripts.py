@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mrl.config.overrides import override
+from mrl.config.hydra_entry import format_override
 
 SLURM = Path(__file__).resolve().parents[2] / "slurm"
 
@@ -313,7 +313,7 @@ def test_lost_nodes_are_counted_over_the_starts_of_a_job(batch, tmp_path):
 def test_a_task_of_an_array_is_queued_again_alone_and_its_own_point_is_looked_at(batch, tmp_path):
     array = dict(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3", MRL_SWEEP=f"{tmp_path}/sweep")
     job = batch("run.dir=sweep", FAKE_STATUS="75", **array)
-    assert job.end() == 0, "the stand-in has no sweep_point"
+    assert job.end() == 0, "the stand-in has no mrl.sweep.points"
     (doctor, _) = job.started("mrl.commands.doctor")
     assert doctor["argv"][-1] == f"--point={tmp_path}/sweep/3"
     job.process = batch("run.dir=sweep", FAKE_STATUS="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3").process
@@ -323,7 +323,7 @@ def test_a_task_of_an_array_is_queued_again_alone_and_its_own_point_is_looked_at
 
 @pytest.mark.parametrize("name", ["a b", "lr=1e-4", "ü(1)", "50%", 'quo"te', "it's"])
 def test_a_folder_may_have_any_name(batch, tmp_path, name):
-    job = batch(override("run.dir", tmp_path / name))
+    job = batch(format_override("run.dir", tmp_path / name))
     assert job.end() == 0, job.said
     (driver,) = job.started("mrl.cli")
     overrides = OverridesParser.create().parse_overrides(driver["argv"][2:-1])
