@@ -45,8 +45,8 @@ def engine_memory(
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     """Return the bytes of one token's keys and values on one rank, over all layers.
 
-    Key/value heads are replicated where there are fewer of them than ranks. Latent attention caches the compressed vector, which
-    every rank holds whole.
+    Key/value heads are replicated if there are fewer of them than ranks. Latent attention caches one compressed vector per token,
+    and every rank has a full copy of it.
     """
     if shape.is_latent:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize

@@ -61,7 +61,10 @@ class EngineTime:
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops
 
     def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of two all-reduces per layer. Also bounds a layer's kernel launches: one latency each."""
+        """Return the seconds of two all-reduces per layer.
+
+        Their latency is counted on one GPU, too: it stands for the time to launch the kernels of the layer.
+        """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes(self.tp) + self.cluster.latency_s)
 
@@ -104,9 +107,9 @@ class RolloutTime:
     def step_s(self, train_s: float) -> float:
         """Return the seconds of a step, without the push, if training takes `train_s`.
 
-        A step's samples are requested when step - (K + 1) has been trained. They wait for no training except their own, so they
-        have K + 1 steps minus one training. The longest response needs its own decoding steps, which the other running responses
-        make longer: tail / (1 - shared / step).
+        The samples of step s are requested after step s - (K + 1) was trained, and training of step s waits for them. So sampling
+        may take the time of K + 1 steps minus one training. The longest response takes the time of its decoding steps, which the
+        other running responses make longer: tail / (1 - shared / step).
         """
         if not self.staleness:
             return train_s + self.tail_s + self.shared_s

@@ -86,7 +86,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield each parallel axis doubled: on the same GPUs where replicas can be given up for it, and on twice as many GPUs."""
+    """Yield layouts with one parallel axis doubled: with half as many replicas, or on twice as many GPUs."""
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):
         sizes = {axis: vars(p)[axis] * 2}

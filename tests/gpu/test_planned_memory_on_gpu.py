@@ -1,4 +1,4 @@
-"""The memory account against a real GPU: the most that torch allocates in one update, within 5 %."""
+"""Planned GPU memory of an update equals the most that torch allocates in it, within 5 %."""
 
 import json
 
@@ -28,7 +28,7 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 
 
 @pytest.mark.parametrize("overrides", [{}, FULL], ids=["kept", "recomputed"])
-def test_an_update_allocates_what_is_planned(tmp_path, overrides):
+def test_an_update_allocates_the_planned_bytes(tmp_path, overrides):
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def test_an_update_allocates_what_is_planned(tmp_path, overrides):
         out.sum().backward()
         optimizer.step()
 
-    update()  # makes the optimizer's state
+    update()  # creates the optimizer's state
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     update()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from recorded_runs import SPEEDS, STEPS, N, lengths_of, recorded
 
-from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.run_dir import SampleLedger
 from mrl.core.types import Rollouts
 from mrl.planner.rollout_simulator import RolloutSetup, RunSpeeds, simulate
 from mrl.planner.run_trace import RecordedStep, fit_engine, read_lengths, read_run
