@@ -1,4 +1,7 @@
-"""Descriptions of a model: Architecture (the content of one config) and Family (how configs and weights are converted)."""
+"""Descriptions of a model: Architecture (the content of one config), Family (how its weights are converted), ModelSpec.
+
+A worker group builds a model from a ModelSpec. Nothing here imports Megatron, so the driver can use it.
+"""
 
 import json
 import re
@@ -10,6 +13,7 @@ from models.conversion.mapping import ParamMapping
 from models.hf_config import HFConfig
 from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
+from parallel.trainer_config import OptimConfig
 
 _SHARED = "moe_shared_expert_intermediate_size"  # Megatron's name for the width of all shared experts together
 
@@ -188,3 +192,17 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
         if arch.is_moe(layer) in kinds:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.at(layer, expert) for expert in experts)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What every trainer rank builds its part of a model from."""
+
+    model_path: str  # Hugging Face folder
+    dims: ParallelDims
+    dtype: str  # float32 or bfloat16
+    optimizer: OptimConfig | None  # None: the model is never trained
+    overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
+    share_prompts: bool = True  # micro-batches may compute the prompt of a group once
+    logprob_chunk: int = 1024  # rows of logits in memory at a time
+    family: str | None = None  # file that defines the model's family; None: one of models/families

@@ -1,8 +1,13 @@
 """Saves and loads Megatron's distributed checkpoints (torch_dist): any parallel layout can load what another one saved."""
 
+import json
+import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -10,13 +15,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as save_arrays
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from parallel import groups, rng_state
+from parallel import groups
 from parallel.checkpoint_validation import validate_checkpoint
 from parallel.checkpoint_writer import CheckpointSave, CheckpointSaveError
 from parallel.collectives import raise_on_all_ranks
+from parallel.device import has_cuda
 from parallel.dims import ParallelDims
 from parallel.durable_files import rename_durably
 from parallel.optimizer import (
@@ -45,7 +55,7 @@ def begin_save(
     weights = _sharded_weights(chunks)
     state = {**weights, "optimizer": sharded_state_to_save(optimizer, weights)}
     state[_STEPS] = num_optimizer_steps(optimizer)
-    files = {rng_state.file_name(dist.get_rank()): rng_state.snapshot(dims)}
+    files = {rng_file_name(dist.get_rank()): rng_snapshot(dims)}
     return CheckpointSave(Path(folder), state, files, asynchronous)
 
 
@@ -101,13 +111,13 @@ def load(
     state = {**weights, "optimizer": sharded_state_to_load(optimizer, weights)}
     _validate(state, Path(folder))
     with raise_on_all_ranks(RuntimeError):
-        rng_states = rng_state.read(folder, dims)
+        rng_states = read_rng(folder, dims)
     loaded = _read(state, Path(folder))
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{number}"])
     restore_optimizer_state(optimizer, loaded["optimizer"], loaded[_STEPS])
     if rng_states is not None:
-        rng_state.restore(rng_states)
+        restore_rng(rng_states)
     return rng_states is not None
 
 
@@ -211,3 +221,81 @@ def _rename_on_rank_0(partial: Path, folder: Path) -> None:
     with raise_on_all_ranks(CheckpointSaveError):
         if dist.get_rank() == 0:
             rename_durably(partial, folder)
+
+
+_TRACKED = "tracked."  # Megatron's generators, named by their purpose: tensor-parallel, expert-parallel, data-parallel
+logger = logging.getLogger(__name__)
+
+
+def rng_file_name(rank: int) -> str:
+    """Return the name of the file with the states of `rank`."""
+    return f"rng_{rank:05d}.safetensors"
+
+
+def rng_snapshot(dims: ParallelDims) -> bytes:
+    """Return the content of this rank's file: all current states, the rank and the layout."""
+    return save_arrays(_rng_states(), {"rank": str(dist.get_rank()), "layout": _rng_layout(dims)})
+
+
+def read_rng(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | None:
+    """Read this rank's states from `folder` for `restore`.
+
+    Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if a file is missing or
+    damaged.
+    """
+    header, _ = _read_rng_file(Path(folder) / rng_file_name(0))
+    if header["layout"] != _rng_layout(dims):
+        if dist.get_rank() == 0:
+            logger.warning("%s: saved by another layout; random number generators start from the seed.", folder)
+        return None
+    path = Path(folder) / rng_file_name(dist.get_rank())
+    header, states = _read_rng_file(path)
+    if header["rank"] != str(dist.get_rank()):
+        raise ValueError(
+            f"{path}: RNG states of rank {header['rank']}, expected {dist.get_rank()}; copy the checkpoint again."
+        )
+    return states
+
+
+def _rng_layout(dims: ParallelDims) -> str:
+    names = ("tp", "pp", "vpp", "cp", "dp", "ep", "expert_tp", "sequence_parallel")
+    return json.dumps({name: getattr(dims, name) for name in names} | {"cuda": has_cuda()})
+
+
+def _rng_states() -> dict[str, NDArray]:
+    _, keys, place, has_gauss, gauss = np.random.get_state()
+    _, words, next_gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state().numpy(),
+        "numpy": np.asarray(keys),
+        "numpy_rest": np.array([place, has_gauss, gauss], np.float64),
+        "python": np.array(words, np.uint32),
+        "python_gauss": np.array([] if next_gauss is None else [next_gauss], np.float64),
+    }
+    if has_cuda():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    tracked = get_cuda_rng_tracker().get_states()
+    return states | {_TRACKED + name: state.numpy() for name, state in tracked.items()}
+
+
+def restore_rng(states: dict[str, NDArray]) -> None:
+    """Set every generator to its saved state."""
+    place, has_gauss, gauss = states["numpy_rest"].tolist()
+    np.random.set_state(("MT19937", states["numpy"], int(place), int(has_gauss), gauss))
+    next_gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), next_gauss[0] if next_gauss else None))
+    torch.set_rng_state(torch.from_numpy(states["torch"]))
+    if has_cuda():
+        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
+    tracked = {name.removeprefix(_TRACKED): state for name, state in states.items() if name.startswith(_TRACKED)}
+    get_cuda_rng_tracker().set_states({name: torch.from_numpy(state) for name, state in tracked.items()})
+
+
+def _read_rng_file(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
+    try:
+        with safe_open(path, "numpy") as file:
+            return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: not readable ({error}); every rank of a checkpoint has such a file: copy the checkpoint again."
+        ) from None

@@ -9,6 +9,7 @@ is exceeded (only where CHECKOUT is this checkout's own tree, because the call p
 import argparse
 import ast
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -72,7 +73,11 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
     A key is described by a comment on its line or above it, or by `help=` of its field.
     """
     path = next(path for path in (root / "mrl/config/schema.py", root / "mrl/config.py") if path.exists())
-    sources = [path, *sorted(path.parent.glob("schema_*.py"))]
+    imports = (
+        node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module
+    )
+    modules = (root / f"{module.replace('.', '/')}.py" for module in imports)
+    sources = [path, *(module for module in modules if module.exists())]
     classes: dict[str, tuple[ast.ClassDef, list[str]]] = {}
     for source in sources:
         lines = source.read_text().splitlines()
@@ -90,13 +95,14 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
         fields = (item for item in node.body if isinstance(item, ast.AnnAssign))
         for item in (field for field in fields if isinstance(field.target, ast.Name)):
             kinds = [one.id for one in ast.walk(item.annotation) if isinstance(one, ast.Name) and one.id in classes]
+            assert isinstance(item.target, ast.Name)
             key = prefix + item.target.id
             if kinds and issubclass_of_section(classes[kinds[0]][0]):
                 visit(kinds[0], key + ".")
                 continue
             keys.append(key)
             text = "\n".join(lines[max(0, item.lineno - 2) : item.end_lineno])
-            if "#" not in text and "help=" not in text and "key(" not in text:
+            if "#" not in text and "help=" not in text and not re.search(r"\b(key|config_field)\(", text):
                 unexplained.append(key)
 
     visit("Config", "")

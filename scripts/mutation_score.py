@@ -82,7 +82,7 @@ def mutants_of(path: Path) -> list[Mutant]:
         occurrence = 0
         while True:
             tree, mutator = parso.parse(source), _Mutator(get_operator(name)(), occurrence)
-            mutated = mutator.walk(tree).get_code()
+            mutated = mutator.walk(tree).get_code()  # pyrefly: ignore
             if mutator.count <= occurrence:
                 break
             occurrence += 1

@@ -12,8 +12,7 @@ from models.families.deepseek_v3 import DEEPSEEK_V3
 from models.families.glm4_moe import GLM4_MOE
 from models.families.llama import LLAMA
 from models.families.mixtral import MIXTRAL
-from models.families.qwen2 import QWEN2
-from models.families.qwen3 import QWEN3, QWEN3_MOE
+from models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from models.hf_config import HFConfig
 
 FAMILIES: dict[str, Family] = {

@@ -8,7 +8,7 @@ from mrl.algorithms.corrections import ImportanceSampling, is_importance_samplin
 from mrl.algorithms.filters import Filter
 from mrl.algorithms.kl import KLPenalty
 from mrl.algorithms.objective import Objective
-from mrl.config.instantiate import plug_in
+from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
 
 SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
@@ -31,7 +31,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
     algorithm = config.algorithm
     objective = build_objective(config)
     in_reward = _penalty(algorithm.kl_in_reward, "algorithm.kl_in_reward")
-    advantage: Advantage = plug_in(algorithm.advantage, "algorithm.advantage")
+    advantage: Advantage = instantiate_callable(algorithm.advantage, "algorithm.advantage")
     advantage_pipeline = AdvantagePipeline(advantage, objective, in_reward, algorithm.whiten, algorithm.mask_truncated)
     needs = advantage_pipeline.needs | objective.needs
     if algorithm.mini_batches * algorithm.epochs > 1:  # later optimizer steps are off-policy
@@ -50,7 +50,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
         raise ValueError(
             f"algorithm: nothing computes {', '.join(sorted(unknown))}; needs may be {', '.join(sorted(SCORED_COLUMNS))}."
         )
-    keep = plug_in(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
+    keep = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": in_reward, "loss": objective.kl}
     return AlgorithmParts(
         objective, advantage_pipeline, keep, needs, {where: kl for where, kl in penalties.items() if kl}
@@ -60,7 +60,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
 def build_objective(config: Config) -> Objective:
     """Build the objective that the actor's optimizer steps minimise. Raises ValueError as `build_algorithm`."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
-    correction = plug_in(algorithm.correction, "algorithm.correction") if algorithm.correction else None
+    correction = instantiate_callable(algorithm.correction, "algorithm.correction") if algorithm.correction else None
     if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(
             "algorithm.old_logprobs=rollout: the old policy is then the engine's policy, and algorithm.correction has nothing to "
@@ -69,7 +69,7 @@ def build_objective(config: Config) -> Objective:
     if config.rollout.staleness and not (correction or from_rollout):
         correction = ImportanceSampling()  # without it, gradients from samples of older weights are biased
     return Objective(
-        policy=plug_in(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
+        policy=instantiate_callable(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
         correction=correction,
         kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
         entropy_coef=algorithm.entropy_coef,
@@ -80,4 +80,4 @@ def build_objective(config: Config) -> Objective:
 def _penalty(node: Node | None, key: str) -> KLPenalty | None:
     if not node:
         return None
-    return plug_in({"_target_": f"{KLPenalty.__module__}.{KLPenalty.__qualname__}"} | node, key)
+    return instantiate_callable({"_target_": f"{KLPenalty.__module__}.{KLPenalty.__qualname__}"} | node, key)

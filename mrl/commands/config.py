@@ -1,4 +1,4 @@
-"""`mrl config`: describes the keys of the config; `--markdown` prints docs/reference/config.md."""
+"""`mrl config`: describes the keys of the config; it also generates the reference pages of keys and metrics."""
 
 import difflib
 import sys
@@ -12,14 +12,16 @@ import yaml
 from mrl.config.hydra_entry import CONF
 from mrl.config.schema import Config
 from mrl.config.validate import MOVED, bounds_text, section_type
+from mrl.core.metrics import METRICS
 
-USAGE = """usage: mrl config [SEARCH ...] [--markdown]
+USAGE = """usage: mrl config [SEARCH ...] [--markdown | --metrics]
 
 Describes each key of the config: default, unit, allowed values, description, and the groups in conf/ that set it.
 
   mrl config                all keys
   mrl config optim          keys whose name or description contains the word; several words: all of them
   mrl config --markdown     the page docs/reference/config.md
+  mrl config --metrics      the page docs/reference/metrics.md
 """
 
 PAGE_START = """# Config keys
@@ -29,6 +31,23 @@ This page is generated: `mrl config --markdown > docs/reference/config.md`. `mrl
 Any key can be set on the command line (`optim.lr=3e-4`) or in a file of a group (`experiment=NAME`). An unknown key is an
 error that names the nearest one. Plug-ins take the name of a class or function by `_target_`, and its arguments.
 """
+
+
+METRICS_START = """# Metrics
+
+This page is generated: `mrl config --metrics > docs/reference/metrics.md`. Metrics are written to `metrics.jsonl` in the run
+directory, `eval/*` to `eval.jsonl`, and all of them to wandb. mrl/core/metrics.py declares them.
+
+| metric | unit | meaning |
+|---|---|---|
+"""
+METRIC_FAMILIES = (
+    ("time/<phase>_s", "s", "wall time of a phase of the training loop"),
+    ("reward/<part>_mean", "", "mean of a named part of a combined reward"),
+    ("eval/accuracy_sampled_<set>", "", "eval/accuracy_sampled of one set of data.test_sets"),
+    ("eval/accuracy_greedy_<set>", "", "eval/accuracy_greedy of one set of data.test_sets"),
+    ("own/<name>", "", "metric of a user's plug-in"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,9 @@ def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str,
             yield from _describe_section(section, value, f"{name}.", groups)
             continue
         assert field.metadata.get("description"), f"{name} has no description in the schema"
-        within = {group for key, found in groups.items() if key == name or key.startswith(f"{name}.") for group in found}
+        within = {
+            group for key, found in groups.items() if key == name or key.startswith(f"{name}.") for group in found
+        }
         yield KeyEntry(
             name,
             _type_text(field.type),
@@ -162,13 +183,23 @@ def _markdown_table(entries: list[KeyEntry]) -> list[str]:
     return rows
 
 
+def metrics_page() -> str:
+    """The text of docs/reference/metrics.md."""
+    declared = [(name, metric.unit, metric.meaning) for name, metric in METRICS.items()]
+    rows = [
+        f"| `{name}` | {unit} | {meaning.replace('|', '&#124;')} |"
+        for name, unit, meaning in (*declared, *METRIC_FAMILIES)
+    ]
+    return METRICS_START + "\n".join(rows) + "\n"
+
+
 def main(argv: list[str]) -> int:
     """Entry point of `mrl config`; the exit status is 1 if no key matches."""
     if any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(USAGE)
         return 0
-    if argv == ["--markdown"]:
-        sys.stdout.write(markdown_page())
+    if argv in (["--markdown"], ["--metrics"]):
+        sys.stdout.write(markdown_page() if argv == ["--markdown"] else metrics_page())
         return 0
     if flags := [word for word in argv if word.startswith("-")]:
         sys.stderr.write(f"mrl config: unknown option {flags[0]}; mrl config --help\n")

@@ -7,7 +7,7 @@ from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.controller import plan_tools as planning
 from mrl.controller.processes import supervised_trainer
-from mrl.controller.warm_start import export_supervised, train_supervised
+from mrl.controller.worker_groups import export_supervised, train_supervised
 from mrl.workers.worker import TrainWorker
 
 

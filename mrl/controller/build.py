@@ -11,16 +11,14 @@ from models.megatron_overrides import LAYOUT_FIELDS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.checkpoint.resume import ResumePoint, model_sizes
-from mrl.checkpoint.run_dir import lock_run_dir
-from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.run_dir import SampleLedger, lock_run_dir
 from mrl.checkpoint.saver import CheckpointSaver, CheckpointSchedule
 from mrl.checkpoint.store import CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.plan_models import ModelPlan
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.processes import REFERENCE, RunProcesses, run_processes
-from mrl.controller.recovery import ProcessRecovery
+from mrl.controller.processes import REFERENCE, ProcessRecovery, RunProcesses, run_processes
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.controller.worker_groups import model_spec
 from mrl.core.run_errors import PreemptionHandler, StartError

@@ -20,8 +20,7 @@ from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
 from mrl.core.types import SyncReport
 from mrl.tracking.console import Startup
-from mrl.weight_sync.engine_control import EngineControl, EngineError, MemoryTag
-from mrl.weight_sync.errors import WeightSyncError
+from mrl.weight_sync.engine_control import EngineControl, EngineError, MemoryTag, WeightSyncError
 from mrl.workers.worker import TrainWorker
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from models.megatron_overrides import (
     check_load_balancing,
     check_megatron_overrides,
 )
-from mrl.config.instantiate import plug_in
+from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.data.batching import CostModel
 from mrl.data.tokenizer import ChatTemplate
@@ -208,7 +208,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
 def make_input_files(config: Config) -> None:
     """Run the recipe `data.inputs`, if there is one: it makes those data files of the config that do not exist yet."""
     if config.data.inputs:
-        plug_in(config.data.inputs, "data.inputs")()
+        instantiate_callable(config.data.inputs, "data.inputs")()
 
 
 def chat_template(config: Config) -> ChatTemplate:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mrl.algorithms.parts import AlgorithmParts, build_algorithm
 from mrl.checkpoint.resume import ResumePoint, check_checkpoint_fits, find_resume_point
-from mrl.config.instantiate import construct, plug_in
+from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config, SftConfig
 from mrl.controller.plan_models import (
     ModelPlan,
@@ -76,7 +76,7 @@ def plan_training(config: Config) -> TrainPlan:
     """Build or check every part of an RL run. Raises ValueError for a mistake of the user; starts no process."""
     resume = find_resume_point(config)
     algorithm = build_algorithm(config)
-    reward = plug_in(config.reward, "reward")
+    reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     _check_advantage_weights(algorithm, reward)
     if config.rollout.replay and "greedy_rewards" in algorithm.needs:
@@ -153,7 +153,7 @@ def _build_agent(config: Config, actor: ModelPlan) -> ToolAgent | None:
     """Build the agent, and check that the model's chat template and vocabulary can express its tool calls."""
     if not config.rollout.agent:
         return None
-    agent = construct(config.rollout.agent, "rollout.agent")
+    agent = instantiate(config.rollout.agent, "rollout.agent")
     if not isinstance(agent, ToolAgent):
         raise ValueError(
             f"rollout.agent._target_={config.rollout.agent['_target_']}: "

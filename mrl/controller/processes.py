@@ -1,22 +1,23 @@
-"""RunProcesses: all processes of an RL run, brought up, restarted after a loss, and ended with their context."""
+"""All processes of an RL run: RunProcesses starts and ends them, ProcessRecovery restarts them after a loss."""
 
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.run_dir import lock_run_dir
-from mrl.checkpoint.store import Checkpoint
+from mrl.checkpoint.store import Checkpoint, CheckpointStore
 from mrl.config.schema import Config
 from mrl.config.secrets import config_as_json
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.plan_models import ModelPlan, chat_template
 from mrl.controller.plan_train import TrainPlan
-from mrl.controller.warm_start import store_warm_start, stored_warm_start, train_supervised
-from mrl.controller.worker_groups import ModelGroups
+from mrl.controller.trainer import State
+from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
 from mrl.placement.device_map_picture import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
@@ -218,3 +219,61 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
             raise StartError(str(error)) from error
         logger.info("placement:\n%s", device_map_text(current_device_map(pools, places)))
         yield places
+
+
+MAX_PAUSE_S = 60.0  # before a restart
+
+
+@dataclass
+class ProcessRecovery:
+    """Restarts at most `max_restarts` times without a new checkpoint in between, with growing pauses."""
+
+    processes: RunProcesses
+    store: CheckpointStore
+    base: Checkpoint | None  # checkpoint that the run began with; used until the run has one of its own
+    max_restarts: int
+    resumed: Callable[[Checkpoint | None], None]  # called with the checkpoint that new trainers were loaded from
+    initial: State = field(default_factory=dict)  # of a run without a checkpoint
+    restarts: int = 0  # since the newest checkpoint was written
+    newest: int | None = None  # step of the newest checkpoint at the last restart
+
+    def begin(self) -> None:
+        """Bring up all processes for the first time."""
+        try:
+            self.processes.bring_up(self.base)
+            self.processes.engines.wait_started()
+            self.processes.engines.connect()
+        except ProcessesLostError as error:
+            self(error, None)
+
+    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
+        """Restart what was lost; returns the run's state that belongs to the trainers' weights now (see LossRecovery).
+
+        Raises the error if no restart is left.
+        """
+        while True:
+            checkpoint = self.store.latest() or self.base
+            step = checkpoint.step if checkpoint else None
+            self.restarts, self.newest = self.restarts + 1 if step == self.newest else 1, step
+            if self.restarts > self.max_restarts:
+                logger.error("no restart is left of fault_tolerance.max_restarts=%d", self.max_restarts)
+                raise error
+            time.sleep(min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1) - 1))
+            self.processes.startup.ready(f"restart {self.restarts} of at most {self.max_restarts}: {error}; begun")
+            try:
+                return self._restart(error, boundary, checkpoint)
+            except ProcessesLostError as another:
+                error, boundary = another, None
+            except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
+                error, boundary = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
+
+    def _restart(self, error: ProcessesLostError, boundary: State | None, checkpoint: Checkpoint | None) -> State:
+        processes = self.processes
+        processes.engines.restart_if_lost(processes.models.alive)
+        if boundary is None or error.role != "rollout" or not processes.models.alive():
+            processes.restart_trainers()
+            processes.bring_up(checkpoint)
+            self.resumed(checkpoint)
+            boundary = dict(checkpoint.state) if checkpoint else self.initial
+        processes.engines.connect()
+        return boundary

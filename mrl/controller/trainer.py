@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.algorithms.kl import KLControl
-from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.run_dir import SampleLedger
 from mrl.checkpoint.saver import CheckpointSaver
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import PreemptedError, ProcessesLostError

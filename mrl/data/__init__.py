@@ -1,1 +1,1 @@
-"""Rows of prompts and responses: reading and checking them, streaming them, and cutting batches."""
+"""Data sets of prompts and supervised rows, tokenizers, and the balancing of batches."""

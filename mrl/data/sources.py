@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.config.instantiate import construct
+from mrl.config.instantiate import instantiate
 from mrl.config.schema import DataConfig, Node
 from mrl.data.columns import Columns
 from mrl.data.row_files import BadRow, Row, RowTable, read_table
@@ -116,7 +116,7 @@ def _construct_rows(node: Any, key: str) -> UserDataset:
     """Return the user's object, or the result of the user's function. Raises ValueError if it is not a data set with rows."""
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected a _target_ and its arguments.")
-    built = construct(node, key)
+    built = instantiate(node, key)
     if callable(built) and not hasattr(
         type(built), "__getitem__"
     ):  # a function, or a callable object, that returns the rows

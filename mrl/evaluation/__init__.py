@@ -1,1 +1,1 @@
-"""Sampling a data set to files that can be taken up again, and what the samples say of a model."""
+"""`mrl generate` and `mrl evaluate`: resumable sampling of a data set, and pass@k, maj@k and mean score of the samples."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.config.instantiate import plug_in
+from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.evaluation.evaluation_prompts import add_scores, open_scorer, to_reward_responses, voted_answers
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
@@ -57,7 +57,7 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
 
 def checked_reward(config: Config) -> Reward:
     """Return the config's reward. Raises ValueError if it is invalid."""
-    reward = plug_in(config.reward, "reward")
+    reward = instantiate_callable(config.reward, "reward")
     check_reward(reward)
     return reward
 
@@ -65,7 +65,7 @@ def checked_reward(config: Config) -> Reward:
 def _stored_reward(node: dict[str, Any], folder: Path) -> Reward | None:
     """Return the reward of the stored scores, for its `answer` method; None if it can no longer be built."""
     try:
-        return plug_in(node, f"{folder}: reward")
+        return instantiate_callable(node, f"{folder}: reward")
     except ValueError as error:
         logger.warning("%s The stored scores are used; maj@k compares the texts of the responses.", error)
         return None

@@ -10,7 +10,7 @@ from models.conversion.hf_reader import HFWeights, check_hf_folder
 from models.conversion.resumable_folder import ByteProgress, fingerprint
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.instantiate import plug_in
+from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.controller.plan_models import chat_template, make_input_files, max_prompt_length
 from mrl.data.prompts import PromptConstraints, PromptDataset
@@ -21,8 +21,7 @@ from mrl.evaluation.response_store import ResponseStore
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
-from mrl.rollout.engines.server_args import check_server_args, default_server_args
-from mrl.rollout.engines.server_args import DETERMINISTIC
+from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
 CONVERTED = "model"  # subfolder of the output with a converted Megatron checkpoint, until the generation is finished
 
@@ -137,7 +136,7 @@ def plan_generation(config: Config) -> GenerationPlan:
     check_server_args(config.sglang)
     if DETERMINISTIC in config.sglang:
         raise ValueError(f"sglang.{DETERMINISTIC} is set by mrl; use generate.deterministic.")
-    reward = plug_in(config.reward, "reward") if generate.score else None
+    reward = instantiate_callable(config.reward, "reward") if generate.score else None
     if reward:
         check_reward(reward)
     make_input_files(config)
@@ -163,7 +162,7 @@ def plan_generation(config: Config) -> GenerationPlan:
 
 
 DATA = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")
-"""Keys of the data section that determine the prompts, besides the files."""
+"""Keys of the data section that determine the prompts, in addition to the files."""
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Rewards: responses -> numbers."""
+"""Rewards, the scorer that runs them, and the sandbox for untrusted code."""

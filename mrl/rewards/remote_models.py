@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mrl.config.secrets import key_in
+from mrl.config.secrets import engine_key_from
 from mrl.rewards.reward_calls import gather_scores
 from mrl.rewards.reward_types import Response, Score, as_number
 
@@ -69,7 +69,7 @@ class HttpService:
             return await gather_scores(bound, concurrency=self.concurrency, deadline_s=self.deadline_s)
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {key_in(self.api_key_env)}"} if self.api_key_env else {}
+        return {"Authorization": f"Bearer {engine_key_from(self.api_key_env)}"} if self.api_key_env else {}
 
     async def _post(self, client: Any, url: str, body: Json) -> Any:
         import httpx

@@ -128,7 +128,7 @@ def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = 
     """Run the Python program `source` on `stdin` and return when its process has ended.
 
     Args:
-        path: folders besides the standard library that it may read and import from.
+        path: additional folders that the program may read and import from.
 
     Raises:
         ValueError: the machine does not support the sandbox.

@@ -17,7 +17,7 @@ from mrl.rewards.reward_calls import gather_scores
 from mrl.rewards.reward_types import Response, Score, as_number, as_score
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keyword arguments of the function for each response, besides `args`."""
+"""Keyword arguments of the function for each response, in addition to `args`."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
@@ -46,15 +47,15 @@ class GridSweeper(Sweeper):
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
         """Hydra's hook: `config` is composed without the swept keys."""
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
+        self._composed = config
+        self._launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep of these overrides. A point that fails does not end it."""
         fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
-        self.launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
+        self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
 
 
 class OptunaSweeper(GridSweeper):
@@ -70,13 +71,13 @@ class OptunaSweeper(GridSweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep of these overrides; points of an interrupted sweep in the folder come first."""
         fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
-        folder = Path(self.config.hydra.sweep.dir).resolve()
-        maximize = self.config.sweep.direction.name == "maximize"
+        folder = Path(self._composed.hydra.sweep.dir).resolve()
+        maximize = self._composed.sweep.direction.name == "maximize"
 
         def check(point: Point) -> None:
             check_point(folder, [*(line for line in fixed if not line.startswith("run.dir=")), *point])
 
-        proposer = PointProposer(swept, folder, maximize, self.config.run.seed, check)
+        proposer = PointProposer(swept, folder, maximize, self._composed.run.seed, check)
         stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()
         self._launch(proposer, fixed, stored, 0)
         count = len(stored)
@@ -88,7 +89,7 @@ class OptunaSweeper(GridSweeper):
     def _launch(self, proposer: "PointProposer", fixed: Point, points: Sequence[Point], first: int) -> None:
         if not points:
             return
-        returned = self.launcher.launch([[*fixed, *point] for point in points], initial_job_idx=first)
+        returned = self._launcher.launch([[*fixed, *point] for point in points], initial_job_idx=first)
         for index, result in enumerate(returned, first):
             proposer.report(index, result.return_value if result.status == JobStatus.COMPLETED else None)
 

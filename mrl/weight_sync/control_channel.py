@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from mrl.config.secrets import engine_key
-from mrl.weight_sync.errors import PeerError
+from mrl.weight_sync.engine_control import PeerError
 from parallel.collectives import open_tcp_store
 
 POLL_S = 0.5  # how often a wait checks whether a peer that it waits for has failed

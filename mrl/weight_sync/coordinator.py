@@ -30,8 +30,14 @@ from mrl.weight_sync.control_channel import (
     rank_info_key,
     receipt_key,
 )
-from mrl.weight_sync.engine_control import WEIGHT_LOADER, EngineControl, EngineError
-from mrl.weight_sync.errors import PeerError, WeightMismatchError, WeightSyncError
+from mrl.weight_sync.engine_control import (
+    WEIGHT_LOADER,
+    EngineControl,
+    EngineError,
+    PeerError,
+    WeightMismatchError,
+    WeightSyncError,
+)
 from mrl.weight_sync.receiver import EngineRankInfo
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ from torch import Tensor
 from mrl.config.schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
-from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 
 KEPT_VERSIONS = 2  # folders on the disk: the one that the engines have loaded, and the one before
 MAX_NAMES = 8  # parameters named in an error

@@ -32,9 +32,8 @@ from mrl.weight_sync.control_channel import (
     sender_plan_key,
 )
 from mrl.weight_sync.coordinator import Coordinator
-from mrl.weight_sync.engine_control import EngineControl
+from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import OUTPUT, EngineLayout, Topology, check_engine_parameters
-from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 from mrl.weight_sync.receiver import EngineRankInfo
 from mrl.weight_sync.sender import BucketSender, ReadTensor
 from mrl.weight_sync.transfer_plan import Bucket, compile_transfer_plan, trainer_shards

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from models.architecture import ModelSpec
 from mrl.algorithms import corrections
 from mrl.algorithms.inputs import LossInputs
 from mrl.algorithms.losses import Loss
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
-from mrl.workers.model_spec import ModelSpec
 from parallel import groups
 from parallel.logprobs import linear_logprobs
 from parallel.megatron_layers import gather_sequence

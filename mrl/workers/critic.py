@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import ValueLoss
 from mrl.core.types import RankBatch, TokenBlock, UpdateReport
 from mrl.workers.megatron_model import MegatronModel, MicroBatchStatistics, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
-from mrl.workers.model_spec import ModelSpec
 from parallel.megatron_layers import gather_sequence
 
 

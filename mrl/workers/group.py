@@ -7,12 +7,12 @@ from typing import Any, Concatenate
 
 import ray
 
+from models.architecture import ModelSpec
 from mrl.core.run_errors import StartError
 from mrl.core.types import Handle, RankBatch, TokenBlock, TrainBatch, UpdateReport
 from mrl.hang_report.process_registry import registry_folder, unregister_processes
 from mrl.hang_report.ray_wait import RayWaiter
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
-from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import StepTrace
 from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.architecture import ModelSpec
 from models.conversion.hf_reader import HFWeights
 from models.conversion.hf_writer import write_export
 from models.conversion.weight_bridge import WeightBridge
@@ -27,7 +28,6 @@ from mrl.weight_sync.disk_sync import DiskSync, NamedTensors
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
 from mrl.workers.micro_batch import MicroBatch
-from mrl.workers.model_spec import ModelSpec
 from parallel import checkpoint, groups
 from parallel.checkpoint_writer import CheckpointSave
 from parallel.collectives import all_reduce_sum

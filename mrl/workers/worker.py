@@ -10,12 +10,12 @@ from typing import Any, Concatenate, Protocol
 
 import ray
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import Loss
 from mrl.config.schema import WeightSyncConfig
 from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
-from mrl.workers.model_spec import ModelSpec
 from parallel.collective_log import CollectiveLog
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OffloadLevel, OptimConfig
@@ -225,12 +225,12 @@ class TrainWorker:
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def dump_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
         """Write this rank's part of a step dump: RNG states, on rank 0 the batch, and the current weights if `weights`."""
-        from parallel import rng_state  # imports Megatron
+        from parallel import checkpoint  # imports Megatron
 
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / rng_state.file_name(self.rank)).write_bytes(rng_state.snapshot(self.dims))
+            (path / checkpoint.rng_file_name(self.rank)).write_bytes(checkpoint.rng_snapshot(self.dims))
             if self.rank == 0:
                 block.with_columns(**columns or {}).save(path / DUMPED_BATCH)
         finally:  # also on a rank that could not write: the other ranks wait for it in the gathers of the export
@@ -243,13 +243,13 @@ class TrainWorker:
 
         Returns whether the RNG states were restored: another layout cannot use them, and then they stay unchanged.
         """
-        from parallel import rng_state  # imports Megatron
+        from parallel import checkpoint  # imports Megatron
 
         if checkpoint:
             self.model.load_weights(checkpoint)
-        states = rng_state.read(folder, self.dims)
+        states = checkpoint.read_rng(folder, self.dims)
         if states is not None:
-            rng_state.restore(states)
+            checkpoint.restore_rng(states)
         return states is not None
 
     # Weight sync and export.
@@ -259,7 +259,7 @@ class TrainWorker:
 
         `folder`: where the disk transport writes. Returns the engines that failed, URL -> reason; then no session is open.
         """
-        from mrl.weight_sync.errors import WeightSyncError  # with the model, where the session is
+        from mrl.weight_sync.engine_control import WeightSyncError  # with the model, where the session is
 
         if self._sync is not None:
             self._sync.close()

@@ -10,8 +10,8 @@ import torch
 from models_for_layouts import make
 from test_layouts import make_actor, ragged_block, share_of
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, ValueLoss
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 

@@ -5,11 +5,11 @@ import pytest
 from models_for_layouts import groups_of_responses, make
 from safetensors.numpy import load_file, save_file
 
+from models.architecture import ModelSpec
 from models.conversion.hf_reader import check_hf_folder
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from models_for_layouts import groups_of_responses, make
 from numpy.typing import NDArray
 
+from models.architecture import ModelSpec
 from mrl.algorithms.inputs import AdvantageInputs
 from mrl.algorithms.objective import Objective
 from mrl.algorithms.parts import build_objective
@@ -16,7 +17,6 @@ from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import StepTrace, compare_traces
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig

@@ -7,10 +7,10 @@ import pytest
 import torch
 from models_for_layouts import groups_of_responses, make
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 

@@ -5,8 +5,8 @@ import torch
 from models_for_layouts import make
 from test_layouts import ragged_block, share_of
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OffloadLevel, OptimConfig
 

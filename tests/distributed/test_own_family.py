@@ -6,12 +6,12 @@ from pathlib import Path
 from models_for_layouts import groups_of_responses
 from tiny_families import make_family
 
+from models.architecture import ModelSpec
 from models.families import llama
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 

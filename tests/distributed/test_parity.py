@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from models_for_layouts import groups_of_responses, make
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, merge_rank_batches, partition_step
-from mrl.workers.model_spec import ModelSpec
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 

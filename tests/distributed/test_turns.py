@@ -5,11 +5,11 @@ import pytest
 from models_for_layouts import VOCAB, make
 from numpy.typing import NDArray
 
+from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
 from mrl.core.types import TokenBlock, TrainBatch
 from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_spec import ModelSpec
 from mrl.workers.trace_comparison import TOLERANCES, StepTrace, compare_traces
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig

@@ -44,7 +44,7 @@ def run(start_mrl, quickstart, warm, tmp_path_factory):
         patch.setenv("PYTHONPATH", str(folder))
         own = [f"teacher.path={warm}", "teacher.parallel.cp=2", "critic.parallel.tp=2", "critic.warmup_steps=1"]
         advantage = ["algorithm.advantage._target_=looking.Looking", f"algorithm.advantage.folder={folder}"]
-        rest = ["critic.value_clip=0.5", "critic.lr=0.01", "critic.mini_batches=2", "algorithm.lr=0.005"]
+        rest = ["critic.value_clip=0.5", "critic.optim.lr=0.01", "critic.mini_batches=2", "optim.lr=0.005"]
         started = start_mrl("train", *quickstart, *advantage, *own, *rest, "trainer.max_steps=3")
     return started.finish(300), folder
 

@@ -124,7 +124,10 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
 def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
     made, by_id = nodes
     actor, engines = make_pools({}, {"actor": SlotDemand(2)}), make_pools({}, {"engines": SlotDemand(1)})
-    both, no_place = make_pools({}, {"actor": SlotDemand(2), "engines": SlotDemand(1)}), "Ray found no place for pool engines"
+    both, no_place = (
+        make_pools({}, {"actor": SlotDemand(2), "engines": SlotDemand(1)}),
+        "Ray found no place for pool engines",
+    )
     with (
         pytest.raises(ValueError, match="the pools need 3 GPUs, and the cluster has 2 GPUs on 2 nodes"),
         place_pools(both, 600),

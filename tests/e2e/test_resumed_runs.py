@@ -35,7 +35,7 @@ def replays(start_mrl, quickstart, recorded):
             f"rollout.replay={recorded.folder / 'rollouts'}",
             "trainer.max_steps=4",
             "algorithm.mini_batches=2",
-            "algorithm.lr=1e-4",
+            "optim.lr=1e-4",
             "++algorithm.kl_in_loss.coef=0.01",
             *overrides,
         ).finish()
@@ -92,7 +92,13 @@ def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl
     """Rewards take a minute by then: the step's samples are in the journal, its weights as they were."""
     (tmp_path / "slow.py").write_text(SLOW)
     slow = tmp_path / "slow"
-    long = [*quickstart, "trainer.save=false", "rollout.deterministic=true", "faults.grace_s=0", "reward=function"]
+    long = [
+        *quickstart,
+        "trainer.save=false",
+        "rollout.deterministic=true",
+        "fault_tolerance.preemption_grace_s=0",
+        "reward=function",
+    ]
     long += [f"reward.path={tmp_path / 'slow.py'}", f"++reward.args.slow={slow}", "scoring.workers=1"]
     run = start_mrl("train", *long, "trainer.max_steps=100000", "checkpoint.every=0")
     wait_for(lambda: (run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 2)

@@ -13,7 +13,7 @@ from test_resumed_runs import learning
 pytestmark = pytest.mark.extended
 
 KINDS = {  # what the command line of a process has in it
-    "driver": "mrl.commands.training",
+    "driver": "mrl.commands.train_process",
     "trainer rank": "ray::TrainWorker",
     "rollout worker": "ray::RolloutWorker",
     "engine": "sglang::scheduler",
@@ -132,7 +132,7 @@ def test_a_raylet_that_is_gone_before_the_run_is_up_costs_a_new_start(start_mrl,
 def test_a_run_whose_processes_are_killed_is_the_run_that_was_left_alone(trial, quickstart):
     kinds = list(KINDS)
     random.Random(SEED).shuffle(kinds)
-    small = [*quickstart, "trainer.max_steps=150", "trainer.eval_every=25", "checkpoint.every=10", "algorithm.lr=5e-5"]
+    small = [*quickstart, "trainer.max_steps=150", "trainer.eval_every=25", "checkpoint.every=10", "optim.lr=5e-5"]
     left_alone, struck, soak = trial(small, kinds, SEED, pause_s=2.0)
     print(f"{soak.killed}, {soak.starts} starts of the command")
     assert len(soak.killed) == len(KINDS)
@@ -145,7 +145,7 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_was_left_alone(trial, 
 def test_fifty_kills_over_a_run(trial, quickstart):
     chance = random.Random(SEED)
     kinds = [chance.choice(list(KINDS)) for _ in range(50)]
-    more = ["trainer.max_steps=600", "trainer.eval_every=25", "checkpoint.every=10", "algorithm.lr=5e-5"]
+    more = ["trainer.max_steps=600", "trainer.eval_every=25", "checkpoint.every=10", "optim.lr=5e-5"]
     left_alone, struck, soak = trial([*quickstart, *more], kinds, SEED, pause_s=2.0)
     print(f"{len(soak.killed)} kills, {soak.starts} starts of the command: {soak.killed}")
     assert len(soak.killed) == 50

@@ -6,7 +6,7 @@ import json
 
 def test_a_sweep_tells_of_its_points_and_of_the_one_that_failed(start_mrl, quickstart, tmp_path):
     folder = tmp_path / "sweep"
-    words = ["-m", *quickstart, "trainer.max_steps=2", "trainer.timeout_s=1800,0.001", "sweep.at_once=2"]
+    words = ["-m", *quickstart, "trainer.max_steps=2", "trainer.timeout_s=1800,0.001", "hydra.launcher.n_jobs=2"]
     run = start_mrl("train", *words, f"run.dir={folder}").finish(300)
     said = run.output()
     assert run.process.returncode == 1, said

@@ -14,13 +14,12 @@ import torch
 from live_engines import WholeModel, connected, largest_gap, perturb
 from scripted_lifecycle import scripted_lifecycle
 
-from models.families.qwen3 import QWEN3
+from models.families.qwen import QWEN3
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.weight_sync import sender
 from mrl.weight_sync.disk_sync import ExpectedChecksums
-from mrl.weight_sync.engine_control import EngineControl, EngineError
+from mrl.weight_sync.engine_control import EngineControl, EngineError, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, Topology
-from mrl.weight_sync.errors import WeightMismatchError, WeightSyncError
 from mrl.weight_sync.sender import BucketSender, fill_buffer
 from mrl.weight_sync.transports import ProcessGroupEnd, SharedMemorySendEnd
 

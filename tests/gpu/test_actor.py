@@ -13,7 +13,7 @@ from mrl.algorithms.losses import CrossEntropy
 from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TokenBlock
 from mrl.workers.actor import MegatronActor
-from mrl.workers.model_spec import ModelSpec
+from models.architecture import ModelSpec
 from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig

@@ -9,7 +9,7 @@ PROGRAM = """
 import sys
 import torch
 from mrl.workers.actor import MegatronActor
-from mrl.workers.model_spec import ModelSpec
+from models.architecture import ModelSpec
 from parallel import collectives, device, groups
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig

@@ -77,7 +77,7 @@ from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.workers.trace_comparison import TOLERANCES, compare_traces
 from mrl.workers.dp_partition import Packing, partition_step
-from mrl.workers.model_spec import ModelSpec
+from models.architecture import ModelSpec
 from mrl.workers.parity_trace import trace_step
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig

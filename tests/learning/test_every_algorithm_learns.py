@@ -1,6 +1,6 @@
 """Every algorithm in conf/algorithm raises the quickstart's reward. Run with `-m learning`: minutes for each.
 
-Curves, and a table of them, are left in outputs/learning; docs/algorithms.md shows those of one such run.
+Curves, and a table of them, are left in outputs/learning; docs/concepts/algorithms.md shows those of one such run.
 """
 
 import json
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.commands import hydra_app
+from mrl.config import hydra_entry
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1200)]
 
-OUTPUT = hydra_app.CONF.parent / "outputs/learning"
-ALGORITHMS = sorted(path.stem for path in (hydra_app.CONF / "algorithm").glob("*.yaml"))
+OUTPUT = hydra_entry.CONF.parent / "outputs/learning"
+ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
 LAYOUTS = {"ppo": ["parallel.tp=2"], "gspo": ["parallel.pp=2"], "cispo": ["parallel.cp=2"]}
 GOAL, MAX_STEPS, SEED = 0.6, 80, 0  # from a reward of about 0.06
 

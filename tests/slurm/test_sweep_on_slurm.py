@@ -13,7 +13,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 def test_four_points_are_an_array_and_the_one_that_fails_is_reported(lab, quickstart, tmp_path):
     folder, timeouts = tmp_path / "sweep", ("1800", "1700", "0.001", "1600")
     size = ["cluster=slurm", "cluster.gpus_per_node=1", "cluster.slurm.exclusive=null", "placement=colocated"]
-    words = [*quickstart, *size, "trainer.max_steps=2", f"trainer.timeout_s={','.join(timeouts)}", "sweep.at_once=2"]
+    words = [
+        *quickstart,
+        *size,
+        "trainer.max_steps=2",
+        f"trainer.timeout_s={','.join(timeouts)}",
+        "hydra.launcher.n_jobs=2",
+    ]
     line = [sys.executable, "-m", "mrl.cli", "train", "-m", *words, f"run.dir={folder}"]
     said = lab.run(*line, timeout_s=3 * LONG_S, status=1, **SETTINGS)
     (job_id,) = json.loads((folder / "jobs.json").read_text())

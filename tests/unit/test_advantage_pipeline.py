@@ -87,7 +87,7 @@ def test_responses_without_tokens_are_left_out():
 
 
 def test_a_batch_with_one_token_per_response_is_not_ambiguous():
-    """3 responses of 3 tokens in all, one of them without any: a number per response is not one per token."""
+    """3 responses have 3 tokens together, and one has none: values per response must not be taken for values per token."""
     scored = ScoredBatch(np.array([1.0, 7.0, 0.0]), np.zeros(3, int), np.array([1, 0, 2]), np.zeros(3, bool))
     assert AdvantagePipeline(GRPO(normalize_std=False), PPOClip())(scored, {}, 0.0, [0]).columns[
         "advantages"
@@ -178,7 +178,7 @@ def test_losses_select_among_the_tokens_of_the_loss(loss):
 
 @dataclass(frozen=True)
 class Bare:
-    """A user's advantage and loss, without the class attributes that have defaults."""
+    """A user-defined advantage and loss without the optional class attributes."""
 
     def __call__(self, inputs):
         return inputs.rewards

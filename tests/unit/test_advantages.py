@@ -26,7 +26,7 @@ from mrl.algorithms.inputs import AdvantageInputs, Advantages, broadcast_to_toke
 
 
 def make_batch(seed: int, sizes: list[int], shuffled: bool = True) -> AdvantageInputs:
-    """Groups of these sizes, rows in any order; rewards with ties, on last tokens and some on others."""
+    """Return a random batch with groups of these sizes. Rewards have ties, and some are not at the last token."""
     rng = np.random.default_rng(seed)
     groups = np.repeat(rng.permutation(100)[: len(sizes)], sizes)
     if shuffled:
@@ -51,7 +51,7 @@ def loop_rewards(batch):
 
 
 def by_group(batch, values, formula):
-    """`formula(values of the group, index in it, lengths of the group)` for each row."""
+    """Return `formula(values of the group, index in the group, lengths of the group)` for each row."""
     found = []
     for row, group in enumerate(batch.groups):
         members = [r for r in range(len(batch.groups)) if batch.groups[r] == group]
@@ -194,7 +194,7 @@ def test_a_response_alone_in_its_group_has_advantage_zero(name):
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7])
 @pytest.mark.parametrize("size", [3, 7, 10])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
-    """Not nearly: such responses are left out of training."""
+    """Exactly, because training skips responses of advantage 0."""
     batch = AdvantageInputs(np.full(size, reward), np.zeros(size, int), np.ones(size, int))
     assert (estimate(name, batch) == 0).all()
 

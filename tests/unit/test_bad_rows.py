@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def row(content: Any = "1+2=", **changed: Any) -> dict[str, Any]:
-    """A good row but for what is changed."""
+    """Return a valid row with some values changed."""
     return {
         "data_source": "sums",
         "prompt": [{"role": "user", "content": content}],
@@ -196,7 +196,7 @@ def test_ten_thousand_malformed_rows_are_each_reported_with_place_and_reason(fil
 
 
 def check_file(files, kinds, blanks, source):
-    """Write a row of each kind in turn, with blank lines between, and compare what was read with what was written."""
+    """Write rows of all kinds with blank lines in between, and compare the report with what was written."""
     lines = [made(kind, source) for kind in kinds]
     where = list(range(len(kinds)))  # line number of each row
     for blank in sorted(blanks, reverse=True):

@@ -17,7 +17,7 @@ SEEDS = range(60)
 
 @dataclass(frozen=True)
 class Ragged:
-    """A random batch and a way to cut it; all kinds of both come up over SEEDS."""
+    """A random batch and random settings of the planner; SEEDS cover all kinds of both."""
 
     prompt_lengths: NDArray[np.int64]
     response_lengths: NDArray[np.int64]

@@ -33,7 +33,7 @@ def score(program: str, tests: dict, **arguments) -> Score:
 
 
 def scored(value: float, reason: str | None = None) -> Score:
-    """The score of a program that first ended for this reason."""
+    """Return the score of a program whose first reason is this one."""
     reasons = {part_name(each): float(each == reason) for each in REASONS}
     return Score(value, parts={"ended": float(reason is None), **reasons})
 
@@ -230,7 +230,9 @@ def test_a_config_can_name_the_reward_with_limits():
         "partial": True,
         "limits": {"wall_s": 1.5, "threads": 4},
     }
-    assert instantiate_callable(node, "reward") == CodeExecution(partial=True, limits=SandboxLimits(wall_s=1.5, threads=4))
+    assert instantiate_callable(node, "reward") == CodeExecution(
+        partial=True, limits=SandboxLimits(wall_s=1.5, threads=4)
+    )
     with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is not a limit of the sandbox"):
         instantiate_callable({**node, "limits": {"wal_s": 1}}, "reward")
     with pytest.raises(ValueError, match="workers=0: expected at least 1"):

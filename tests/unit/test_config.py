@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from models.megatron_overrides import FIELDS_SET_BY_MRL, check_load_balancing, check_megatron_overrides
 from mrl.commands import config as config_command
-from mrl.commands.config import markdown_page
+from mrl.commands.config import markdown_page, metrics_page
 from mrl.config import hydra_entry
-from mrl.config.instantiate import construct, plug_in
+from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config
 from mrl.config.validate import MOVED, check, from_hydra, is_known, leaf_fields, unknown_key_message
 from mrl.controller.plan_models import make_input_files
@@ -92,9 +92,10 @@ def test_each_key_has_a_description_and_plausible_metadata():
         assert not set(field.metadata) - {"description", "unit", "above", "below", "least", "most"}, key
 
 
-def test_the_generated_page_of_keys_is_up_to_date():
-    page = Path(__file__).resolve().parents[2] / "docs/reference/config.md"
-    assert page.read_text() == markdown_page(), "run: mrl config --markdown > docs/reference/config.md"
+def test_the_generated_pages_are_up_to_date():
+    folder = Path(__file__).resolve().parents[2] / "docs/reference"
+    assert (folder / "config.md").read_text() == markdown_page(), "mrl config --markdown > docs/reference/config.md"
+    assert (folder / "metrics.md").read_text() == metrics_page(), "mrl config --metrics > docs/reference/metrics.md"
 
 
 def test_former_names_of_keys_lead_to_the_new_ones():
@@ -161,13 +162,13 @@ def test_balancing_losses_that_mean_nothing_for_packs_are_refused():
 
 
 def test_a_plug_in_is_built_and_its_arguments_are_checked():
-    assert construct({"_target_": "mrl.algorithms.losses.PPOClip", "clip_low": 0.1}, "k").clip_low == 0.1
+    assert instantiate({"_target_": "mrl.algorithms.losses.PPOClip", "clip_low": 0.1}, "k").clip_low == 0.1
     with pytest.raises(ValueError, match=r"algorithm.loss.clip_lo: .* did you mean 'clip_low'"):
-        construct({"_target_": "mrl.algorithms.losses.PPOClip", "clip_lo": 0.1}, "algorithm.loss")
+        instantiate({"_target_": "mrl.algorithms.losses.PPOClip", "clip_lo": 0.1}, "algorithm.loss")
     with pytest.raises(ValueError, match="cannot be imported"):
-        construct({"_target_": "no.such.Thing"}, "reward")
+        instantiate({"_target_": "no.such.Thing"}, "reward")
     with pytest.raises(ValueError, match="_target_ is missing"):
-        construct({"x": 1}, "reward")
+        instantiate({"x": 1}, "reward")
 
 
 def test_inputs_are_made_where_they_are_missing(tmp_path):
@@ -182,12 +183,14 @@ def double(responses, factor=2.0):
 
 def test_a_plain_function_is_a_plug_in_too():
     here = f"{__name__}.double"
-    assert plug_in({"_target_": here}, "reward") is double
-    assert plug_in({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
+    assert instantiate_callable({"_target_": here}, "reward") is double
+    assert instantiate_callable({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
     with pytest.raises(ValueError, match="cannot be called"):
-        plug_in({"_target_": "mrl.core.types.SyncReport"}, "reward")
+        instantiate_callable({"_target_": "mrl.core.types.SyncReport"}, "reward")
     with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
-        plug_in({"_target_": "mrl.rewards.rule_based.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",))
+        instantiate_callable(
+            {"_target_": "mrl.rewards.rule_based.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",)
+        )
 
 
 def test_quickstart_is_the_default_experiment_only_where_nothing_is_named():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.weight_sync.control_channel import ControlChannel
-from mrl.weight_sync.errors import PeerError
+from mrl.weight_sync.engine_control import PeerError
 from parallel.collectives import open_tcp_store
 
 

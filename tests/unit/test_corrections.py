@@ -25,7 +25,7 @@ from mrl.algorithms.objective import Objective
 
 
 def reference(case, level, mode, low, high, veto=None):
-    """Weight, truncated and rejected of every token."""
+    """Return weight, truncated flag and rejected flag of every token."""
     found = []
     for span in case.spans():
         ratios = [math.exp(case.old[t]) / math.exp(case.rollout[t]) for t in range(span.start, span.stop)]

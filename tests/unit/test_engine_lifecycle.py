@@ -5,7 +5,7 @@ from scripted_lifecycle import scripted_lifecycle
 
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.core.types import SyncReport
-from mrl.weight_sync.errors import WeightSyncError
+from mrl.weight_sync.engine_control import WeightSyncError
 
 
 def lifecycle(calls: list, failures: list[dict[str, str]]) -> EngineLifecycle:

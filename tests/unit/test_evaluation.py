@@ -21,7 +21,7 @@ from mrl.rewards.rule_based import ExactMatch
 
 @dataclass(frozen=True)
 class LastWord:
-    """A reward that finds an answer: the last word, if it is a number."""
+    """A reward with an `answer` method: the last word, if it is a number."""
 
     def answer(self, response):
         words = response.text.split()
@@ -59,7 +59,7 @@ TEXTS = {  # (data source, row) -> four responses; the truth is "7"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A finished generation of those texts, without scores."""
+    """Return the folder of a finished generation of these texts, without scores."""
     rows = [
         dict(
             set="",
@@ -94,7 +94,7 @@ def folder(tmp_path):
 
 
 def brute_force(texts: list[str], k: int) -> tuple[float, float]:
-    """pass@k and maj@k of one prompt, from every subset."""
+    """Return pass@k and maj@k of one prompt by enumerating all subsets."""
     answers = [LastWord().answer(type("R", (), {"text": text})) for text in texts]
     passes, majorities = [], []
     for subset in combinations(answers, k):
@@ -174,7 +174,7 @@ def change_rows(folder, change) -> None:
 
 @dataclass(frozen=True)
 class Copies:
-    """A reward of whole groups: how many responses of the group there are."""
+    """A reward of whole groups: the number of responses in the group."""
 
     whole_groups = in_process = True
 
@@ -184,7 +184,7 @@ class Copies:
 
 
 def test_prompts_of_two_sets_over_one_file_are_kept_apart(folder):
-    """The same files and rows, or objects of one class: only the file's number tells them apart."""
+    """The sets have the same files and rows, or data sets of one class; only the file number differs."""
     change_rows(folder, lambda row: dict(file="same.parquet", set=row["data_source"]))
     reward = {"_target_": f"{__name__}.Copies"}
     found = evaluate(folder, config_of(reward=reward))

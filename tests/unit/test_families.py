@@ -57,7 +57,9 @@ def test_an_unknown_field_is_named_in_the_error(fields, name):
     known = fields(name)
     read(known)
     for value in (True, None, 0.5):
-        with pytest.raises(ValueError, match=rf"^config.json: scale_depth={value} is not known to \w+ForCausalLM in mrl"):
+        with pytest.raises(
+            ValueError, match=rf"^config.json: scale_depth={value} is not known to \w+ForCausalLM in mrl"
+        ):
             read(known | dict(scale_depth=value))
 
 
@@ -231,7 +233,7 @@ def test_the_family_in_the_documentation_works(tmp_path, fields):
         ("{folder}/broken.py:MINE", "cannot be imported (ZeroDivisionError"),
         ("{folder}/mine.py", "expected 'package.module:NAME' or '/path/file.py:NAME'"),
         (
-            "models.families.qwen2:QWEN2",
+            "models.families.qwen:QWEN2",
             "it is the family of 'Qwen2ForCausalLM', but config.json has 'MineForCausalLM'",
         ),
     ],

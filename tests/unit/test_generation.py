@@ -26,7 +26,7 @@ from mrl.weight_sync.engine_control import EngineError
 
 
 class Engine:
-    """Stands in for a server: digits that follow from the seed alone; remembers how much it was asked at one time."""
+    """A fake server: its digits depend only on the seed, and it records the number of concurrent responses."""
 
     url = "http://engine"
 
@@ -51,7 +51,7 @@ class Engine:
 
 
 class Counting:
-    """Remembers what a generation tells of its progress."""
+    """Records the progress that a generation reports."""
 
     def begin(self, total, done):
         self.total, self.done = total, done
@@ -96,7 +96,7 @@ def configure(inputs, tmp_path):
 
 
 def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
-    """What `mrl generate` does, once its engines are there."""
+    """Run `mrl generate` with fake engines."""
     asked = plan.prompts()
     with plan.store as store:
         store.bind(prompts_digest(asked))

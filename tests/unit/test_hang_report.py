@@ -22,7 +22,7 @@ from mrl.hang_report.process_registry import ProcessRecord, read_activities, rea
 from mrl.hang_report.process_snapshot import ProcessSnapshot, snapshot_processes
 from mrl.hang_report.ray_wait import RankLostError, RayWaiter, is_peer_error, write_report
 from mrl.hang_report.stack_frames import PURPOSES, WAITS, StackFrame, parse_stack_dump, summarize_stacks
-from mrl.weight_sync.errors import WeightSyncError
+from mrl.weight_sync.engine_control import WeightSyncError
 from parallel.collective_log import LastCollective
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +107,10 @@ def test_a_process_that_was_not_called_is_blamed_only_if_it_is_dead_or_stopped()
 
 def test_the_helper_thread_that_the_main_thread_waits_for_is_described():
     pool = [StackFrame(f"{os.__file__.removesuffix('os.py')}concurrent/futures/_base.py", 451, "result")]
-    reward = [StackFrame("/home/me/reward.py", 3, "__call__"), StackFrame("/r/mrl/rewards/isolated.py", 40, "call")]
+    reward = [
+        StackFrame("/home/me/reward.py", 3, "__call__"),
+        StackFrame("/r/mrl/rewards/reward_calls.py", 40, "call_reward"),
+    ]
     scoring = StackFrame("/home/me/scoring.py", 210, "score")
     assert str(summarize_stacks([[*pool, scoring], reward])) == "is in scoring (me/reward.py:3)"
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.run_dir import SampleLedger
 from mrl.core.jsonl import CHUNK_BYTES, JsonLinesFile, last_lines
 from mrl.core.types import Rollouts
 

@@ -27,7 +27,7 @@ def distributions(seed, number=3, size=6):
 
 
 def expected(kind, seed=0, on_policy=True):
-    """Mean estimate over all tokens and its gradient by the policy's logits; and the three distributions as numpy."""
+    """Return the expected estimate, its gradient with respect to the policy's logits, and the three distributions."""
     logits, ref, other = distributions(seed)
     logp, logref = logits.log_softmax(0), ref.log_softmax(0).detach()
     old = (logits if on_policy else other).log_softmax(0).detach()
@@ -62,7 +62,7 @@ def test_k2_has_another_mean():
 
 
 def slope_of_kl(p, q):
-    """Of KL(p || q) by the logits of p."""
+    """Return the gradient of KL(p || q) with respect to the logits of p."""
     kl = forward(p, q)
     return np.array([x * (math.log(x / y) - kl) for x, y in zip(p, q, strict=True)])
 

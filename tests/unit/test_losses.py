@@ -182,7 +182,7 @@ def test_micro_batches_add_up(name, aggregation):
 
 
 class TwoRanks:
-    """Adds up what two threads bring, each time both have brought it."""
+    """Sums tensors of two threads: a stand-in for an all-reduce of two ranks."""
 
     def __init__(self):
         self.barrier, self.slots = threading.Barrier(2, timeout=10), {}
@@ -225,7 +225,7 @@ def test_a_response_split_over_two_ranks_has_the_same_loss_and_gradient(name):
 @pytest.mark.parametrize("name", ["gspo", "gspo_token"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_is_the_objective_of_whole_responses(name, seed):
-    """Eq. 5: the mean over responses of min(s A, clip(s) A), without a word of tokens."""
+    """Equation 5: the mean over responses of min(s A, clip(s) A), written without tokens."""
     case = make_case(seed)
 
     def objective(x):
@@ -371,7 +371,7 @@ def test_kl_cov_knows_two_estimates():
 
 
 def test_kl_cov_estimate_has_the_gradient_of_the_divergence_from_the_old_policy():
-    """Over samples of the old policy: r - 1 - log r is right in value and gradient of KL(old || pi)."""
+    """Over samples of the old policy, r - 1 - log r has the value and gradient of KL(old || pi)."""
     rng = np.random.default_rng(0)
     logits, old_logits = torch.tensor(rng.normal(size=5), requires_grad=True), torch.tensor(rng.normal(size=5))
     logp, old = logits.log_softmax(0), old_logits.log_softmax(0)

@@ -34,4 +34,6 @@ def test_a_value_survives(value):
 def test_keys_and_plain_values():
     assert [override_key(line) for line in ("a.b=1", "++a.b='x=y'", "+a=")] == ["a.b", "a.b", "a"]
     assert is_override_to("resume=never", "resume", "never") and is_override_to("++resume='never'", "resume", "never")
-    assert not is_override_to("resume=auto", "resume", "never") and not is_override_to("resumed=never", "resume", "never")
+    assert not is_override_to("resume=auto", "resume", "never") and not is_override_to(
+        "resumed=never", "resume", "never"
+    )

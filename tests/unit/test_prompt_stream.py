@@ -34,7 +34,7 @@ def test_a_stream_restored_at_any_position_continues_identically(shares, batch_s
     draw(first, before)
     state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint would keep it
     second = stream(shares, batch_size, seed, shuffle)
-    draw(second, 3)  # wherever it was
+    draw(second, 3)  # move it to another position
     second.load_state_dict(state)
     np.testing.assert_array_equal(draw(second, after), whole[before * batch_size :])
 

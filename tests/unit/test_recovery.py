@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.checkpoint.store import Checkpoint, CheckpointStore
-from mrl.controller import recovery
-from mrl.controller.recovery import ProcessRecovery
+from mrl.controller import processes
+from mrl.controller.processes import ProcessRecovery
 from mrl.core.run_errors import ProcessesLostError
 
 
@@ -37,7 +37,7 @@ class FakeProcesses:
 @pytest.fixture
 def pauses(monkeypatch):
     found = []
-    monkeypatch.setattr(recovery.time, "sleep", found.append)
+    monkeypatch.setattr(processes.time, "sleep", found.append)
     return found
 
 

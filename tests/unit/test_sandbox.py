@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sandbox.unavailable_reason() is not None, reason
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """Every run leaves no process, no folder and no open file behind."""
+    """Check that a test leaves no process, folder or open file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "runs"))
     (tmp_path / "runs").mkdir()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -32,7 +32,7 @@ def nothing_left(tmp_path, monkeypatch):
 
 
 def _is_ours(command: list[str]) -> bool:
-    """Whether a process was started from here: other tests may run programs at the same time."""
+    """Whether this process started a process; other tests may run programs at the same time."""
     return sandbox_child.__file__ in command and marshal.loads(bytes.fromhex(command[-1]))["parent"] == os.getpid()
 
 
@@ -44,7 +44,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def short(source: str, wall_s: float = 20.0, **limits) -> SandboxResult:
-    """Run it; it ends in time, whatever it does."""
+    """Run a program with short limits, so that it always ends in time."""
     begun = time.monotonic()
     outcome = run_python(source, SandboxLimits(wall_s=wall_s, **limits))
     assert time.monotonic() - begun < wall_s + 10  # a busy machine starts processes slowly
@@ -210,7 +210,7 @@ time.sleep(PAUSE)
 
 
 def test_a_removed_file_cannot_hide_in_memory():
-    """Neither removed nor replaced; a mapped file that still has its name is counted like any other."""
+    """Neither a removed nor a replaced file is hidden; a mapped file that still has its name is counted like others."""
     for remove in ('os.remove("a")', 'open("b", "w").close(); os.replace("b", "a")'):
         outcome = short(MAPPED.replace("REMOVE", remove).replace("PAUSE", "19"))
         assert outcome.failure == "too much on disk: a removed file is still mapped into memory"

@@ -28,7 +28,7 @@ def of_texts(*texts: str, per_group: int = 2) -> list[Response]:
 
 
 def misbehave(text: str) -> float:
-    """What the text says."""
+    """Return the score, or fail in the way, that the text names."""
     match text:
         case "raise":
             raise KeyError("no such thing")
@@ -53,7 +53,7 @@ def misbehave(text: str) -> float:
 
 @dataclass(frozen=True)
 class Single:
-    """Scores each response by itself."""
+    """Scores each response independently."""
 
     per_sample: ClassVar[bool] = True
 
@@ -63,7 +63,7 @@ class Single:
 
 @dataclass(frozen=True)
 class Batch:
-    """A user's class that says nothing of itself: called with everything at once."""
+    """A user-defined class without optional attributes: it is called with the whole batch."""
 
     def __call__(self, responses):
         return [misbehave(r.text) for r in responses]
@@ -110,7 +110,7 @@ CALLS: list[int] = []
 
 @dataclass(frozen=True)
 class Counted:
-    """Notes how many responses each call has; raises where the text says so."""
+    """Records the number of responses of each call; raises if a text says so."""
 
     in_process: ClassVar[bool] = True
 
@@ -120,7 +120,7 @@ class Counted:
 
 
 def test_scored_responses_are_not_scored_again():
-    """All of them, then each prompt's, then the two of the guilty prompt; a value that is no number is an answer."""
+    """The calls: all responses, those of each prompt, then the two of the failing prompt. An invalid value is not retried."""
     CALLS.clear()
     scores = Scorer(Counted())(of_texts("fine", "nan", "raise", "fine", "fine", "fine"))
     assert CALLS == [6, 2, 2, 2, 1, 1]
@@ -139,7 +139,7 @@ def test_a_hanging_batch_is_ended_and_retried_in_smaller_parts():
 
 
 def test_the_whole_call_has_a_deadline():
-    """Ten that hang and two workers would take 50 s."""
+    """Without a deadline, ten hanging responses would take two workers 50 s."""
     with Scorer(Single(), workers=2, sample_timeout_s=10) as scorer:
         assert scorer(of_texts("fine"))[0].value == 1.0
         scorer.timeout_s = 1.5
@@ -153,7 +153,7 @@ def test_the_whole_call_has_a_deadline():
 
 
 def test_calls_of_an_in_process_reward_that_start_after_the_deadline_fail():
-    """One response at a time, 0.3 s each: all of them would take 9 s."""
+    """Each response takes 0.3 s; all of them would take 9 s."""
 
     class Slow(Single):
         in_process: ClassVar[bool] = True
@@ -189,7 +189,7 @@ def test_megabytes_of_text_pass(single):
 
 @dataclass(frozen=True)
 class Forgetful:
-    """One value too few whenever a response says so."""
+    """Returns one value too few if a response says so."""
 
     in_process: ClassVar[bool] = True
 
@@ -205,7 +205,7 @@ def test_a_wrong_number_of_values_fails_only_the_responses_that_cause_it():
 
 @dataclass(frozen=True)
 class BestOfGroup:
-    """1 for the longest response to each prompt: wrong for anything less than the group."""
+    """1 for the longest response to each prompt, which is wrong for a part of a group."""
 
     whole_groups: ClassVar[bool] = True
 
@@ -223,7 +223,7 @@ def test_a_reward_of_whole_groups_never_gets_a_part_of_a_group():
 
 
 async def waiting(responses):
-    """A coroutine function is a reward as well."""
+    """A coroutine function as a reward."""
     await asyncio.sleep(0.01)
     return [misbehave(r.text) for r in responses]
 
@@ -236,7 +236,7 @@ def test_an_async_reward_is_awaited():
 
 @dataclass(frozen=True)
 class Numbers:
-    """Values of the kinds that libraries give."""
+    """Values of the types that libraries return."""
 
     in_process: ClassVar[bool] = True
 
@@ -252,7 +252,7 @@ def test_numbers_of_any_kind_are_values():
 
 @dataclass(frozen=True)
 class PerTurn:
-    """Rewards for each assistant turn; wrong ones where the text says so."""
+    """Rewards per assistant turn; invalid ones if the text says so."""
 
     in_process: ClassVar[bool] = True
 
@@ -284,7 +284,7 @@ def test_parts_of_a_weighted_sum_may_run_in_different_ways():
 
 @dataclass(frozen=True)
 class Raises:
-    """Raises what a plain `except Exception` does not catch, or gives what no number can be made of."""
+    """Raises what `except Exception` does not catch, or returns values that are not numbers."""
 
     what: str
     in_process: bool = False
@@ -350,7 +350,7 @@ def test_killing_an_idle_worker_fails_no_response():
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Grandchildren: processes that the fork server made."""
+    """Return the grandchildren, which the fork server started."""
     return [w for child in psutil.Process(pid).children() for w in child.children()]
 
 
@@ -368,7 +368,7 @@ time.sleep(600)
 
 
 def test_no_worker_survives_when_the_owner_is_killed():
-    """Neither workers that wait, nor one that sleeps, nor one that never returns to the interpreter."""
+    """Neither waiting workers survive, nor one that sleeps, nor one that never returns to the interpreter."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.path.dirname(__file__)])}
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=env) as owner:
         pids = json.loads(owner.stdout.readline())

@@ -4,8 +4,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from mrl.commands import hydra_app
-from mrl.config.secrets import HIDDEN, authorization, is_secret, redacted, refuse_literals
+from mrl.config import hydra_entry
+from mrl.config.secrets import HIDDEN, authorization, is_secret_name, redacted, refuse_plain_secrets
 from mrl.config.validate import from_hydra
 
 
@@ -56,8 +56,8 @@ def test_names_of_secrets_are_known_and_names_of_tokens_are_not():
         "keys",
         "PWD",
     )
-    assert [name for name in secrets if not is_secret(name)] == []
-    assert [name for name in others if is_secret(name)] == []
+    assert [name for name in secrets if not is_secret_name(name)] == []
+    assert [name for name in others if is_secret_name(name)] == []
 
 
 LITERALS = {
@@ -73,24 +73,24 @@ LITERALS = {
 @pytest.mark.parametrize("config", LITERALS.values(), ids=LITERALS)
 def test_a_secret_that_is_written_out_is_refused_with_the_cure(config):
     with pytest.raises(ValueError, match=r"holds a secret.* set .*='\$\{oc.env:[A-Z_]+\}'") as refusal:
-        refuse_literals(config)
+        refuse_plain_secrets(config)
     assert "abc" not in str(refusal.value) and "1234" not in str(refusal.value)
 
 
 def test_a_secret_from_the_environment_or_from_another_key_is_fine():
-    refuse_literals(
+    refuse_plain_secrets(
         {"api_key": "${oc.env:NAME}", "headers": {"authorization": "Bearer ${oc.env:NAME}"}, "password": ""}
     )
-    refuse_literals({"token": "${oc.env:NAME,null}", "secret": "${reward.secret}", "a": {"api_key": None}})
+    refuse_plain_secrets({"token": "${oc.env:NAME,null}", "secret": "${reward.secret}", "a": {"api_key": None}})
 
 
 def test_the_command_line_refuses_a_secret_before_anything_is_written():
     with pytest.raises(ValueError, match=r"reward.api_key holds a secret"):
-        hydra_app.checked(["reward.api_key=abc"])
+        hydra_entry.check_overrides(["reward.api_key=abc"])
     with pytest.raises(ValueError, match=r"data.template_args.api_key holds a secret"):
-        hydra_app.checked(["data.template_args={api_key: abc}"])
+        hydra_entry.check_overrides(["data.template_args={api_key: abc}"])
     argv = ["++reward.api_key='${oc.env:NAME}'"]
-    assert hydra_app.checked(argv) == argv
+    assert hydra_entry.check_overrides(argv) == argv
 
 
 BROKEN_KEYS = ["planted\n", " planted", "plan ted", "plan\tted", "plant\u00e9d", "\x7fplanted", ""]
@@ -100,7 +100,9 @@ BROKEN_KEYS = ["planted\n", " planted", "plan ted", "plan\tted", "plant\u00e9d",
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start_and_not_shown(monkeypatch, capsys, key):
     """An HTTP client would raise at each request, with the whole header in its words."""
     monkeypatch.setenv("MRL_ENGINE_KEY", key)
-    assert hydra_app.run(["model.path=m"], lambda config: None) == 2
+    with pytest.raises(SystemExit) as exit:
+        hydra_entry.run(["model.path=m"], lambda config: None)
+    assert exit.value.code == 2
     told = capsys.readouterr().err
     assert "the key in the environment variable MRL_ENGINE_KEY" in told and "plant" not in told and "ted" not in told
     monkeypatch.setenv("MRL_ENGINE_KEY", "sk-a_b.c~d+e/f==")

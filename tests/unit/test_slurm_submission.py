@@ -1,4 +1,4 @@
-"""`mrl train cluster=slurm` as a user calls it: what is wrong is said before anything is submitted."""
+"""`mrl train cluster=slurm` from the command line: mistakes are reported before anything is submitted."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def train(tmp_path_factory):
             *arguments,
         ]
         env = os.environ | {"PATH": f"{base / 'bin'}:{os.environ['PATH']}"}
-        env |= {"RAY_ADDRESS": "nobody:1"}  # nothing may ask Ray
+        env |= {"RAY_ADDRESS": "unreachable:1"}  # so that a connection to Ray fails
         done = subprocess.run(
             [*line, f"data.inputs.folder={base / 'inputs'}"], env=env, capture_output=True, text=True, timeout=300
         )
@@ -39,13 +39,13 @@ def train(tmp_path_factory):
 JOB = ("cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=2")
 
 
-def test_a_job_is_submitted_and_the_user_is_told_how_to_go_on(train):
-    status, said, submitted = train(*JOB, "cluster.time=1:00:00")
+def test_a_job_is_submitted_and_the_output_says_how_to_follow_it(train):
+    status, said, submitted = train(*JOB, "cluster.slurm.time=1:00:00")
     assert (status, submitted) == (0, True), said
     assert "job 77 is submitted" in said and "scancel 77" in said and "slurm_77.log" in said
 
 
-def test_a_dry_run_shows_the_job_and_submits_nothing(train):
+def test_a_dry_run_prints_the_job_and_submits_nothing(train):
     status, said, submitted = train("--dry-run", *JOB, "+cluster.slurm.account=lab")
     assert (status, submitted) == (0, False), said
     assert said.startswith("#!/usr/bin/env bash") and "#SBATCH --account=lab" in said and "dry" not in said
@@ -57,7 +57,7 @@ def test_a_job_has_as_many_nodes_as_the_run_needs(train):
     assert status == 0 and "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "8 trainers and an engine"
 
 
-def test_memory_is_an_estimate_that_a_user_may_overrule(train):
+def test_the_memory_check_can_be_disabled(train):
     status, said, _ = train(
         "--dry-run", "cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1", "plan.check_memory=false"
     )
@@ -70,12 +70,12 @@ def test_memory_is_an_estimate_that_a_user_may_overrule(train):
         ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
         ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
         ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
-        (["cluster.nodes=2"], "cluster.nodes=2: is for a job, and this run starts here; add cluster=slurm"),
+        (["cluster.nodes=2"], "cluster.nodes=2: applies to a job, and this run starts here; add cluster=slurm"),
         (["cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1"], "memory: the run does not fit"),
-        (["--dry-run"], "cluster.dry_run=True: is for a job, and this run starts here; add cluster=slurm"),
+        (["--dry-run"], "cluster.dry_run=True: applies to a job, and this run starts here; add cluster=slurm"),
     ],
 )
-def test_a_mistake_is_found_before_submission(train, arguments, message):
+def test_a_mistake_is_reported_before_submission(train, arguments, message):
     status, said, submitted = train(*arguments)
     assert (status, submitted) == (2, False), said
     assert message in said and "Traceback" not in said

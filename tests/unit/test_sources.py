@@ -131,7 +131,7 @@ def test_held_out_sets_keep_their_names(model, file):
 
 
 class Squares:
-    """A data set of a user's own."""
+    """A user-defined data set."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -146,7 +146,7 @@ class Squares:
 
 
 class NoRows:
-    """An object that is no data set."""
+    """An object that is not a data set."""
 
 
 def listed(count: int) -> list[dict]:

@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.rewards.reward_types import Score
-from mrl.rollout.request_builder import ResponseLengths
+from mrl.rollout.staleness_buffer import ResponseLengths
 from mrl.rollout.step_metrics import LengthBias, SampledStep, UnscoredStepError
 from mrl.rollout.trajectory import Group, Sample, StepGroups, Trajectory
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mrl.core.types import TokenBlock
-from mrl.rollout import recording
+from mrl.rollout import rollout_log
 
 PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6]], [[7, 8], [9], [10, 11, 12]]
 LENGTHS = [5, 2, 5]
@@ -46,8 +46,8 @@ def test_select_takes_every_column_along(routed):
 @pytest.mark.parametrize("routed", [True, False])
 def test_a_recorded_step_is_read_back(tmp_path, routed):
     written = block(routed=routed)
-    recording.write(tmp_path, 3, written, groups=np.array([0, 0, 1]))
-    read, columns = recording.read(tmp_path, 3)
+    rollout_log.write_recording(tmp_path, 3, written, groups=np.array([0, 0, 1]))
+    read, columns = rollout_log.read_recording(tmp_path, 3)
     assert list(columns) == ["groups"] and columns["groups"].tolist() == [0, 0, 1]
     for name, value in vars(written).items():
         assert np.array_equal(vars(read)[name], value)
@@ -78,8 +78,8 @@ def test_a_mask_and_its_columns_go_where_their_rows_go():
 
 
 def test_a_mask_is_recorded(tmp_path):
-    recording.write(tmp_path, 0, masked())
-    read, _ = recording.read(tmp_path, 0)
+    rollout_log.write_recording(tmp_path, 0, masked())
+    read, _ = rollout_log.read_recording(tmp_path, 0)
     assert read.sampled.tolist() == masked().sampled.tolist()
     assert read.sampled_lengths.tolist() == [1, 0, 2]
 

@@ -231,19 +231,19 @@ def test_an_end_marker_of_several_tokens_is_refused(tokenizer):
 
 
 def test_the_config_names_the_agent_its_tools_and_parser_by_target():
-    from mrl.config.instantiate import construct
+    from mrl.config.instantiate import instantiate
 
     node = {
         "_target_": "mrl.rollout.agents.tool_agent.ToolAgent",
         "tools": {"calculator": {"_target_": "mrl.rollout.agents.tools.Calculator", "max_bits": 64}},
         "parser": {"_target_": "mrl.rollout.agents.tool_parsers.MarkerParser", "tool": "calculator"},
     }
-    assert construct(node, "rollout.agent") == ToolAgent(
+    assert instantiate(node, "rollout.agent") == ToolAgent(
         {"calculator": Calculator(max_bits=64)}, MarkerParser("calculator")
     )
     node["tools"]["calculator"]["max_bit"] = 3
     with pytest.raises(ValueError, match=r"rollout\.agent\.tools\.calculator\.max_bit: .*did you mean 'max_bits'"):
-        construct(node, "rollout.agent")
+        instantiate(node, "rollout.agent")
 
 
 def samples_of(tokenizer) -> list[Sample]:

@@ -52,7 +52,7 @@ def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, te
 
 
 def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):
-    """As Qwen3's with enable_thinking=false: an empty thought opens the turn to come, and none stands in turns that are over."""
+    """As in Qwen3 with enable_thinking=false: the next turn begins with an empty thought, and finished turns have none."""
     thought = "{% if not thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     tool = ToolTemplate.of(
         with_template(tokenizer, QWEN.removesuffix("{% endif %}") + thought), args=dict(thinking=False)

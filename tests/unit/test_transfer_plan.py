@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from models.architecture import Architecture
 from models.families.mixtral import MIXTRAL
-from models.families.qwen3 import QWEN3, QWEN3_MOE
+from models.families.qwen import QWEN3, QWEN3_MOE
 from mrl.weight_sync.engine_layout import VOCAB_PADDING, EngineLayout, Topology
 from mrl.weight_sync.transfer_plan import compile_transfer_plan, even_pipeline_stages, trainer_shards
 from parallel.dims import ParallelDims

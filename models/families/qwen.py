@@ -1,4 +1,6 @@
-"""Qwen3: RMSNorm, grouped-query attention with query/key norms, gated SiLU MLP, RoPE; dense and MoE.
+"""Qwen2, Qwen2.5 and Qwen3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE.
+
+Qwen2 has biases of the query, key and value projections. Qwen3 has query/key norms, and comes dense and as MoE.
 
 Qwen3-MoE has experts in most layers. A field says whether the weights of the chosen experts are normalized to sum to 1.
 """
@@ -23,7 +25,7 @@ from models.families.decoder_blocks import (
 from models.hf_config import HFConfig
 
 
-def translate(config: HFConfig) -> Architecture:
+def translate_qwen3(config: HFConfig) -> Architecture:
     """Translate a Qwen3 config; raise ValueError at an unsupported value."""
     check_full_attention(config)
     return read_decoder(config, parts=attention_parts(config), qk_layernorm=True)
@@ -31,7 +33,7 @@ def translate(config: HFConfig) -> Architecture:
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
-    translate=translate,
+    translate=translate_qwen3,
     table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *PROJ_BIAS, *QK_NORMS, *DENSE_MLP),
     engine_fusions=ENGINE_FUSIONS,
     defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(attention_bias=False, head_dim=128, num_key_value_heads=32),
@@ -73,4 +75,20 @@ QWEN3_MOE = Family(
         decoder_sparse_step=1,
         norm_topk_prob=False,
     ),
+)
+
+
+def translate_qwen2(config: HFConfig) -> Architecture:
+    """Translate a Qwen2 config; raise ValueError at an unsupported value."""
+    check_full_attention(config)
+    config.expect(use_mrope=False)  # configs of text models contain it too; transformers ignores it
+    return read_decoder(config, parts=frozenset(["qkv_bias"]))
+
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    translate=translate_qwen2,
+    table=(*EMBEDDINGS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+    engine_fusions=ENGINE_FUSIONS,
+    defaults=DEFAULTS | FULL_ATTENTION_DEFAULTS | dict(head_dim=None, num_key_value_heads=32, use_mrope=False),
 )
