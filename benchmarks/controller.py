@@ -42,7 +42,7 @@ from mrl.algorithms.corrections import MISMATCH_SUMS
 from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
-from mrl.checkpoint.sample_ledger import SampleLedger
+from mrl.checkpoint.run_dir import SampleLedger
 from mrl.config.schema import WeightSyncConfig
 from mrl.controller.colocation import MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
