@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import EnumType
 from typing import Any, get_args
 
-import yaml
+from omegaconf import OmegaConf
 
 from mrl.config.hydra_entry import CONF
 from mrl.config.schema import Config
@@ -102,12 +102,13 @@ def _groups_by_key() -> dict[str, set[str]]:
     for path in sorted(CONF.glob("*/*.yaml")):
         group, text = path.parent.name, path.read_text()
         prefix = "" if "@package _global_" in text else f"{group}."
-        for key in _leaf_keys(yaml.safe_load(text) or {}, prefix):
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        for key in _leaf_keys(content, prefix):
             found.setdefault(key, set()).add(group)
     return found
 
 
-def _leaf_keys(node: dict[str, Any], prefix: str) -> Iterator[str]:
+def _leaf_keys(node: Any, prefix: str) -> Iterator[str]:
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from _leaf_keys(value, f"{prefix}{name}.")

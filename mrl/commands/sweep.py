@@ -33,9 +33,9 @@ continues with points that are missing or failed. SIGTERM or USR1 ends the sweep
   mrl train -m sweep=lr_kl                              a sweep from conf/sweep
   mrl train -m algorithm=grpo,rloo,dapo hydra.launcher.n_jobs=2
   mrl train -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 'optim.lr=tag(log,interval(1e-5,1e-3))'
-  mrl train -m cluster=slurm cluster.nodes=2 hydra.launcher.n_jobs=8 optim.lr=1e-6,3e-6 ...     a job array (docs/tutorials/slurm.md)
+  mrl train -m cluster=slurm cluster.nodes=2 hydra.launcher.n_jobs=8 optim.lr=1e-6,3e-6 ...     a job array
 
-  values                  1e-4,3e-4   choice(grpo,rloo)   range(1,5); for Optuna also interval(0,1), tag(log,interval(1e-6,1e-3))
+  values                  1e-4,3e-4   choice(grpo,rloo)   range(1,5); with Optuna interval(0,1), tag(log,interval(1e-6,1e-3))
   sweep.metric            metric of a point (reward/mean): mean over the last steps; eval/*: value of the last evaluation
   sweep.direction         maximize or minimize
   hydra.launcher.n_jobs   points that run at one time (1)

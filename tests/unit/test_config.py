@@ -185,7 +185,7 @@ def test_a_plain_function_is_a_plug_in_too():
     here = f"{__name__}.double"
     assert instantiate_callable({"_target_": here}, "reward") is double
     assert instantiate_callable({"_target_": here, "factor": 3.0}, "reward")([1, 2]) == [3.0, 3.0]
-    with pytest.raises(ValueError, match="cannot be called"):
+    with pytest.raises(ValueError, match="is not callable"):
         instantiate_callable({"_target_": "mrl.core.types.SyncReport"}, "reward")
     with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
         instantiate_callable(
