@@ -33,7 +33,7 @@ from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
 from mrl.data.tokenizer import character_tokenizer
 from mrl.placement.ray_cluster import ray_cluster
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, Prediction, RolloutSetup, RunSpeeds, best_possible_s, simulate
 from mrl.planner.run_trace import RecordedStep, fit_steps
 from mrl.rewards.rule_based import Length

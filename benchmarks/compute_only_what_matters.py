@@ -5,8 +5,8 @@
     groups of zero advantage  left out, as `algorithm.skip_zero_advantage` does, beside training all of them
     shared prompts            a prompt of 16 responses computed once (`Packing.share_prompts`), beside 16 times
 
-Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `MegatronActor.update` (rows to packs,
-forward, backward, optimizer step), interleaved in one process. Gradients are compared tensor by tensor: the largest
+Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `MegatronActor.update` (rows to
+packs, forward, backward, optimizer step), interleaved in one process. Gradients are compared tensor by tensor: the largest
 difference of two elements over the tensor's largest element.
 """
 
@@ -66,7 +66,9 @@ def measure(actor, case: Case, repeats: int) -> list[str]:
     """The case's row of the table; raises AssertionError where the gradients differ."""
     from mrl.algorithms.losses import PPOClip
 
-    found = [gradients_of(actor, case.block, plan.rank_batches[0], PPOClip()) for plan in (case.everything, case.saving)]
+    found = [
+        gradients_of(actor, case.block, plan.rank_batches[0], PPOClip()) for plan in (case.everything, case.saving)
+    ]
     difference = largest_difference(*found)
     assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
 

@@ -52,7 +52,7 @@ from mrl.data.batching import CostModel
 from mrl.data.columns import PromptExample
 from mrl.data.prompts import PromptDataset, SourceShare
 from mrl.data.row_files import RowReport
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.rewards.reward_types import Response
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec

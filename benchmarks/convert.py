@@ -128,9 +128,9 @@ def report(work: Path, args: argparse.Namespace) -> None:
     size = f"max_shard_bytes={args.max_shard_bytes}"
     ways = {
         "copy of the Hugging Face folder": [COPY, f"{model}", f"{work}/copy"],
-        "to-megatron": [CONVERT, "to-megatron", size, f"model={model}", f"output={megatron}"],
+        "to-megatron": [CONVERT, "to-megatron", size, f"model.path={model}", f"output={megatron}"],
         "copy of the Megatron checkpoint": [COPY, f"{megatron}", f"{work}/copy"],
-        "to-hf": [CONVERT, "to-hf", size, f"model={model}", f"checkpoint={megatron}", f"output={back}"],
+        "to-hf": [CONVERT, "to-hf", size, f"model.path={model}", f"checkpoint={megatron}", f"output={back}"],
     }  # source and target last
     imports = run(IMPORTS)
     found = measure(ways, args)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from models.architecture import ModelSpec
 from mrl.core.types import RankBatch, TokenBlock, TrainBatch
 from mrl.workers.dp_partition import Packing, StepPartition, partition_step
-from mrl.workers.model_spec import ModelSpec
 from parallel import device
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -117,7 +117,9 @@ def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, 
     from mrl.workers.actor import policy_loss
 
     head = partial(actor.head, temperature=1.0)
-    actor.accumulate_gradients(actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, all_reduce=True)
+    actor.accumulate_gradients(
+        actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, all_reduce=True
+    )
     return {name: gradient.numpy().copy() for name, gradient in actor.export_gradients()}
 
 

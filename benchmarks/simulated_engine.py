@@ -4,7 +4,7 @@
     python benchmarks/simulated_engine.py --recorded completions.jsonl
 
 Serves the part of SGLang's HTTP interface that mrl uses. Time is real, but no work is done per token: a timer waits until the
-next response finishes, at the time that mrl.planner.engine_queue computes. Prints one URL per engine, then serves until killed.
+next response finishes, at the time that mrl.planner.engine_time computes. Prints one URL per engine, then serves until killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import xxhash
 from aiohttp import web
 
 from mrl.config.schema import PauseMode
-from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
+from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 
 MAX_WAIT_S = 3600.0  # of the timer if no response is running; a new request ends the wait
 

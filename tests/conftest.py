@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -> None:
     import torch
 
-    from parallel import collectives, device, groups
+    from parallel import collectives, groups
 
     torch.set_num_threads(1)
     try:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, RunSpeeds, simulate
 
 SPEEDS = RunSpeeds(EngineSpeeds(0.02, 0.0003, 0.0001, 8), train_s=0.8, train_token_s=2e-4, push_s=0.3)

@@ -49,7 +49,7 @@ class ResumePoint:
     of_another_run: bool = False  # the checkpoint belongs to another run
     changes: tuple[str, ...] = ()  # keys that an earlier part of the run had with other values, as text
 
-    def journal_key(self, config: Config, data: str) -> str:
+    def rollout_log_key(self, config: Config, data: str) -> str:
         """Return a hash of the settings, data and initial weights that decide the samples of this run."""
         initial = [config.resume, self.checkpoint.step] if self.of_another_run and self.checkpoint else None
         settings = [

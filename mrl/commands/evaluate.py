@@ -8,9 +8,8 @@ from mrl.commands import generate
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
 from mrl.evaluation.evaluate_responses import PICTURE, REPORT, SCORES, checked_reward, evaluate, write_evaluation
-from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k
+from mrl.evaluation.evaluation_summary import EvaluationSummary, IntervalEstimate, choose_k
 from mrl.evaluation.generation_plan import plan_generation
-from mrl.evaluation.pass_at_k import IntervalEstimate
 
 USAGE = """usage: mrl evaluate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 

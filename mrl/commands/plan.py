@@ -12,12 +12,10 @@ from rich.table import Table
 from mrl.commands import plan_rollout, plan_search
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.controller.memory_check import MemoryEstimator
+from mrl.controller.memory_check import MemoryAdvice, MemoryEstimator, advise
 from mrl.controller.plan_tools import plan_placement, plan_sync
-from mrl.placement.device_map import DeviceMap, planned_device_map
-from mrl.placement.device_map_picture import draw_device_map, render_device_map, summarize
+from mrl.placement.device_map import DeviceMap, draw_device_map, planned_device_map, render_device_map, summarize
 from mrl.placement.resource_pools import slots_per_node
-from mrl.planner.memory_advice import MemoryAdvice, advise
 from mrl.planner.run_memory import GIB, GpuPhase, RunMemory
 from mrl.weight_sync.transfer_plan import LinkSpeeds, RankTraffic, TransferCost, estimate_transfer_cost
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrl.config import hydra_entry
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import (
     GpuCounts,
     GroupLengths,

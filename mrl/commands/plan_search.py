@@ -14,11 +14,10 @@ from models.hf_config import HFConfig
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.planner.engine_memory import MEM_FRACTION
 from mrl.planner.layout_search import LayoutSearch, RunCandidate, SearchResult, compare, limits, memory_check
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import kv_itemsize, trainer_settings
+from mrl.planner.run_memory import MEM_FRACTION, kv_itemsize, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES

@@ -29,9 +29,8 @@ from mrl.diagnostics.step_dump import StepDump, WeightsLocation
 from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.curve import CurveSink
+from mrl.tracking.sinks import CurveSink, WandbSink
 from mrl.tracking.tracker import JsonlSink, Sink, Tracker
-from mrl.tracking.wandb_sink import WandbSink
 from mrl.workers.group import WorkerGroup
 from mrl.workers.model_trainers import ActorTrainer, CriticTrainer, TeacherScorer, UpdateRunner
 from mrl.workers.trace_comparison import ParityDifference

@@ -1,7 +1,11 @@
-"""Memory of a run, estimated from its config by mrl.planner, and a check that its GPUs have enough."""
+"""Memory of a run, estimated from its config: whether its GPUs have enough, and the smallest changes with which it fits."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from models.families import family_of
 from mrl.algorithms.parts import build_algorithm
@@ -18,9 +22,8 @@ from mrl.controller.plan_models import (
 from mrl.controller.plan_train import TrainPlan, plan_training
 from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
-from mrl.planner.memory_advice import advise
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import RoleModel, RunMemory, run_memory, trainer_settings
+from mrl.planner.run_memory import MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
 from mrl.weight_sync.engine_layout import Topology
 
 
@@ -34,19 +37,19 @@ class MemoryEstimator:
     topology: Topology | None  # of one engine; None if the run starts no engines
 
     @classmethod
-    def of(cls, config: Config) -> "MemoryEstimator":
+    def of(cls, config: Config) -> MemoryEstimator:
         """Read the models of a config. Raises ValueError if the config is wrong for reasons other than memory."""
         needs = build_algorithm(config).needs
         make_input_files(config)
         return cls._of(config, needs, plan_models(config, needs, weights=False))
 
     @classmethod
-    def of_plan(cls, plan: TrainPlan) -> "MemoryEstimator":
+    def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
         """Take the models from a finished plan."""
         return cls._of(plan.config, plan.algorithm.needs, plan.models)
 
     @classmethod
-    def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> "MemoryEstimator":
+    def _of(cls, config: Config, needs: frozenset[str], models: dict[str, ModelPlan]) -> MemoryEstimator:
         starts_engines = not (config.rollout.replay or config.rollout.engine_urls)
         topology = engine_topology(config, models["actor"]) if starts_engines else None
         return cls(config, models, "ref_logprobs" in needs, topology)
@@ -103,3 +106,102 @@ def plan_fitting_run(config: Config) -> TrainPlan:
             f"cluster.nodes={cluster.nodes}: applies to a job, and this run starts here; add cluster=slurm."
         )
     return plan
+
+
+MAX_CHANGES = 4  # changes that are combined at most
+BEAM_WIDTH = 6  # sets of changes that come nearest to fitting and are extended by one more change
+MAX_SHOWN = 6  # sets of changes that are returned at most
+FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+CountMemory = Callable[[Config], RunMemory]
+"""Counts the memory of a config; raises ValueError if its layout is impossible."""
+ChangedConfig = tuple[tuple[str, ...], Config]
+"""(overrides of the command line, the config with them)"""
+
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """Overrides of the command line, and the memory that the run needs with them."""
+
+    overrides: tuple[str, ...]
+    config: Config
+    memory: RunMemory
+
+
+def advise(config: Config, count: CountMemory) -> list[MemoryAdvice]:
+    """Return the smallest sets of changes with which the run fits; those with the fewest GPUs first.
+
+    A beam search over sets of up to MAX_CHANGES changes. Returns an empty list if none of the sets that it reaches fits.
+    """
+    beam = [MemoryAdvice((), config, count(config))]
+    visited: set[tuple[str, ...]] = {()}
+    for _ in range(MAX_CHANGES):
+        extended = list(_extend(beam, count, visited))
+        if fitting := [advice for advice in extended if advice.memory.fits]:
+            return sorted(fitting, key=lambda advice: (advice.memory.gpus, advice.overrides))[:MAX_SHOWN]
+        beam = sorted(extended, key=lambda advice: (len(advice.memory.problems), advice.memory.excess))[:BEAM_WIDTH]
+    return []
+
+
+def _extend(beam: list[MemoryAdvice], count: CountMemory, visited: set[tuple[str, ...]]) -> Iterator[MemoryAdvice]:
+    """Yield each set of changes with one more change. Impossible layouts are skipped."""
+    for before in beam:
+        for override, config in single_changes(before.config):
+            overrides = (*_without_keys_of(override, before.overrides), *override)
+            if (key := tuple(sorted(overrides))) not in visited:
+                visited.add(key)
+                try:
+                    yield MemoryAdvice(overrides, config, count(config))
+                except ValueError:
+                    continue
+
+
+def _without_keys_of(later: tuple[str, ...], overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Drop the overrides whose key is set again by `later`."""
+    keys = {text.split("=")[0] for text in later}
+    return tuple(text for text in overrides if text.split("=")[0] not in keys)
+
+
+def single_changes(config: Config) -> Iterator[ChangedConfig]:
+    """Yield every single change that may save memory."""
+    if config.megatron.get("recompute_granularity") != "full":
+        overrides = tuple(f"megatron.{name}={value}" for name, value in FULL_RECOMPUTE.items())
+        yield overrides, replace(config, megatron=dict(config.megatron) | FULL_RECOMPUTE)
+    tokens = config.trainer.max_tokens_per_micro_batch // 2
+    yield _with(config, "trainer", max_tokens_per_micro_batch=tokens)
+    if config.trainer.logprob_chunk > 256:
+        yield _with(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
+    yield from _layout_changes(config)
+    fraction = config.sglang.get("mem_fraction_static") or MEM_FRACTION
+    for other in (round(fraction - 0.1, 2), round(fraction + 0.1, 2)):
+        if 0.2 <= other <= 0.9:
+            sglang = dict(config.sglang) | dict(mem_fraction_static=other)
+            yield (f"sglang.mem_fraction_static={other}",), replace(config, sglang=sglang)
+    engine_tp = config.rollout.engine_tp * 2
+    yield _with(config, "rollout", engine_tp=engine_tp, num_engines=max(1, config.rollout.num_engines // 2))
+    if config.weight_sync.bucket_bytes > 64 << 20:
+        yield _with(config, "weight_sync", bucket_bytes=64 << 20)
+
+
+def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
+    """Yield layouts with one parallel axis doubled: with half as many replicas, or on twice as many GPUs."""
+    p = config.parallel
+    for axis in ("tp", "pp", "cp", "ep"):
+        sizes = {axis: vars(p)[axis] * 2}
+        if axis == "tp" and p.etp is None and p.ep > 1:
+            sizes["etp"] = 1  # experts are spread over ranks, not sharded
+        if p.world_size is not None or axis == "ep":
+            yield _with(config, "parallel", **sizes)
+        if p.dp and p.dp % 2 == 0 and axis != "ep":
+            yield _with(config, "parallel", **sizes, dp=p.dp // 2)
+        if p.world_size is None and axis != "ep":
+            yield _with(config, "parallel", **sizes)
+    if p.world_size is not None:
+        yield _with(config, "parallel", world_size=p.world_size * 2)
+    else:
+        yield _with(config, "parallel", dp=(p.dp or 1) * 2)
+
+
+def _with(config: Config, section: str, **values: Any) -> ChangedConfig:
+    overrides = tuple(f"{section}.{name}={value}" for name, value in values.items())
+    return overrides, replace(config, **{section: replace(vars(config)[section], **values)})

@@ -19,7 +19,7 @@ from mrl.controller.plan_train import TrainPlan
 from mrl.controller.trainer import State
 from mrl.controller.worker_groups import ModelGroups, store_warm_start, stored_warm_start, train_supervised
 from mrl.core.run_errors import ProcessesLostError, StartError, StartupLostError
-from mrl.placement.device_map_picture import device_map_text
+from mrl.placement.device_map import device_map_text
 from mrl.placement.placement_groups import PlacementError, RolePlacement, current_device_map, place_pools
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import Pools
@@ -158,7 +158,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         over_sample_rate=rollout.over_sample_rate,
         in_order=rollout.in_order,
         max_rounds=rollout.max_sampling_rounds,
-        log_key=plan.resume.journal_key(config, plan.train.fingerprint),
+        log_key=plan.resume.rollout_log_key(config, plan.train.fingerprint),
         fault_tolerance=config.fault_tolerance,
         agent=plan.agent,
         chat=chat_template(config),

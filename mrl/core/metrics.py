@@ -58,7 +58,7 @@ METRICS: dict[str, Metric] = {
     "rollout/tool_errors_fraction": Metric("", "tool calls that were malformed, failed or timed out"),
     "rollout/cached_tokens_fraction": Metric("", "prompt tokens of all turns that were in the engine's prefix cache"),
     "rollout/replaced_engines": Metric("", "engines that failed during sampling and were replaced", ".0f"),
-    "rollout/redone_responses": Metric("", "responses requested again because an engine failed", ".0f"),
+    "rollout/retried_responses": Metric("", "responses requested again because an engine failed", ".0f"),
     "time/step_s": Metric("s", "wall time of the whole step", ".2f"),
     "spent/engine_s": Metric("s", "part of the step: waiting for SGLang to sample", ".2f"),
     "spent/megatron_s": Metric("s", "part of the step: Megatron's passes and optimizer on the slowest rank", ".2f"),

@@ -1,13 +1,194 @@
-"""Summaries of scored responses: pass@k, maj@k and mean score, per data source and over all prompts."""
+"""Summaries of scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mrl.evaluation.evaluation_prompts import prompt_key
-from mrl.evaluation.pass_at_k import IntervalEstimate, majorities, pass_at_k, student_t_mean, wilson_mean
 from mrl.evaluation.response_store import Row
+
+MAX_SAMPLES = 1000
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Return the probability that k of n responses, drawn without replacement, include one that passed: 1 - C(n-c, k) / C(n, k).
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1: unbiased for every n >= k.
+    """
+    assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples, f"n={num_samples}, c={num_passed}, k={k}"
+    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
+
+
+def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
+    """Return the probability that the majority answer of k of the n responses, drawn without replacement, passes.
+
+    Each drawn response votes for its answer; None is no vote, and without votes nothing passes. Tied answers win with
+    equal probability. An answer passes with the fraction of its responses that pass. The result is the exact mean over
+    all subsets and ties, computed by counting.
+    """
+    return majorities(answers, passed, [k])[k]
+
+
+def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequence[int]) -> dict[int, float]:
+    """Return majority_at_k for each k, from one count of the votes."""
+    assert len(answers) == len(passed) and min(ks) >= 1 and max(ks) <= len(answers), f"{len(answers)} answers, k={ks}"
+    votes, passing = Counter(answers), Counter(a for a, p in zip(answers, passed, strict=True) if p)
+    silent = votes.pop(None, 0)
+    passing.pop(None, None)
+    needed = frozenset(votes[answer] for answer in passing)
+    wins = _win_probabilities(tuple(sorted(votes.values())), silent, needed, max(ks))
+    totals = {k: float(sum(wins[votes[a]][k] * count / votes[a] for a, count in passing.items())) for k in ks}
+    return {k: min(1.0, total) for k, total in totals.items()}  # rounding may give a value slightly above 1
+
+
+@lru_cache(maxsize=4096)
+def _win_probabilities(
+    counts: tuple[int, ...], silent: int, needed: frozenset[int], most: int
+) -> dict[int, NDArray[np.float64]]:
+    """Return, for each size in `needed`, the probability [most + 1] that an answer of that many responses wins a vote of k, by k.
+
+    `counts` are the responses per answer; `silent` is the number of responses without an answer.
+    """
+    total = sum(counts) + silent
+    draws = np.array([float(comb(total, k)) for k in range(most + 1)])
+    won = {size: np.zeros(most + 1) for size in needed}
+    for votes in range(1, min(max(needed, default=0), most) + 1):
+        for size, shared_m in _others(counts, silent, votes, needed, most - votes):
+            won[size][votes:] += comb(size, votes) * shared_m
+    return {size: ways / draws for size, ways in won.items()}
+
+
+def _others(
+    counts: tuple[int, ...], silent: int, votes: int, needed: frozenset[int], most: int
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Yield, for each needed size, the number of ways [most + 1] to draw m responses of the other answers, by m.
+
+    No other answer may get more than `votes`. A way in which t other answers get exactly `votes` counts 1 / (t + 1),
+    the chance to win the tie. It is the integral of y**t from 0 to 1: each tied answer contributes a factor y, and
+    Gauss-Legendre quadrature integrates the product over y exactly.
+    """
+    rivals = Counter(size for size in counts if size >= votes)
+    free = sum(size for size in counts if size < votes) + silent  # these cannot exceed `votes`
+    nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)
+    free_m = np.array([float(comb(free, m)) for m in range(min(free, most) + 1)])
+    for size, ways_ym in _all_but_one(sorted(rivals.items()), needed, nodes_y, votes, most, np.ones((len(nodes_y), 1))):
+        yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), most + 1)
+
+
+def _all_but_one(
+    rivals: list[tuple[int, int]],
+    needed: frozenset[int],
+    nodes_y: NDArray[np.float64],
+    votes: int,
+    most: int,
+    ways_ym: NDArray[np.float64],
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Yield, for each needed size, `ways_ym` times the polynomials of all rivals but one of that size, by recursive halving.
+
+    `rivals` are pairs (size, number of answers of that size).
+    """
+    if not any(size in needed for size, _ in rivals):
+        return
+    if len(rivals) == 1:
+        ((size, number),) = rivals
+        yield size, _times(ways_ym, [(size, number - 1)], nodes_y, votes, most)
+        return
+    half = len(rivals) // 2
+    for mine, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
+        if any(size in needed for size, _ in mine):
+            grown = _times(ways_ym, others, nodes_y, votes, most)
+            yield from _all_but_one(mine, needed, nodes_y, votes, most, grown)
+
+
+def _times(
+    ways_ym: NDArray[np.float64],
+    rivals: list[tuple[int, int]],
+    nodes_y: NDArray[np.float64],
+    votes: int,
+    most: int,
+) -> NDArray[np.float64]:
+    """Multiply `ways_ym` by the polynomials of `rivals`.
+
+    Each rival may get at most `votes`. Exactly `votes` is a tie, which counts a factor y.
+    """
+    for size, number in rivals:
+        if votes == 1:  # (1 + size x y)**number by the binomial theorem, because distinct answers give many of these
+            drawn_j = np.array([float(comb(number, j) * size**j) for j in range(min(number, most) + 1)])
+            power = drawn_j * nodes_y[:, None] ** np.arange(len(drawn_j))
+            grown = [np.convolve(ways, row)[: most + 1] for ways, row in zip(ways_ym, power, strict=True)]
+            ways_ym = np.array(grown)
+            continue
+        drawn_d = np.array([float(comb(size, d)) for d in range(votes + 1)])
+        for _ in range(number):
+            grown = np.zeros((len(nodes_y), min(ways_ym.shape[1] + votes, most + 1)))
+            for d in range(min(votes, most) + 1):
+                ways = ways_ym[:, : grown.shape[1] - d] * drawn_d[d]
+                grown[:, d : d + ways.shape[1]] += ways * nodes_y[:, None] if d == votes else ways
+            ways_ym = grown
+    return ways_ym
+
+
+def _fit_length(values: NDArray[Any], length: int) -> NDArray[np.float64]:
+    """Return `values` cut or zero-padded to `length`."""
+    return np.pad(values[:length], (0, max(0, length - len(values))))
+
+
+@lru_cache(maxsize=1024)
+def _legendre(number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return nodes and weights that integrate polynomials of degree 2 * number - 1 from 0 to 1 exactly."""
+    from scipy.special import roots_legendre  # slow to import
+
+    nodes, weights = roots_legendre(number)
+    return (nodes + 1) / 2, weights / 2
+
+
+@dataclass(frozen=True)
+class IntervalEstimate:
+    """A mean over prompts with the ends of its confidence interval; None if a single prompt gives no interval."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstimate:
+    """Return the mean of one value in [0, 1] per prompt [P], with Wilson's score interval for the effective number of prompts.
+
+    If all values are 0 or 1, this is Wilson's interval. Values in between (pass@k of a prompt is a probability) have a
+    smaller variance than m(1 - m), where m is their mean. The effective number of prompts is then P * m(1 - m) /
+    variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for Proportions in Complex
+    Sample Surveys"). The variance includes one additional prompt with the largest spread m(1 - m), so that a few equal
+    values do not give an interval of width 0.
+    """
+    from scipy.stats import norm  # takes a second
+
+    assert np.abs(values - 0.5).max() < 0.5 + 1e-9, f"shares from {values.min()} to {values.max()}"
+    mean, count = float(values.clip(0, 1).mean()), len(values)
+    largest = mean * (1 - mean)
+    variance = (float(np.square(values - mean).sum()) + largest) / (count + 1)
+    effective = count * largest / variance if variance > 0 else count
+    z = float(norm.ppf((1 + confidence) / 2))
+    centre = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    half = z / (1 + z**2 / effective) * np.sqrt(largest / effective + z**2 / (4 * effective**2))
+    return IntervalEstimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+
+
+def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
+    """Return the mean of one value per prompt [P], with Student's t interval."""
+    from scipy.stats import t  # takes a second
+
+    middle, count = float(values.mean()), len(values)
+    if count < 2:
+        return IntervalEstimate(middle, None, None)
+    half = float(t.ppf((1 + confidence) / 2, count - 1) * values.std(ddof=1) / np.sqrt(count))
+    return IntervalEstimate(middle, middle - half, middle + half)
+
 
 OVERALL = "overall"
 
@@ -111,3 +292,6 @@ def _summary(
         cut_fraction=sum(prompt.cut for prompt in prompts) / responses,
         mean_tokens=sum(prompt.tokens for prompt in prompts) / responses,
     )
+
+
+"""Largest number of responses to a prompt: the binomial coefficients of more overflow float64."""

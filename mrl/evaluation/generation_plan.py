@@ -16,7 +16,7 @@ from mrl.controller.plan_models import chat_template, make_input_files, max_prom
 from mrl.data.prompts import PromptConstraints, PromptDataset
 from mrl.data.sources import PromptSource, test_sources
 from mrl.evaluation.evaluation_prompts import EvaluationPrompt, load_prompts
-from mrl.evaluation.pass_at_k import MAX_SAMPLES
+from mrl.evaluation.evaluation_summary import MAX_SAMPLES
 from mrl.evaluation.response_store import ResponseStore
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward

@@ -14,10 +14,10 @@ from functools import cache, cached_property
 import numpy as np
 
 from mrl.config.schema import ASYNC_STALENESS
-from mrl.planner.engine_memory import MEM_FRACTION
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
 from mrl.planner.layout_space import GpuCluster, LayoutSpace, ReplicaLayout
 from mrl.planner.model_shape import ModelShape
+from mrl.planner.run_memory import MEM_FRACTION
 from mrl.planner.step_workload import StepWorkload
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerSettings, trainer_memory
 from mrl.planner.trainer_time import PARTS, WEIGHT_BYTES, FloatArray, IntArray, TrainerTime

@@ -1,7 +1,7 @@
 """Discrete-event simulation of a run's rollouts, training and weight pushes, and comparison of scenarios. Starts no process.
 
 The code that admits groups, chooses them for a step and splits them over engines is the code that runs use. Engines are queues
-of mrl.planner.engine_queue. So the schedule is predicted exactly, given how long tokens take.
+of mrl.planner.engine_time. So the schedule is predicted exactly, given how long tokens take.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrl.config.schema import PauseMode
-from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
+from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.rollout.staleness_buffer import (
     PromptRequest,
     ResponseLengths,

@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from mrl.checkpoint.run_dir import read_run_record
 from mrl.config.schema import RolloutConfig
-from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
+from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.config.secrets import engine_key_from
-from mrl.rewards.reward_calls import gather_scores
-from mrl.rewards.reward_types import Response, Score, as_number
+from mrl.rewards.reward_types import Response, Score, as_number, gather_scores
 
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]

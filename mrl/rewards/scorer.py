@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mrl.hang_report.process_registry import track_activity
-from mrl.rewards.reward_calls import CallResult, call_reward
-from mrl.rewards.reward_types import Response, Reward, Score, Weighted
+from mrl.rewards.reward_types import CallResult, Response, Reward, Score, Weighted, call_reward
 from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mrl.rewards.reward_calls import gather_scores
-from mrl.rewards.reward_types import Response, Score, as_number, as_score
+from mrl.rewards.reward_types import Response, Score, as_number, as_score, gather_scores
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of the function for each response, in addition to `args`."""

@@ -14,8 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from mrl.rewards.reward_calls import CallResult, call_reward, describe_error
-from mrl.rewards.reward_types import Response, Reward
+from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward, describe_error
 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."
 

@@ -363,7 +363,7 @@ class EnginePool:
         """Return metrics of failures since the last call. A failed engine is counted when `take_failed` returns it."""
         retried, self._num_retried_before = self._num_retried - self._num_retried_before, self._num_retried
         replaced, self._num_replaced = self._num_replaced, 0
-        return {"rollout/replaced_engines": float(replaced), "rollout/redone_responses": float(retried)}
+        return {"rollout/replaced_engines": float(replaced), "rollout/retried_responses": float(retried)}
 
     def cpu_seconds(self) -> float:
         """User and system CPU seconds of all engines' process trees."""

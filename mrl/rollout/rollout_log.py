@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ZSTD_LEVEL = 1
 _STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
-_CACHE_SUFFIX = ".answers"
+_CACHE_SUFFIX = ".completions"
 _CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")
 _RECORD_LENGTH = struct.Struct("<Q")  # bytes of the compressed record that follows
 

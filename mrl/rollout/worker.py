@@ -59,7 +59,7 @@ class RolloutWorker:
         self._scorer = Scorer(spec.reward, **asdict(spec.scoring))
         self._scorer.start()  # while the engines start
         self._scorer_lock = threading.Lock()  # the scoring thread and `evaluate` share the scorer
-        self._log = RolloutLog(Path(spec.run_dir) / "journal", spec.log_key)
+        self._log = RolloutLog(Path(spec.run_dir) / "rollout_log", spec.log_key)
         self._cache = CompletionCache(self._log.folder)
         if len(self._cache):
             logging.info("%d completions of an earlier process are used", len(self._cache))

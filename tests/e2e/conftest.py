@@ -1,4 +1,4 @@
-"""Runs `mrl` as a user does, and sees to it that every process it started is gone afterwards."""
+"""Fixtures of the end-to-end tests: start `mrl` commands, kill the processes that they leave, and serve a tiny model."""
 
 import fcntl
 import json
@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 TAG = "MRL_TEST_RUN"
-PATIENCE = 3  # times what a run takes on a machine of its own: how long nobody minds
+PATIENCE = 3  # deadlines are this many times the time that a run takes on an idle machine
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Processes that inherited the environment of one run."""
+    """Return the live processes of one run; they inherited the variable TAG with this value."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -32,20 +32,31 @@ def tagged(tag: str) -> list[psutil.Process]:
     return found
 
 
+def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: float = 0.05) -> None:
+    """Wait until the condition is true, or fail. The condition should stay true once it is, or this may miss it."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"the condition did not become true within {timeout_s} s"
+        time.sleep(poll_s)
+
+
 @dataclass
 class Run:
-    """One `mrl` process and what it left."""
+    """One `mrl` process and its run directory."""
 
     folder: Path
     tag: str
     process: subprocess.Popen
 
     def finish(self, timeout_s: float = 240) -> "Run":
+        """Wait for the process to end. `timeout_s`: seconds on an idle machine; PATIENCE multiplies it."""
         try:
             self.process.wait(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGTERM)
-            raise AssertionError(f"no end after {PATIENCE * timeout_s} s:\n{self.output()[-3000:]}") from None
+            raise AssertionError(
+                f"the process did not end within {PATIENCE * timeout_s} s:\n{self.output()[-3000:]}"
+            ) from None
         return self
 
     def output(self) -> str:
@@ -55,21 +66,21 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
-        """Processes of the run that still live after `within_s` seconds; Ray's agents may wait 60 for a dead head."""
+        """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
         end = time.monotonic() + within_s
         while (alive := tagged(self.tag)) and time.monotonic() < end:
             time.sleep(0.2)
         return alive
 
 
-def heed_sigint() -> None:
-    """As from a terminal, also where the tests run in the background of a shell, which has them ignore it."""
+def restore_sigint() -> None:
+    """Restore the default action of SIGINT. A shell makes its background processes, such as these tests, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def start_mrl(tmp_path_factory):
-    """`start_mrl("train", "key=value", ...)` -> Run; whatever is left of any is killed after the tests."""
+    """`start_mrl("train", "key=value", ...)` -> Run. Processes of all runs that are still alive after the tests are killed."""
     runs: list[Run] = []
 
     def start(command: str, *overrides: str) -> Run:
@@ -78,7 +89,7 @@ def start_mrl(tmp_path_factory):
         line = [sys.executable, "-m", "mrl.cli", command, f"run.dir={folder}", *overrides]
         with (folder / "terminal.log").open("w") as log:
             pipes = dict(stdout=log, stderr=subprocess.STDOUT)
-            run = Run(folder, tag, subprocess.Popen(line, env=env, preexec_fn=heed_sigint, **pipes))
+            run = Run(folder, tag, subprocess.Popen(line, env=env, preexec_fn=restore_sigint, **pipes))
         runs.append(run)
         return run
 
@@ -90,11 +101,11 @@ def start_mrl(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory):
-    """`make_once(name, make)` -> folder: made by the first worker of pytest-xdist that asks, while the others wait for it."""
+    """`make_once(name, make)` -> folder. The first worker of pytest-xdist that needs it makes it, and the others wait."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
-    def of(name: str, make: Callable[[Path], None]) -> Path:
+    def get(name: str, make: Callable[[Path], None]) -> Path:
         folder, done = base / name, base / f"{name}.done"
         with (base / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -103,12 +114,12 @@ def make_once(tmp_path_factory):
                 done.touch()
         return folder
 
-    return of
+    return get
 
 
 @pytest.fixture(scope="session")
 def inputs(make_once) -> Path:
-    """The quickstart's files."""
+    """The prompt files and the untrained model of the quickstart."""
     from mrl.data.synthetic_tasks import make_doubling_task
 
     return make_once("inputs", make_doubling_task)
@@ -116,7 +127,7 @@ def inputs(make_once) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(start_mrl, inputs, make_once) -> Path:
-    """A model that answers some problems, made by `mrl sft` as a user would."""
+    """A model that solves some of the problems, trained by `mrl sft` as a user does it."""
 
     def make(folder: Path) -> None:
         run = start_mrl("sft", "experiment=quickstart", f"data.inputs.folder={inputs}", f"sft.output={folder}").finish()
@@ -130,7 +141,7 @@ def warm(start_mrl, inputs, make_once) -> Path:
 
 @pytest.fixture(scope="session")
 def quickstart(inputs, warm) -> list[str]:
-    """Overrides that make the quickstart small: the warm model, few rows, the shared inputs."""
+    """Overrides that make the quickstart small: the model of `warm`, few rows, and the shared prompt files."""
     return [
         "experiment=quickstart",
         f"data.inputs.folder={inputs}",
@@ -146,7 +157,7 @@ def quickstart(inputs, warm) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """This process as the only rank of a trainer."""
+    """A process group that has only this process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -156,7 +167,7 @@ def one_rank():
 
 @dataclass
 class Engine:
-    """A live SGLang server with the model it serves, as Transformers has it."""
+    """A running SGLang server, and the model that it serves, loaded with Transformers."""
 
     server: Any
     client: Any
@@ -166,7 +177,7 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory) -> Path:
-    """A Qwen3 of the quickstart's size with random weights, in Hugging Face form."""
+    """A Qwen3 of the quickstart's size with random weights, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -193,7 +204,7 @@ def qwen3_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(qwen3_folder, tmp_path_factory):
-    """One engine for all tests of this session that only need a server; they leave it usable."""
+    """One engine for all tests of a session that only need a server. A test must leave it able to serve requests."""
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -1,7 +1,7 @@
-"""Real SGLang servers beside a Transformers model: its weights pushed into them, its log-probabilities compared with theirs."""
+"""Helpers for tests with real SGLang servers: compare log-probabilities, push weights, slow an engine down, read its load."""
 
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from models.conversion.mapping import Box
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.config.schema import WeightSyncConfig
-from mrl.rollout.client import SamplingParams
+from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync
 from parallel.dims import ParallelDims
@@ -21,27 +21,55 @@ PROMPTS = [[5 + (7 * i + j) % 27 for j in range(1 + i % 9)] for i in range(40)]
 
 
 @torch.no_grad()
-def largest_gap(client, model, temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probabilities and Transformers', over sampled responses."""
+def max_logprob_difference(client, model, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probabilities and those of Transformers, over sampled responses."""
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature, ignore_eos=True)
-    gap = 0.0
+    largest = 0.0
     for prompt, done in zip(PROMPTS, client.generate(PROMPTS, sampling), strict=True):
         assert len(done.token_ids) == len(done.logprobs) == 12
         logits = model(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
         ours = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-        gap = max(gap, (ours - torch.tensor(done.logprobs)).abs().max().item())
-    return gap
+        largest = max(largest, (ours - torch.tensor(done.logprobs)).abs().max().item())
+    return largest
+
+
+def delay_forward_passes(client: EngineClient, seconds: float | None) -> None:
+    """Make the engine sleep before each forward pass; None ends the delay."""
+    client._call("/slow_down", forward_sleep_time=seconds)
+
+
+@contextmanager
+def slow_engines(*clients: EngineClient, pass_s: float) -> Iterator[None]:
+    """Delay every forward pass by `pass_s` seconds, so that n tokens take at least `n * pass_s` seconds on any machine.
+
+    A test that must act while an engine samples uses it: the time that it has does not depend on the engine's speed.
+    """
+    with ExitStack() as stack:
+        for client in clients:
+            stack.callback(delay_forward_passes, client, None)
+            delay_forward_passes(client, pass_s)
+        yield
+
+
+def num_running(client: EngineClient, since: float = 0.0) -> int:
+    """Return the number of requests that the engine samples, from a report no older than `since` (seconds since the epoch).
+
+    Returns 0 if the last report is older. The engine reports after each prefill, after every fifth forward pass, and when
+    it becomes idle. It does not report while it is paused.
+    """
+    loads = client._get("/v1/loads")["loads"]
+    return sum(load["num_running_reqs"] for load in loads if load["timestamp"] > since)
 
 
 def perturb(model) -> None:
-    """Other weights, with which other tokens are likely."""
+    """Add noise to all weights, enough to change which tokens are likely."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
-class WholeModel:
-    """A Hugging Face state dict in the place of a trainer rank that holds everything."""
+class UnshardedModel:
+    """A Hugging Face state dict behind the interface of a trainer rank; it is the only rank and holds all parameters."""
 
     def __init__(self, folder, tensors: dict[str, Tensor]) -> None:
         config = HFConfig.load(folder)
@@ -59,8 +87,8 @@ class WholeModel:
 
 @contextmanager
 def connected(urls: list[str], folder, tensors: dict[str, Tensor], family: Family | None = None, **settings):
-    """A LiveSync from this process, the only trainer rank there is; `family`: in place of the folder's."""
-    weights = WholeModel(folder, tensors)
+    """A LiveSync from this process, the only trainer rank, to engines. `family` replaces the family of the model folder."""
+    weights = UnshardedModel(folder, tensors)
     layout_of = partial(EngineLayout.of, family or weights.family, weights.arch)
     sync = LiveSync(urls, weights, layout_of, WeightSyncConfig(**dict(bucket_bytes=1 << 20, timeout_s=30.0) | settings))
     try:

@@ -1,22 +1,22 @@
-"""Real runs whose sampling runs ahead of training: bounded, complete, and the synchronous run where nothing may be stale."""
+"""Asynchronous runs: bounded staleness, no prompt trained twice, and equality with a synchronous run if max_staleness=0."""
 
 import json
 import random
 import threading
 import time
 
-import httpx
 import pytest
+from conftest import wait_until
 from http_engines import spec_of
+from live_engines import num_running, slow_engines
 from test_resumed_runs import learning
 from test_soak import KINDS, Soak
 
 from mrl.config.schema import PauseMode
-from mrl.config.secrets import authorization
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engine_pool import EnginePool
 
-SIZE = 6  # groups of a step
+GROUPS_PER_STEP = 6
 
 
 def ledger(folder) -> list[dict]:
@@ -24,14 +24,14 @@ def ledger(folder) -> list[dict]:
 
 
 def check_ledger(folder, staleness: int) -> None:
-    """Every prompt that was drawn is trained once or still waits, and nothing is older than it may be."""
+    """No prompt request was trained twice, the untrained ones fit in the staleness buffer, and no token was too stale."""
     lines = ledger(folder)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert all(len(line["requests"]) == len(line["groups"]) == SIZE for line in lines)
-    trained = [ticket for line in lines for ticket in line["requests"]]
+    assert all(len(line["requests"]) == len(line["groups"]) == GROUPS_PER_STEP for line in lines)
+    trained = [request for line in lines for request in line["requests"]]
     assert len(set(trained)) == len(trained)
-    left = set(range(max(trained) + 1)) - set(trained)
-    assert len(left) <= staleness * SIZE, "none but those in the making is left out"
+    untrained = set(range(max(trained) + 1)) - set(trained)
+    assert len(untrained) <= staleness * GROUPS_PER_STEP, "only groups that are still sampled or buffered are untrained"
     for line in lines:
         oldest = line["step"] - 1 - staleness
         assert line["weight_version"] >= oldest
@@ -39,7 +39,7 @@ def check_ledger(folder, staleness: int) -> None:
         assert all(abs(sum(share for _, share in update.values()) - 1) < 1e-6 for update in line["updates"] if update)
 
 
-def test_without_staleness_the_asynchronous_run_is_the_synchronous_one(start_mrl, quickstart):
+def test_an_asynchronous_run_without_staleness_equals_the_synchronous_run(start_mrl, quickstart):
     import torch
     from safetensors.torch import load_file
 
@@ -57,22 +57,22 @@ def test_without_staleness_the_asynchronous_run_is_the_synchronous_one(start_mrl
 
 
 MODES = {
-    "one step off, on the same devices by turns": (["rollout.mode=one_step_off", "placement=colocated"], 1),
+    "one step off, colocated": (["rollout.mode=one_step_off", "placement=colocated"], 1),
     "asynchronous": (["rollout.mode=async", "rollout.max_staleness=3"], 3),
-    "synchronous, by turns": (["placement=colocated"], 0),
+    "synchronous, colocated": (["placement=colocated"], 0),
 }
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("mode", "staleness"), MODES.values(), ids=MODES)
-def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quickstart, tmp_path, mode, staleness):
+def test_a_run_of_each_mode_survives_a_kill_of_each_kind_of_process(start_mrl, quickstart, tmp_path, mode, staleness):
     kinds = list(KINDS)
     random.Random(staleness).shuffle(kinds)
     more = [*mode, "trainer.max_steps=80", "checkpoint.every=10", "optim.lr=5e-5", f"run.dir={tmp_path}"]
     soak = Soak(lambda: start_mrl("train", *quickstart, *more), tmp_path, staleness, pause_s=1.0)
     for kind in kinds:
-        soak.strike(kind)
+        soak.kill_next(kind)
     soak.finish()
     assert soak.run.process.returncode == 0, soak.run.output()[-5000:]
     assert len(soak.killed) == len(KINDS) and soak.run.leftovers() == []
@@ -81,56 +81,49 @@ def test_a_run_ahead_survives_the_loss_of_each_kind_of_process(start_mrl, quicks
 
 
 @pytest.mark.extended
-def test_an_engine_tells_which_version_made_which_token(engine):
-    """Weights change in the middle of a response: paused, updated, continued."""
+def test_an_engine_reports_which_weight_version_sampled_each_token(engine):
+    """The version changes in the middle of a response: pause, set the version, resume."""
     before = engine.client.weight_version()
     engine.client.set_weight_version("76")
-    found = []
+    completions = []
     prompt, sampling = [5, 6, 7], SamplingParams(300, ignore_eos=True)
-    asking = threading.Thread(target=lambda: found.extend(engine.client.generate([prompt], sampling)))
-    asking.start()
+    request = threading.Thread(target=lambda: completions.extend(engine.client.generate([prompt], sampling)))
     try:
-        time.sleep(0.5)
-        engine.client.pause(PauseMode.retract)
-        engine.client.set_weight_version("77")
-        engine.client.flush_cache()
-        engine.client.resume()
-        asking.join(240)
+        with slow_engines(engine.client, pass_s=0.2):  # at least 60 s for the response
+            start = time.time()
+            request.start()
+            wait_until(lambda: num_running(engine.client, start) == 1)
+            engine.client.pause(PauseMode.retract)
+            engine.client.set_weight_version("77")
+            engine.client.flush_cache()
+            engine.client.resume()
+        request.join(240)
     finally:
         engine.client.resume()
         engine.client.set_weight_version(before)
-    (done,) = found
-    assert len(done.token_ids) == 300
-    (old, first), (new, second) = done.versions
+    (completion,) = completions
+    assert len(completion.token_ids) == 300
+    (old, first), (new, second) = completion.versions
     assert (old, new) == (76, 77) and first + second == 300 and first and second
 
 
-def test_a_response_that_is_given_up_ends_in_the_engine_too(engine, tmp_path):
-    """Its connection is closed, which SGLang takes for an abort: it is gone while one as long, asked before it, is made."""
-    engines = EnginePool(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=240.0))
-    engines.wait_ready(60)
+def test_an_engine_stops_sampling_responses_whose_request_is_cancelled(engine, tmp_path):
+    """The pool closes the connection, and SGLang aborts the request. Another request goes on.
+
+    Each forward pass is delayed, so all responses take at least 135 s. A request that leaves the engine before was aborted.
+    """
+    pool = EnginePool(spec_of(tmp_path, engine_urls=(engine.server.url,), request_timeout_s=480.0))
+    pool.wait_ready(60)
     prompts, sampling = [[5, 6, number] for number in range(8)], [SamplingParams(450, ignore_eos=True)] * 8
     try:
-        kept = engines.submit(engines.generate([8], [[5, 6, 8]], sampling[:1]))
-        wait_until(lambda: running(engine) == 1)
-        given_up = engines.submit(engines.generate(range(8), prompts, sampling))
-        wait_until(lambda: running(engine) == 9)
-        given_up.cancel()
-        wait_until(lambda: running(engine) <= 1)
-        assert not kept.done(), "those that were given up went on to their end"
-        (done,) = kept.result(240)
-        assert len(done.token_ids) == 450
+        with slow_engines(engine.client, pass_s=0.3):
+            kept = pool.submit(pool.generate([8], [[5, 6, 8]], sampling[:1]))
+            cancelled = pool.submit(pool.generate(range(8), prompts, sampling))
+            wait_until(lambda: num_running(engine.client) == 9, 120)
+            cancelled.cancel()
+            wait_until(lambda: num_running(engine.client) <= 1, 120)
+            assert not kept.done(), "the cancelled responses were sampled to their end"
+        (completion,) = kept.result(240)
+        assert len(completion.token_ids) == 450
     finally:
-        engines.close()
-
-
-def running(engine) -> int:
-    answer = httpx.get(f"{engine.server.url}/v1/loads", params={"include": "core"}, headers=authorization(), timeout=60)
-    return sum(load["num_running_reqs"] for load in answer.json()["loads"])
-
-
-def wait_until(condition, timeout_s: float = 120.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+        pool.close()

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from live_engines import PROMPTS, largest_gap
+from live_engines import PROMPTS, max_logprob_difference
 
 from mrl.rollout.client import EngineError, SamplingParams
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_transformers(engine, temperature):
-    assert largest_gap(engine.client, engine.model, temperature) < TOLERANCE
+    assert max_logprob_difference(engine.client, engine.model, temperature) < TOLERANCE
 
 
 def test_greedy_equals_transformers(engine):

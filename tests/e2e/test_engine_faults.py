@@ -75,7 +75,7 @@ def test_responses_redone_after_a_kill_or_a_stop_are_those_of_undisturbed_engine
         again = two.generate_all(prompts, sampling)
         assert [done.token_ids for done in again] == [done.token_ids for done in undisturbed]
         numbers = two.take_metrics()
-        assert numbers["rollout/redone_responses"] == len(prompts) / 2
+        assert numbers["rollout/retried_responses"] == len(prompts) / 2
         ((url, reason),) = two.take_failed().items() if numbers["rollout/replaced_engines"] else ((victim.url, why),)
         assert url == victim.url and why in reason
         if sign == signal.SIGKILL:
@@ -106,7 +106,7 @@ def test_a_run_that_loses_all_engines_and_then_one_goes_on(start_mrl, quickstart
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     assert [s["rollout/replaced_engines"] for s in steps] == [0, 2, 1, 0]
-    assert [steps[number]["rollout/redone_responses"] for number in (0, 2, 3)] == [0, 4, 0], "of one group"
+    assert [steps[number]["rollout/retried_responses"] for number in (0, 2, 3)] == [0, 4, 0], "of one group"
     assert [s["rollout/samples"] for s in steps] == [24] * 4
     assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no response of other weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= 1e-4

@@ -1,12 +1,14 @@
-"""A real SGLang server that is offloaded in the middle of a response, and finishes the response after it is loaded again."""
+"""A real SGLang server is offloaded in the middle of a response and finishes the response after it is loaded again."""
 
 import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from live_engines import connected, largest_gap, perturb
+from conftest import wait_until
+from live_engines import connected, max_logprob_difference, perturb, slow_engines
 from scripted_lifecycle import scripted_lifecycle
 
 from mrl.config.schema import PauseMode
@@ -23,7 +25,7 @@ def no_push(version: int, engines_were_offloaded: bool) -> list:
 
 
 class Stream:
-    """A streamed greedy response, read in a thread of its own."""
+    """A streamed greedy response, read by its own thread."""
 
     def __init__(self, client) -> None:
         self.token_ids: list[int] = []
@@ -44,53 +46,62 @@ class Stream:
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
 
-    def wait_for(self, tokens: int, timeout_s: float = 60) -> None:
-        end = time.monotonic() + timeout_s
-        while len(self.token_ids) < tokens and time.monotonic() < end:
-            time.sleep(0.001)
-        assert len(self.token_ids) >= tokens and not self.finished, "the response came too slowly, or was too short"
-
-    def end(self, timeout_s: float = 60) -> list[int]:
+    def join(self, timeout_s: float = 240) -> list[int]:
+        """Wait for the last token; return all tokens."""
         self._thread.join(timeout_s)
         assert self.finished
         return self.token_ids
 
 
-def still(stream: Stream, seconds: float = 1.0) -> bool:
-    """Return whether no token arrives for so many seconds."""
-    time.sleep(0.2)  # for tokens in flight
-    before = len(stream.token_ids)
-    time.sleep(seconds)
-    return len(stream.token_ids) == before and not stream.finished
+@contextmanager
+def running_response(client) -> Iterator[Stream]:
+    """A response of which the engine has sampled at least 20 of 400 tokens.
+
+    Until the block ends the engine samples at most 20 tokens per second, so that the block can pause it in time.
+    """
+    with slow_engines(client, pass_s=0.05):
+        stream = Stream(client)
+        wait_until(lambda: len(stream.token_ids) >= 20, 120)
+        yield stream
+
+
+def stops(stream: Stream, quiet_s: float = 1.0) -> bool:
+    """Return whether the response stops growing before it is finished: no token arrives for `quiet_s` seconds.
+
+    Tokens that the engine sent before it paused may still arrive at first.
+    """
+    num_tokens = -1
+    while num_tokens < len(stream.token_ids):
+        num_tokens = len(stream.token_ids)
+        time.sleep(quiet_s)
+    return not stream.finished
 
 
 def test_a_response_continues_after_the_engine_is_offloaded_and_loaded_again(engine):
     client, expected = engine.client, engine.client.generate([PROMPT], LONG)[0].token_ids
-    stream = Stream(client)
-    stream.wait_for(20)
-    client.pause(PauseMode.retract)
+    with running_response(client) as stream:
+        client.pause(PauseMode.retract)
     client.release_memory(["kv_cache", "weights"])
-    assert still(stream)
+    assert stops(stream)
     client.resume_memory(["weights"])
     client.resume_memory(["kv_cache"])
-    assert still(stream), "the engine is still paused"
+    assert stops(stream), "the engine has its memory again, but is still paused"
     client.resume()
-    assert stream.end() == expected and len(expected) == 400
+    assert stream.join() == expected and len(expected) == 400
 
 
 @pytest.mark.extended
 def test_an_engine_with_running_requests_can_be_offloaded(engine):
-    """SGLang asserts that it is idle, so EngineLifecycle pauses it first."""
+    """EngineLifecycle pauses the engine first, because SGLang asserts that it is idle."""
     engines = scripted_lifecycle(no_push, urls=[engine.server.url], timeout_s=30)
-    stream = Stream(engine.client)
-    stream.wait_for(20)
-    for _ in range(2):
-        assert engines.offload() == 0
-    assert still(stream)
+    with running_response(engine.client) as stream:
+        for _ in range(2):
+            assert engines.offload() == 0
+    assert stops(stream)
     engines.load_weights()
     for _ in range(2):
         engines.load_kv_cache()
-    assert len(stream.end()) == 400
+    assert len(stream.join()) == 400
 
 
 @pytest.mark.extended
@@ -99,31 +110,30 @@ def test_colocated_engines_serve_the_pushed_weights_and_finish_waiting_requests(
     tensors = dict(engine.model.state_dict())
     with connected([engine.server.url], engine.folder, tensors, transport=transport) as sync:
         version = int(engine.client.weight_version()) + 1
-        seen: list[bool] = []
+        stopped_during_push: list[bool] = []
 
         def push(number: int, engines_were_offloaded: bool) -> list:
             report = sync.push(number, engines_were_offloaded)
             if number > version:
-                seen.append(still(stream))  # requests wait for the KV cache
+                stopped_during_push.append(stops(stream))  # requests wait for the KV cache
             return [report]
 
-        together = frozenset([frozenset([ACTOR, ENGINES])])
-        engines = scripted_lifecycle(push, urls=[engine.server.url], colocated=together, timeout_s=30)
+        colocated = frozenset([frozenset([ACTOR, ENGINES])])
+        engines = scripted_lifecycle(push, urls=[engine.server.url], colocated=colocated, timeout_s=30)
         scheduler = engines.scheduler
         engines.push(version)
-        stream = Stream(engine.client)
-        stream.wait_for(20)
-        scheduler.load(ACTOR)
-        assert scheduler.state(ENGINES) is MemoryState.OFFLOADED and still(stream)
+        with running_response(engine.client) as stream:
+            scheduler.load(ACTOR)
+        assert scheduler.state(ENGINES) is MemoryState.OFFLOADED and stops(stream)
         perturb(engine.model)
         engines.push(version + 1)
-        assert seen == [True] and scheduler.state(ACTOR) is MemoryState.OFFLOADED
-        assert len(stream.end()) == 400
-        assert largest_gap(engine.client, engine.model) < 1e-4
+        assert stopped_during_push == [True] and scheduler.state(ACTOR) is MemoryState.OFFLOADED
+        assert len(stream.join()) == 400
+        assert max_logprob_difference(engine.client, engine.model) < 1e-4
         assert engine.client.weight_version() == str(version + 1)
         scheduler.load(ACTOR)
         engines.load()
-        assert largest_gap(engine.client, engine.model) < 1e-4
+        assert max_logprob_difference(engine.client, engine.model) < 1e-4
 
 
 def test_offloading_an_unreachable_engine_does_nothing():

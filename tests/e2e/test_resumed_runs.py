@@ -89,7 +89,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, **args):
 
 @pytest.mark.extended
 def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl, quickstart, tmp_path):
-    """Rewards take a minute by then: the step's samples are in the journal, its weights as they were."""
+    """Rewards take a minute by then: the step's samples are in the rollout log, its weights as they were."""
     (tmp_path / "slow.py").write_text(SLOW)
     slow = tmp_path / "slow"
     long = [
@@ -108,7 +108,7 @@ def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl
     assert run.finish(60).process.returncode == 75, run.output()
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     assert f"step_{len(run.metrics()):06d}" == checkpoint.name
-    assert list((run.folder / "journal").rglob("*.answers")), "what engines had answered is kept"
+    assert list((run.folder / "rollout_log").rglob("*.completions")), "what engines had answered is kept"
     assert run.leftovers() == []
     slow.unlink()
     again = start_mrl("train", *long, f"run.dir={run.folder}", f"trainer.max_steps={len(run.metrics()) + 2}").finish()

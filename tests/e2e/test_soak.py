@@ -20,7 +20,7 @@ KINDS = {  # what the command line of a process has in it
     "raylet": "/raylet/raylet ",
 }
 SEED = int(os.environ.get("MRL_SOAK_SEED", "0"))
-NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone")  # what batching and faults decide
+NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/retried")  # what batching and faults decide
 
 
 def find(tag: str, kind: str) -> psutil.Process | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_engines import WholeModel, connected, largest_gap, perturb
+from conftest import wait_until
+from live_engines import UnshardedModel, connected, max_logprob_difference, num_running, perturb, slow_engines
 from scripted_lifecycle import scripted_lifecycle
 
 from models.families.qwen import QWEN3
@@ -37,7 +38,7 @@ def connect(engine, one_rank):
 
 def held_as_sglang_hashes_it(engine, client, topology) -> None:
     """The engine's own checksums of whole parameters, not ours of pieces, against the Transformers model."""
-    weights = WholeModel(engine.folder, dict(engine.model.state_dict()))
+    weights = UnshardedModel(engine.folder, dict(engine.model.state_dict()))
     expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
     for _ in expected.observe(weights.tensors.items()):
         pass
@@ -45,7 +46,7 @@ def held_as_sglang_hashes_it(engine, client, topology) -> None:
 
 
 def gap(engine) -> float:
-    return largest_gap(engine.client, engine.model)
+    return max_logprob_difference(engine.client, engine.model)
 
 
 @pytest.mark.extended_except("shared_memory-full")
@@ -179,28 +180,21 @@ def test_an_engine_that_a_trainer_left_in_the_middle_of_a_push_is_taken_over_by_
     assert gap(engine) < TOLERANCE and engine.client.weight_version() == str(version)
 
 
-def running(client, since: float) -> int:
-    """Requests that the engine works on, as it last said after `since`."""
-    loads = client._get("/v1/loads")["loads"]
-    return sum(load["num_running_reqs"] for load in loads if load["timestamp"] > since)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-def test_running_requests_are_paused_as_asked(engine, connect, mode):
-    """retract and in_place: they go on under the new version; abort: they end."""
+def test_running_requests_are_paused_in_the_configured_mode(engine, connect, mode):
+    """In the modes retract and in_place they continue with the new weights; in the mode abort they end."""
     done: list = []
     params = SamplingParams(max_new_tokens=400, ignore_eos=True)
     with connect(pause_mode=mode) as sync:
         sync.push(first := next(VERSIONS))
-        asking = threading.Thread(target=lambda: done.extend(engine.client.generate([[7]] * 4, params)))
-        start = time.time()
-        asking.start()
-        while running(engine.client, start) < 4:
-            assert time.time() < start + 30 and not done, "all four run, and none is finished"
-            time.sleep(0.02)
-        sync.push(second := next(VERSIONS))
-        asking.join(240)
+        request = threading.Thread(target=lambda: done.extend(engine.client.generate([[7]] * 4, params)))
+        with slow_engines(engine.client, pass_s=0.2):  # at least 80 s for the responses
+            start = time.time()
+            request.start()
+            wait_until(lambda: num_running(engine.client, start) == 4, 60)
+            sync.push(second := next(VERSIONS))
+        request.join(240)
     reasons = {c.finish_reason for c in done}
     assert len(done) == 4
     if mode == "abort":
@@ -303,7 +297,7 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
     assert (numbers["weight_sync/attempts"], numbers["weight_sync/replaced_engines"]) == (2, 1)
     for client in (engine.client, EngineClient(connect.successor.url, timeout_s=240)):
         assert client.weight_version() == str(version)
-        assert largest_gap(client, engine.model) < TOLERANCE
+        assert max_logprob_difference(client, engine.model) < TOLERANCE
 
 
 @pytest.mark.extended

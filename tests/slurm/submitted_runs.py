@@ -70,7 +70,7 @@ def submitter(lab: Lab, overrides: list[str], base: Path) -> Callable[..., Submi
 
 
 NOT_EXACT = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")  # clocks
-NOT_EXACT += ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/redone")  # what batching and faults decide
+NOT_EXACT += ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/retried")  # what batching and faults decide
 
 
 def comparable(path: Path) -> list[dict]:

@@ -4,8 +4,7 @@ import pytest
 
 from mrl.config import hydra_entry
 from mrl.controller.plan_train import TrainPlan, plan_training
-from mrl.rollout.agents.tool_parsers import MarkerParser
-from mrl.rollout.agents.tools import Calculator
+from mrl.rollout.agents.tools import Calculator, MarkerParser
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.placement.device_map import actual_device_map, planned_device_map
-from mrl.placement.device_map_picture import device_map_text, draw_device_map
+from mrl.placement.device_map import actual_device_map, device_map_text, draw_device_map, planned_device_map
 from mrl.placement.resource_pools import STRATEGIES, SlotDemand, make_pools
 
 PPO = {"actor": SlotDemand(8, 2), "critic": SlotDemand(4, 2), "engines": SlotDemand(6, 2)}

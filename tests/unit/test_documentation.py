@@ -1,13 +1,28 @@
-"""The documentation as text: config keys in commands exist, every page is reachable, the search finds the common words."""
+"""The documentation names only what exists: config keys, classes, files, metrics and commands. The site has no broken link."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, blocks, mrl_arguments
+from doc_blocks import PAGES, ROOT, blocks, mrl_arguments
 
 TAKES_CONFIG = ("train", "sft", "plan", "doctor", "generate", "evaluate", "certify")
+CHANGELOG = ROOT / "CHANGELOG.md"  # names former keys and files
+BENCHMARKS = ROOT / "benchmarks/README.md"
+TEXTS = [page for page in (*PAGES, CHANGELOG, BENCHMARKS, ROOT / "slurm/README.md") if page.name != "config.md"]
+FOREIGN_COLUMNS = {"glossary.md": (2, 3), "from_verl_and_slime.md": (0,)}  # table columns with names of verl and slime
+FENCE = re.compile(r"```.*?```", re.DOTALL)
+CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+PACKAGE_NAME = re.compile(r"(?<![\w./-])(?:mrl|models|parallel)(?:\.[A-Za-z_]\w*)+(?![\w/])")
+IMPORT = re.compile(r"^from ((?:mrl|models|parallel)[\w.]*) import (.+)$", re.MULTILINE)
+CONFIG_KEY = re.compile(r"\+*([a-z_]+(?:\.[a-z_0-9]+)+)(?:\.\*)?(?:=.*|/.*)?")
+FILE_ENDINGS = ("json", "jsonl", "py", "yaml", "png", "md", "log", "parquet", "sif", "csv", "pt")
+TOP_FOLDERS = ("mrl", "models", "parallel", "conf", "docs", "slurm", "tests", "benchmarks", "scripts", "requirements")
 
 
 def test_there_are_command_blocks():
@@ -29,6 +44,137 @@ def test_config_keys_of_commands_that_are_not_run_exist(block):
         if arguments and arguments[0] in TAKES_CONFIG:
             for override in (one for one in arguments[1:] if "=" in one and not one.startswith("-")):
                 assert is_known_override(override), f"{block}: {override}"
+
+
+def own_lines(page: Path) -> str:
+    """The text of a page, without the table cells that hold names of other projects."""
+    lines, foreign = [], FOREIGN_COLUMNS.get(page.name, ())
+    for line in page.read_text().splitlines():
+        if foreign and line.startswith("|"):
+            cells = line.strip("|").split("|")
+            line = "|".join("" if number in foreign else cell for number, cell in enumerate(cells))
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def code_words(page: Path) -> list[str]:
+    """The words of all `code spans` of a page."""
+    prose = FENCE.sub("", own_lines(page))
+    return [word.strip(",;:") for span in CODE_SPAN.findall(prose) for word in span.split()]
+
+
+@cache
+def top_level_names(file: Path) -> set[str]:
+    """The names that a module defines or imports."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def is_importable(name: str) -> bool:
+    """Whether a dotted name is a package, a module, or a name in a module (and maybe one of its attributes)."""
+    path, parts = ROOT, name.split(".")
+    for number, part in enumerate(parts):
+        if (path / part).is_dir():
+            path = path / part
+            continue
+        file, rest = path / f"{part}.py", parts[number + 1 :]
+        if not file.is_file():
+            file, rest = path / "__init__.py", parts[number:]
+        return file.is_file() and (not rest or rest[0] in top_level_names(file))
+    return True
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_classes_and_modules_on_a_page_exist(page):
+    from mrl.config.validate import is_known
+
+    names = set(PACKAGE_NAME.findall(page.read_text()))
+    for module, imported in IMPORT.findall(page.read_text()):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    names = {name for name in names if name.rpartition(".")[2] not in FILE_ENDINGS and not is_known(name)}
+    assert [name for name in sorted(names) if not is_importable(name)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page != CHANGELOG], ids=lambda page: page.stem)
+def test_config_keys_on_a_page_exist(page):
+    from mrl.config.schema import Config
+    from mrl.config.validate import is_known
+
+    keys = {match[1] for word in code_words(page) if (match := CONFIG_KEY.fullmatch(word))}
+    keys = {key for key in keys if key.split(".")[0] in Config.__dataclass_fields__}
+    keys = {key for key in keys if key.rpartition(".")[2] not in FILE_ENDINGS and not is_importable(key)}
+    assert [key for key in sorted(keys) if not is_known(key)] == []
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_files_of_the_repository_on_a_page_exist(page):
+    paths = {word.partition("#")[0] for word in code_words(page) if word.split("/")[0] in TOP_FOLDERS and "/" in word}
+    paths |= set(re.findall(r"\]\(((?:\.\./)?[\w./-]+\.\w+)", page.read_text())) if page.parent == ROOT else set()
+    assert [path for path in sorted(paths) if not list(ROOT.glob(path.removeprefix("../")))] == []
+
+
+@cache
+def our_classes() -> dict[str, list[tuple[str, set[str]]]]:
+    """Name of a class -> (module, attributes that its body mentions), for each class of this name."""
+    found: dict[str, list[tuple[str, set[str]]]] = {}
+    for file in (file for package in ("mrl", "models", "parallel") for file in (ROOT / package).rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append((file.stem, set(re.findall(r"\w+", ast.unparse(node)))))
+    return found
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_classes_and_their_attributes_on_a_page_exist(page):
+    """`losses.PPOClip` is a class of a module losses; `Trainer.step` is an attribute of a class of ours."""
+    for word in code_words(page):
+        if match := re.fullmatch(r"([a-z_]+)\.([A-Z][a-z]*[A-Z]?\w*[a-z]\w*)(?:\(.*)?", word):
+            assert match[1] in {module for module, _ in our_classes().get(match[2], [])}, word
+        elif (match := re.fullmatch(r"([A-Z]\w+)\.([a-z]\w+)(?:\(.*)?", word)) and match[1] in our_classes():
+            assert any(match[2] in names for _, names in our_classes()[match[1]]), word
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_python_files_on_a_page_exist(page):
+    ours = {file.name for folder in TOP_FOLDERS for file in (ROOT / folder).rglob("*.py")} | {"setup.py"}
+    named = {word for word in code_words(page) if re.fullmatch(r"\w+\.py", word)}
+    assert {name for name in named if not name.startswith(("my_", "mine", "trl_"))} <= ours
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/how_to/resume.md"])
+def test_files_of_a_run_directory_on_a_page_are_written_by_the_code(page):
+    source = " ".join(file.read_text() for file in (ROOT / "mrl").rglob("*.py"))
+    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / page).read_text(), re.MULTILINE)
+    for name in (name for row in rows for name in re.findall(r"`([\w/]+/|\w+\.(?:jsonl?|png|log))`", row)):
+        assert re.search(rf"""["/]{re.escape(name.rstrip("/"))}["/\\]""", source), name
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_metrics_on_a_page_are_declared(page):
+    from mrl.core.metrics import METRICS, find
+
+    areas = {name.split("/")[0] for name in METRICS} | {"own"}
+    for word in code_words(page):
+        name = re.sub(r"<\w+>|NAME", "x", word)
+        if re.fullmatch(r"\w+/\w+", name) and name.split("/")[0] in areas and not (ROOT / name).exists():
+            find(name)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+def test_commands_on_a_page_exist(page):
+    from mrl.cli import COMMANDS
+
+    prose = FENCE.sub("", own_lines(page))
+    named = {words[1] for span in CODE_SPAN.findall(prose) if (words := span.split())[0] == "mrl" and len(words) > 1}
+    assert {name for name in named if re.fullmatch("[a-z]+", name)} <= set(COMMANDS)
 
 
 @pytest.fixture(scope="module")

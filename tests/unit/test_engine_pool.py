@@ -9,8 +9,7 @@ from http_engines import BROKEN, HttpEngine, engine_pool
 from mrl.config.schema import FaultToleranceConfig
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.agents.tool_parsers import MarkerParser
-from mrl.rollout.agents.tools import Calculator
+from mrl.rollout.agents.tools import Calculator, MarkerParser
 from mrl.rollout.client import EngineError, SamplingParams
 from mrl.rollout.engine_pool import NoEngineError
 from mrl.rollout.rollout_log import CompletionCache
@@ -44,7 +43,7 @@ def test_prompts_are_split_evenly_and_neighbours_share_an_engine(serve):
     servers = [serve(), serve(), serve()]
     with engine_pool(*servers) as pool:
         check_completions(pool)
-        assert pool.take_metrics() == {"rollout/replaced_engines": 0, "rollout/redone_responses": 0}
+        assert pool.take_metrics() == {"rollout/replaced_engines": 0, "rollout/retried_responses": 0}
         assert pool.take_failed() == {}
     assert sorted(servers[1].inputs) == PROMPTS[67:134]
     assert [len(server.inputs) for server in servers] == [67, 67, 66]
@@ -54,12 +53,12 @@ def test_prompts_of_an_engine_with_broken_connections_go_to_the_others(serve):
     broken, healthy = serve(statuses=(BROKEN,) * 50), serve()
     with engine_pool(broken, healthy) as pool:
         check_completions(pool)
-        assert pool.take_metrics()["rollout/redone_responses"] == 100
+        assert pool.take_metrics()["rollout/retried_responses"] == 100
         broken.stop()
         check_completions(pool)  # connections are refused now
         (reason,) = pool.take_failed().values()
         assert "takes no connections" in reason
-        assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/redone_responses": 0}
+        assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/retried_responses": 0}
     assert len(healthy.inputs) == 400
 
 
@@ -69,7 +68,7 @@ def test_an_engine_that_answers_with_errors_is_taken_out_of_service(serve):
         check_completions(pool)  # two requests to each
         (reason,) = pool.take_failed().values()
         assert "failed 2 times in a row" in reason and "answered 500" in reason and "out of tokens" in reason
-        assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/redone_responses": 100}
+        assert pool.take_metrics() == {"rollout/replaced_engines": 1, "rollout/retried_responses": 100}
         check_completions(pool)
         assert pool.take_failed() == {}
     assert bad.posts == 2 and len(good.inputs) == 400
@@ -89,7 +88,7 @@ def test_a_busy_engine_is_asked_again_after_a_pause(serve):
     only = serve(statuses=(503, 429))
     with engine_pool(only) as pool:
         check_completions(pool, 10)
-        assert pool.take_failed() == {} and pool.take_metrics()["rollout/redone_responses"] == 20
+        assert pool.take_failed() == {} and pool.take_metrics()["rollout/retried_responses"] == 20
     assert only.posts == 3
 
 

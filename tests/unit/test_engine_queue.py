@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from mrl.config.schema import PauseMode
-from mrl.planner.engine_queue import EngineQueue, EngineSpeeds, SimulatedRequest
+from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 
 STEPS = EngineSpeeds(step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2)
 

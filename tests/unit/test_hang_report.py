@@ -109,7 +109,7 @@ def test_the_helper_thread_that_the_main_thread_waits_for_is_described():
     pool = [StackFrame(f"{os.__file__.removesuffix('os.py')}concurrent/futures/_base.py", 451, "result")]
     reward = [
         StackFrame("/home/me/reward.py", 3, "__call__"),
-        StackFrame("/r/mrl/rewards/reward_calls.py", 40, "call_reward"),
+        StackFrame("/r/mrl/rewards/reward_types.py", 40, "call_reward"),
     ]
     scoring = StackFrame("/home/me/scoring.py", 210, "score")
     assert str(summarize_stacks([[*pool, scoring], reward])) == "is in scoring (me/reward.py:3)"

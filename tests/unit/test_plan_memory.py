@@ -8,9 +8,8 @@ from planned_runs import FULL, config_of, memory_of
 
 from mrl.commands import plan
 from mrl.config import hydra_entry
-from mrl.controller.memory_check import MemoryEstimator
+from mrl.controller.memory_check import MemoryEstimator, advise
 from mrl.data.synthetic_tasks import make_doubling_task
-from mrl.planner.memory_advice import advise
 from mrl.planner.run_memory import GIB
 
 GROUPS = ("algorithm", "cluster", "model", "placement", "reward", "sweep")

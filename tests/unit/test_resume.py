@@ -119,20 +119,20 @@ def test_changed_keys_are_listed_and_logged_rollouts_of_other_settings_are_not_t
     begin(before, step=4)
     found = find_resume_point(now)
     assert [change.partition(":")[0] for change in found.changes] == [key] and found.checkpoint
-    assert (found.journal_key(now, "data") != found.journal_key(before, "data")) == decides
+    assert (found.rollout_log_key(now, "data") != found.rollout_log_key(before, "data")) == decides
 
 
 def test_logged_rollouts_belong_to_their_data_and_to_the_initial_weights(tmp_path):
     config = config_of(tmp_path)
     begin(config, step=4)
     own = find_resume_point(config)
-    assert own.journal_key(config, "data") != own.journal_key(config, "other data")
-    assert own.journal_key(config, "data") == ResumePoint().journal_key(config, "data"), (
+    assert own.rollout_log_key(config, "data") != own.rollout_log_key(config, "other data")
+    assert own.rollout_log_key(config, "data") == ResumePoint().rollout_log_key(config, "data"), (
         "at whatever step the run continues"
     )
     branch = config_of(tmp_path, **{"resume": config.run.dir, "run.dir": f"{tmp_path}/second"})
     assert find_resume_point(branch).of_another_run and not own.of_another_run
-    assert find_resume_point(branch).journal_key(branch, "data") != own.journal_key(branch, "data")
+    assert find_resume_point(branch).rollout_log_key(branch, "data") != own.rollout_log_key(branch, "data")
 
 
 def test_a_run_with_only_incomplete_checkpoints_does_not_start_again(tmp_path):

@@ -129,11 +129,11 @@ def test_steps_before_a_checkpoint_are_deleted_and_cached_completions_stay(tmp_p
     log = RolloutLog(tmp_path, "key")
     for step in (3, 4, 5):
         log.put(step, step_of(plain(step, 5)))
-    for name in (".partial-1234", "step_000004-12ab.answers"):
+    for name in (".partial-1234", "step_000004-12ab.completions"):
         (log.folder / name).touch()
     log.discard(before_step=5)
     assert sorted(path.name for path in log.folder.iterdir()) == [
-        "step_000004-12ab.answers",
+        "step_000004-12ab.completions",
         "step_000005.msgpack.zst",
     ]
 

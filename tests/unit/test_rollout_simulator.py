@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds, best_possible_s, simulate
 
 

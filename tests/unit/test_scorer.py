@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from mrl.core import metrics
-from mrl.rewards.reward_calls import gather_scores
-from mrl.rewards.reward_types import Response, Score, Scores, Turn, Weighted
+from mrl.rewards.reward_types import Response, Score, Scores, Turn, Weighted, gather_scores
 from mrl.rewards.rule_based import ExactMatch
 from mrl.rewards.scorer import Scorer, check_reward
 

@@ -8,8 +8,7 @@ import pytest
 from mrl.data.supervised_dataset import SftDataset
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.agents.tool_parsers import MarkerParser
-from mrl.rollout.agents.tools import Calculator
+from mrl.rollout.agents.tools import Calculator, MarkerParser
 from mrl.rollout.client import Completion, SamplingParams
 
 TURNS = [

@@ -17,7 +17,7 @@ from benchmarks.simulated_engine import (
     version_spans,
 )
 from mrl.config.schema import PauseMode
-from mrl.planner.engine_queue import EngineSpeeds
+from mrl.planner.engine_time import EngineSpeeds
 from mrl.rollout.client import EngineClient, EngineError, EngineFaultError, SamplingParams
 
 FAST = EngineSpeeds(step_s=0.001, request_s=0.0, prefill_s=0.0, max_running=8)

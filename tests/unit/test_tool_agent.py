@@ -11,8 +11,7 @@ from mrl.data.tokenizer import byte_tokenizer
 from mrl.rewards.reward_types import Score, Turn
 from mrl.rollout import rollout_log
 from mrl.rollout.agents.tool_agent import Conversation, ToolAgent
-from mrl.rollout.agents.tool_parsers import HermesParser, MarkerParser
-from mrl.rollout.agents.tools import Calculator
+from mrl.rollout.agents.tools import Calculator, HermesParser, MarkerParser
 from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.step_metrics import SampledStep
 from mrl.rollout.trajectory import Group, Sample, Trajectory, block_trajectories, to_block, to_scored_batch
@@ -236,7 +235,7 @@ def test_the_config_names_the_agent_its_tools_and_parser_by_target():
     node = {
         "_target_": "mrl.rollout.agents.tool_agent.ToolAgent",
         "tools": {"calculator": {"_target_": "mrl.rollout.agents.tools.Calculator", "max_bits": 64}},
-        "parser": {"_target_": "mrl.rollout.agents.tool_parsers.MarkerParser", "tool": "calculator"},
+        "parser": {"_target_": "mrl.rollout.agents.tools.MarkerParser", "tool": "calculator"},
     }
     assert instantiate(node, "rollout.agent") == ToolAgent(
         {"calculator": Calculator(max_bits=64)}, MarkerParser("calculator")

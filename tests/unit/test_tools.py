@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from mrl.rollout.agents.tool_parsers import HermesParser, MarkerParser, ToolCall, ToolCallError
-from mrl.rollout.agents.tools import Calculator, ToolResult, run_call
+from mrl.rollout.agents.tools import (
+    Calculator,
+    HermesParser,
+    MarkerParser,
+    ToolCall,
+    ToolCallError,
+    ToolResult,
+    run_call,
+)
 
 
 @pytest.mark.parametrize(

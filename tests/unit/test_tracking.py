@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 from mrl.core import metrics
-from mrl.tracking import wandb_sink
+from mrl.tracking import sinks
 from mrl.tracking.console import ConsoleSink
-from mrl.tracking.curve import CurveSink
+from mrl.tracking.sinks import CurveSink, WandbSink, wandb_mode
 from mrl.tracking.tracker import JsonlSink, Tracker
-from mrl.tracking.wandb_sink import WandbSink, wandb_mode
 
 
 class Memory:
@@ -196,7 +195,7 @@ def test_wandb_leaves_an_offline_run_and_never_holds_up_the_start(no_login, tmp_
 
 UNREACHABLE = """
 import logging, pathlib, sys, threading, time
-from mrl.tracking.wandb_sink import WandbSink
+from mrl.tracking.sinks import WandbSink
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
 start, logged, in_time = WandbSink._start, threading.Event(), []
 def after_the_steps(sink):
@@ -221,14 +220,14 @@ def test_a_wandb_server_that_cannot_be_reached_holds_up_neither_steps_nor_the_en
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     done = subprocess.run([sys.executable, "-c", UNREACHABLE, tmp_path], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "WARNING:mrl.tracking.wandb_sink:wandb" in done.stdout
+    assert "WARNING:mrl.tracking.sinks:wandb" in done.stdout
 
 
 @pytest.fixture
 def ended(monkeypatch):
     """Counts the times wandb's helper process would have been ended, and ends none."""
     calls: list[None] = []
-    monkeypatch.setattr(wandb_sink, "_kill_wandb_service", lambda: calls.append(None))
+    monkeypatch.setattr(sinks, "_kill_wandb_service", lambda: calls.append(None))
     return calls
 
 

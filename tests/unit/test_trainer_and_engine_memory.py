@@ -11,8 +11,8 @@ from tiny_families import FAMILIES, SIZES
 from models.families import family_of
 from models.hf_config import HFConfig
 from mrl.planner.activation_bytes import MicroBatchShape, Recompute, layer_bytes, virtual_stage_bytes
-from mrl.planner.engine_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.model_shape import ModelShape
+from mrl.planner.run_memory import engine_memory, engine_weights, kv_bytes
 from mrl.planner.trainer_memory import TrainerSettings, in_flight, trainer_memory
 from mrl.planner.trainer_state_bytes import pipeline_stages
 from mrl.weight_sync.engine_layout import EngineLayout, Topology

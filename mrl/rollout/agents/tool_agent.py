@@ -11,8 +11,7 @@ from typing import Any
 
 from mrl.data.tool_template import ToolTemplate
 from mrl.rewards.reward_types import Turn
-from mrl.rollout.agents.tool_parsers import ToolCall, ToolCallError, ToolParser
-from mrl.rollout.agents.tools import Tool, ToolResult, run_call
+from mrl.rollout.agents.tools import Tool, ToolCall, ToolCallError, ToolParser, ToolResult, run_call
 from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.trajectory import ResponseUsage, Trajectory
 
