@@ -1,5 +1,5 @@
-# The packages of the GPU lock, and what kernels that are compiled at run time need; the code comes from a checkout that is mounted.
-#   docker build -t mrl . && apptainer build mrl.sif docker-daemon://mrl:latest      (docs/slurm.md#containers)
+# The packages of the GPU lock, and the compilers for kernels that are built at run time. The code is not in the image: mount a checkout.
+#   docker build -t mrl . && apptainer build mrl.sif docker-daemon://mrl:latest      (docs/tutorials/slurm.md#containers)
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv g++ git iproute2 procps \
     && rm -rf /var/lib/apt/lists/*

@@ -2,27 +2,27 @@
 .PHONY: help train test test-all lint docs format lock audit setup clean
 .DEFAULT_GOAL := help
 LOCK ?= requirements.txt
-# Test processes. Tests that wait for engines leave the cores to others: 3 processes keep two cores busy in 24 GiB.
+# Number of pytest processes. Tests that wait for engines use little CPU: 3 processes keep two cores busy and need 24 GiB.
 WORKERS ?= 3
 BIN := .venv/bin
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: setup ## install what is missing, then train; ARGS="experiment=quickstart trainer.max_steps=10" are mrl's own arguments
+train: setup ## install what is missing, then train; ARGS="experiment=quickstart trainer.max_steps=10" are arguments of mrl train
 	$(BIN)/mrl train $(ARGS)
 
-test: lint ## lint, then the strongest test of each promise: at most 10 minutes on two cores; ARGS="-k packing" are pytest's own arguments
+test: lint ## lint, then the strongest test of each promise: at most 10 minutes on two cores; ARGS="-k packing" are arguments of pytest
 	$(PYTEST) $(ARGS)
 
-test-all: lint ## lint, then every test that needs no GPU, no Slurm and no hours, and the mutation score: at most 60 minutes
+test-all: lint ## lint, every test without GPU, Slurm or hours, then the mutation score: at most 60 minutes
 	$(PYTEST) -m "$(ALL)" $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL = not gpu and not learning and not soak and not slurm
 
-lint: setup ## style, formatting, import directions, types, the documentation's links
+lint: setup ## check style, formatting, import directions, types and the links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo

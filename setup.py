@@ -26,7 +26,7 @@ DEPENDENCIES = [
     "xxhash>=4",  # checksums
     "zstandard>=0.25",  # differences of weights on their way to engines
     # What a run needs to go on.
-    "msgspec>=0.21",  # samples in the journal
+    "msgspec>=0.21",  # samples in the rollout log
     "filelock>=4",  # one process at a time in a run's folder
     "fsspec>=2026.2",  # copies of checkpoints, wherever a store is
     "psutil>=7",  # Megatron-Core imports it without declaring it
@@ -48,7 +48,7 @@ DEPENDENCIES = [
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
-    "optuna": ["optuna>=5,<6"],  # sweep.trials
+    "optuna": ["optuna>=5,<6"],  # hydra/sweeper=optuna
     "dev": [
         "cosmic-ray>=8.7",  # mutations of the algorithms, which unit tests must notice
         "import-linter>=2.5",

@@ -3,8 +3,8 @@
 Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before it compiles the program, this process
 gives up the network, new processes, other processes, and all files except the Python installation and its own
 temporary folder. The kernel enforces this (Landlock, seccomp, resource limits). This module starts the process, checks
-the limits that the kernel does not cover, ends the process in time, and reports why it ended. docs/code_rewards.md
-lists what is locked and what is not.
+the limits that the kernel does not cover, ends the process in time, and reports why it ended. docs/tutorials/reward.md
+says what is locked and what is not.
 """
 
 import difflib

@@ -114,6 +114,17 @@ def test_config_keys_on_a_page_exist(page):
     assert [key for key in sorted(keys) if not is_known(key)] == []
 
 
+def test_pages_that_the_code_names_exist():
+    """Docstrings, help texts and messages refer to pages of docs/."""
+    folders = ("mrl", "models", "parallel", "conf", "scripts", "benchmarks", "slurm", "tests")
+    files = [
+        file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml", ".sh")
+    ]
+    named = {(name, str(file)) for file in files for name in re.findall(r"docs/[a-z_/]+\.md", file.read_text())}
+    assert len(named) > 20
+    assert [pair for pair in sorted(named) if not (ROOT / pair[0]).is_file()] == []
+
+
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
 def test_files_of_the_repository_on_a_page_exist(page):
     paths = {word.partition("#")[0] for word in code_words(page) if word.split("/")[0] in TOP_FOLDERS and "/" in word}
@@ -126,9 +137,11 @@ def our_classes() -> dict[str, list[tuple[str, set[str]]]]:
     """Name of a class -> (module, attributes that its body mentions), for each class of this name."""
     found: dict[str, list[tuple[str, set[str]]]] = {}
     for file in (file for package in ("mrl", "models", "parallel") for file in (ROOT / package).rglob("*.py")):
-        for node in ast.parse(file.read_text()).body:
+        text = file.read_text()
+        for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append((file.stem, set(re.findall(r"\w+", ast.unparse(node)))))
+                body = "\n".join(text.splitlines()[node.lineno : node.end_lineno])
+                found.setdefault(node.name, []).append((file.stem, set(re.findall(r"\w+", body))))
     return found
 
 
@@ -153,7 +166,7 @@ def test_python_files_on_a_page_exist(page):
 def test_files_of_a_run_directory_on_a_page_are_written_by_the_code(page):
     source = " ".join(file.read_text() for file in (ROOT / "mrl").rglob("*.py"))
     rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / page).read_text(), re.MULTILINE)
-    for name in (name for row in rows for name in re.findall(r"`([\w/]+/|\w+\.(?:jsonl?|png|log))`", row)):
+    for name in (name for row in rows for name in re.findall(r"`([\w/]+/|\w+\.(?:jsonl?|png))`", row)):
         assert re.search(rf"""["/]{re.escape(name.rstrip("/"))}["/\\]""", source), name
 
 
