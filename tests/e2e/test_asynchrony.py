@@ -9,7 +9,7 @@ import pytest
 from conftest import wait_until
 from http_engines import spec_of
 from live_engines import num_running, slow_engines
-from test_resumed_runs import learning
+from test_resumed_runs import learning_metrics
 from test_soak import KINDS, Soak
 
 from mrl.config.schema import PauseMode
@@ -50,7 +50,7 @@ def test_an_asynchronous_run_without_staleness_equals_the_synchronous_run(start_
     assert all(run.process.returncode == 0 for run in runs), "\n".join(run.output() for run in runs)
     sync, zero = (run.folder for run in runs)
     assert ledger(sync) == ledger(zero)
-    assert learning(sync / "metrics.jsonl") == learning(zero / "metrics.jsonl")
+    assert learning_metrics(sync / "metrics.jsonl") == learning_metrics(zero / "metrics.jsonl")
     ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (sync, zero))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     check_ledger(sync, 0)

@@ -1,17 +1,17 @@
-"""A node of a cluster is lost while a run uses it: its ranks are started again on another, and the run goes on."""
+"""A cluster loses a node while a run uses it: the ranks of the node are started on another node, and the run continues."""
 
 from contextlib import suppress
 
 import psutil
 import pytest
-from test_train import wait_for
+from conftest import wait_until
 
 pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
 def cluster():
-    """A head without GPUs, and three nodes with one each: for the rank, the engine, and whichever of them is lost."""
+    """A head without GPUs and three nodes with one GPU each: for the trainer rank, for the engine, and one spare."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
@@ -30,7 +30,7 @@ def test_ranks_of_a_lost_node_are_started_on_another(start_mrl, quickstart, clus
     run = start_mrl(
         "train", *quickstart, f"cluster.address={made.address}", "trainer.max_steps=40", "checkpoint.every=5"
     )
-    wait_for(
+    wait_until(
         lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 6),
         timeout_s=300,
     )

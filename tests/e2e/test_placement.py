@@ -7,8 +7,8 @@ from functools import partial
 import psutil
 import pytest
 import ray
+from conftest import wait_until
 from hydra import compose, initialize_config_dir
-from test_train import wait_for
 
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -107,11 +107,11 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         (main, *_) = processes = serving(by_id[slot.node])
         assert main.environ()["CUDA_VISIBLE_DEVICES"] == "0"
         made.remove_node(by_id[slot.node], allow_graceful=False)
-        wait_for(lambda: not server.alive(), 60)
-        wait_for(lambda: not any(process.is_running() for process in processes), 60)
+        wait_until(lambda: not server.alive(), 60)
+        wait_until(lambda: not any(process.is_running() for process in processes), 60)
         assert server.was_killed
         server.stop()
-        wait_for(lambda: places["engines"].slots()[0].node != slot.node, 60)
+        wait_until(lambda: places["engines"].slots()[0].node != slot.node, 60)
         again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
         again.start()
         again.wait_ready(480)
@@ -137,7 +137,7 @@ def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
         with pytest.raises(PlacementError, match=f"{no_place} .*cluster.start_timeout_s=1 s"), place_pools(engines, 1):
             pass
         made.remove_node(next(iter(by_id.values())), allow_graceful=False)
-        wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)
         impatient = replace(places["actor"], placed=replace(places["actor"].placed, timeout_s=1))
         with pytest.raises(PlacementError, match="bring nodes back"):
             impatient.slots()

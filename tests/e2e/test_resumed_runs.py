@@ -1,24 +1,23 @@
-"""A run that goes on from a checkpoint is the run that was never stopped: under the same layout bit by bit."""
+"""A run resumed from a checkpoint equals an uninterrupted one: bit-exact under the same layout, else with the same losses."""
 
 import json
 import signal
-import time
 
 import pytest
-from test_train import wait_for
+from conftest import wait_until
 
-NOT_NUMBERS_OF_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")
+NOT_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")
 
 
-def learning(path) -> list[dict]:
-    """What a metrics file says of learning, step by step; clocks and the layout's own numbers left out."""
+def learning_metrics(path) -> list[dict]:
+    """Return the metrics of each step, without times and without metrics that depend on the layout."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_NUMBERS_OF_LEARNING)} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_LEARNING)} for line in lines]
 
 
 @pytest.fixture(scope="module")
 def recorded(start_mrl, quickstart):
-    """Four steps of responses, with their run's ledger."""
+    """A run of four steps that recorded its rollouts."""
     run = start_mrl("train", *quickstart, "trainer.max_steps=4", "rollout.record=true", "trainer.save=false").finish()
     assert run.process.returncode == 0, run.output()
     return run
@@ -26,7 +25,7 @@ def recorded(start_mrl, quickstart):
 
 @pytest.fixture(scope="module")
 def replays(start_mrl, quickstart, recorded):
-    """`replays(layout...)`: a run of four steps on the recorded responses, mini-batches, old log-probabilities and all."""
+    """`replays(override, ...)`: a run of four steps on the recorded rollouts, with two mini-batches and a KL term in the loss."""
 
     def run(*overrides: str):
         done = start_mrl(
@@ -46,30 +45,31 @@ def replays(start_mrl, quickstart, recorded):
 
 
 @pytest.fixture(scope="module")
-def whole(replays):
-    """tp 2 x pp 2, never stopped; its checkpoint of the second step is kept."""
+def uninterrupted(replays):
+    """An uninterrupted run with tp 2 x pp 2, which keeps its checkpoint of step 2."""
     return replays("parallel.tp=2", "parallel.pp=2", "checkpoint.every=2", "checkpoint.keep_last=9")
 
 
-def test_the_same_layout_goes_on_bit_by_bit(replays, whole):
+def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted):
     import torch
     from safetensors.torch import load_file
 
-    resume = f"resume={whole.folder / 'checkpoints/step_000002'}"
+    resume = f"resume={uninterrupted.folder / 'checkpoints/step_000002'}"
     resumed = replays(resume, "parallel.tp=2", "parallel.pp=2")
-    assert learning(resumed.folder / "metrics.jsonl") == learning(whole.folder / "metrics.jsonl")[2:]
-    ours, theirs = (load_file(run.folder / "hf/model.safetensors") for run in (resumed, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    ledgers = [(run.folder / "ledger.jsonl").read_text().splitlines() for run in (resumed, whole)]
+    found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
+    assert found == expected[2:]
+    found, expected = (load_file(run.folder / "hf/model.safetensors") for run in (resumed, uninterrupted))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    ledgers = [(run.folder / "ledger.jsonl").read_text().splitlines() for run in (resumed, uninterrupted)]
     assert ledgers[0] == ledgers[1][2:]
 
 
 @pytest.mark.extended
-def test_another_layout_goes_on_with_the_same_losses(replays, whole):
-    """tp 2 x pp 2 into dp 2 x cp 2, optimizer state, reference policy and position included."""
-    resume = f"resume={whole.folder / 'checkpoints/step_000002'}"
+def test_a_run_resumed_under_another_layout_has_the_same_losses(replays, uninterrupted):
+    """From tp 2 x pp 2 to dp 2 x cp 2, with optimizer state, reference model and position in the data."""
+    resume = f"resume={uninterrupted.folder / 'checkpoints/step_000002'}"
     resumed = replays(resume, "parallel.dp=2", "parallel.cp=2")
-    found, expected = (learning(run.folder / "metrics.jsonl") for run in (resumed, whole))
+    found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
     for ours, theirs in zip(found, expected[2:], strict=True):
         assert ours["step"] == theirs["step"]
         for name in ("loss/policy", "optim/grad_norm", "policy/kl_ref", "policy/entropy_mean"):
@@ -82,14 +82,15 @@ from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, **args):
     if Path(args["slow"]).exists():
+        Path(args["slow"] + ".scoring").touch()
         time.sleep(3)
     return float(str(ground_truth) in solution_str)
 """
 
 
 @pytest.mark.extended
-def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl, quickstart, tmp_path):
-    """Rewards take a minute by then: the step's samples are in the rollout log, its weights as they were."""
+def test_a_preempted_run_abandons_a_long_step_and_resumes(start_mrl, quickstart, tmp_path):
+    """SIGTERM arrives while rewards take a minute: the rollout log keeps the step's responses, the weights are unchanged."""
     (tmp_path / "slow.py").write_text(SLOW)
     slow = tmp_path / "slow"
     long = [
@@ -101,14 +102,14 @@ def test_a_run_that_is_asked_to_leave_abandons_a_long_step_and_goes_on(start_mrl
     ]
     long += [f"reward.path={tmp_path / 'slow.py'}", f"++reward.args.slow={slow}", "scoring.workers=1"]
     run = start_mrl("train", *long, "trainer.max_steps=100000", "checkpoint.every=0")
-    wait_for(lambda: (run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 2)
+    wait_until(lambda: (run.folder / "metrics.jsonl").exists() and len(run.metrics()) > 2)
     slow.touch()
-    time.sleep(4)
+    wait_until((tmp_path / "slow.scoring").exists)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(60).process.returncode == 75, run.output()
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     assert f"step_{len(run.metrics()):06d}" == checkpoint.name
-    assert list((run.folder / "rollout_log").rglob("*.completions")), "what engines had answered is kept"
+    assert list((run.folder / "rollout_log").rglob("*.completions")), "sampled responses are kept"
     assert run.leftovers() == []
     slow.unlink()
     again = start_mrl("train", *long, f"run.dir={run.folder}", f"trainer.max_steps={len(run.metrics()) + 2}").finish()

@@ -1,23 +1,16 @@
-"""The whole loop with the real parts, started as a user starts it."""
+"""Training runs started from the command line: what they write, how they end, and that the quickstart learns."""
 
 import signal
-import time
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 
 
-def wait_for(condition, timeout_s: float = 600) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-
-
-def served_gap(folder, model, prompt: list[int]) -> float:
-    """Largest difference between log-probabilities of a fresh SGLang server on `folder` and of `model`."""
+def served_logprob_difference(folder, model, prompt: list[int]) -> float:
+    """Largest difference between the log-probabilities of a new SGLang server that serves `folder` and those of `model`."""
     import torch
 
     from mrl.rollout.client import EngineClient, SamplingParams
@@ -25,7 +18,7 @@ def served_gap(folder, model, prompt: list[int]) -> float:
     from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 64) | {"model_path": str(folder)}
-    with EngineServer(args, folder.parent / "logs/fresh_engine.log") as server:
+    with EngineServer(args, folder.parent / "logs/new_engine.log") as server:
         server.wait_ready(timeout_s=480)
         (done,) = EngineClient(server.url).generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
     with torch.no_grad():
@@ -36,13 +29,13 @@ def served_gap(folder, model, prompt: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def recorded(start_mrl, quickstart):
-    """Three steps with everything that a run leaves."""
+    """A run of three steps that writes everything a run can write."""
     run = start_mrl("train", *quickstart, "trainer.max_steps=3", "rollout.record=true", "tracking.wandb=true").finish()
     assert run.process.returncode == 0, run.output()
     return run
 
 
-def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(recorded, warm):
+def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(recorded, warm):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +49,7 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(recorded, 
         assert 0 <= step["reward/mean"] <= 1 and step["rollout/tokens"] > 0
         assert step["mismatch/logprob_abs_max"] <= 1e-4
         assert step["weight_sync/version"] == step["step"]
-        assert step["rollout/weight_version"] == step["step"] - 1, "what the engine says of its responses"
+        assert step["rollout/weight_version"] == step["step"] - 1, "as reported by the engine"
         model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
     assert "held-out accuracy sampled" in run.output()
@@ -66,19 +59,19 @@ def test_a_run_leaves_metrics_curve_checkpoint_and_a_model_that_loads(recorded, 
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
     assert torch.isfinite(model(tokens).logits).all()
-    assert served_gap(run.folder / "hf", model, tokens[0].tolist()) < 1e-4
+    assert served_logprob_difference(run.folder / "hf", model, tokens[0].tolist()) < 1e-4
     changed = load_file(run.folder / "hf/model.safetensors")
     before = load_file(warm / "model.safetensors")
-    assert sum(step["reward/mean"] for step in steps) > 0, "nothing was right, so nothing was learned"
+    assert sum(step["reward/mean"] for step in steps) > 0, "without a correct response nothing is learned"
     assert any(not torch.equal(changed[name], before[name]) for name in before)
 
 
-def test_a_folder_that_holds_a_run_is_not_used_again(start_mrl, quickstart, recorded):
+def test_the_run_directory_of_another_run_is_refused(start_mrl, quickstart, recorded):
     again = start_mrl("train", *quickstart, f"run.dir={recorded.folder}", "resume=never").finish()
     assert again.process.returncode == 2 and "name another folder" in again.output()
 
 
-def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickstart, recorded):
+def test_another_layout_trains_recorded_rollouts_with_the_same_loss(start_mrl, quickstart, recorded):
     expected = recorded.metrics()[0]
     replay = [f"rollout.replay={recorded.folder / 'rollouts'}", "trainer.max_steps=1", "trainer.save=false"]
     run = start_mrl("train", *quickstart, "parallel.dp=2", *replay).finish()
@@ -90,20 +83,20 @@ def test_layouts_agree_on_the_first_step_of_recorded_rollouts(start_mrl, quickst
 
 
 @pytest.mark.extended_except("SIGKILL")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
-def test_however_a_run_ends_no_process_is_left(start_mrl, quickstart, how):
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_no_process_is_left_after_a_signal(start_mrl, quickstart, sign):
     run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false")
-    wait_for(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
+    wait_until(lambda: run.process.poll() is not None or ((run.folder / "metrics.jsonl").exists() and run.metrics()))
     assert run.process.poll() is None, run.output()
-    run.process.send_signal(how)
+    run.process.send_signal(sign)
     run.finish(60)
     assert run.process.returncode != 0
     assert [p.cmdline() for p in run.leftovers()] == []
 
 
 @pytest.mark.extended
-def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
-    """Long prompts, quotes, dollar signs, unicode: the tokens that were sent decode to the text of the row."""
+def test_real_text_reaches_the_engine_unchanged(start_mrl, tmp_path):
+    """With long prompts, quotes, dollar signs and unicode, the tokens of a prompt decode to the text of its row."""
     import orjson
     from transformers import AutoTokenizer
 
@@ -132,16 +125,16 @@ def test_real_text_reaches_the_engine_unharmed(start_mrl, tmp_path):
     assert max(step["mismatch/logprob_abs_max"] for step in run.metrics()) <= 1e-4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     with np.load(run.folder / "rollouts/step_000000.npz") as file:
-        sent = set()
+        rows_sent = set()
         for row, start, length in zip(file["rows"], file["cu_seqlens"], file["prompt_lengths"], strict=False):
             decoded = tokenizer.decode(file["tokens"][start : start + length].tolist())
             assert texts[row] in decoded
-            sent.add(int(row))
-    assert sent == {0, 1, 2, 3}
+            rows_sent.add(int(row))
+    assert rows_sent == {0, 1, 2, 3}
 
 
 def test_the_quickstart_learns(start_mrl, inputs, warm):
-    """The newcomer's first run, from its warm start: the reward rises to 0.9, and accuracy on problems it never saw rises."""
+    """From its supervised warm start, the reward rises to 0.9, and the accuracy on held-out problems rises too."""
     import orjson
 
     start = [f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}"]
@@ -151,5 +144,5 @@ def test_the_quickstart_learns(start_mrl, inputs, warm):
     before, after = (orjson.loads(line) for line in (run.folder / "eval.jsonl").read_text().splitlines())
     for name in ("eval/accuracy_sampled", "eval/accuracy_greedy"):
         assert after[name] - before[name] >= 0.25, (name, before, after)
-    ours = np.median([step["spent/controller_s"] / step["time/step_s"] for step in run.metrics()[1:]])
-    assert ours < 0.2, "the controller's share of a step, far above what it is where nothing else runs"
+    controller_share = np.median([step["spent/controller_s"] / step["time/step_s"] for step in run.metrics()[1:]])
+    assert controller_share < 0.2, "the controller's share of a step; on an idle machine it is far smaller"
