@@ -27,10 +27,10 @@ lint: setup ## check style, formatting, import directions, types and the links o
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --output-format min-text
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 docs: setup ## build the documentation as a site in build/site
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup ## fix style and formatting with ruff
 	$(BIN)/ruff check --fix .
