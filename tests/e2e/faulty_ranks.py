@@ -1,4 +1,4 @@
-"""Trainer ranks, and a reward, that stand still or die where a test wants them to, until a file is gone."""
+"""Trainer ranks that hang or crash at a chosen place, and a reward that deadlocks. They hang until a file is removed."""
 
 import os
 import time
@@ -7,15 +7,15 @@ from threading import Lock
 
 from mrl.workers.worker import TrainWorker
 
-HELD = "held"  # file in the folder of MRL_TEST_FAULTS
+HANG_FILE = "hang"  # name of the file; it is in the folder MRL_TEST_FAULTS
 
 
-def folder() -> Path:
-    return Path(os.environ["MRL_TEST_FAULTS"])
+def hang_file() -> Path:
+    return Path(os.environ["MRL_TEST_FAULTS"]) / HANG_FILE
 
 
-def hold() -> None:
-    while (folder() / HELD).exists():
+def hang() -> None:
+    while hang_file().exists():
         time.sleep(0.05)
 
 
@@ -24,10 +24,10 @@ def crash() -> None:
 
 
 class FaultyWorker(TrainWorker):
-    """A trainer rank with one fault to come."""
+    """A trainer rank with an optional fault."""
 
     def arm(self, rank: int, where: str, what: str) -> None:
-        """Next time that `rank` comes by `where` (data, send or sync), it does `what` (hold or crash) first."""
+        """Make `rank` hang or crash (`what`) once, when it next reaches `where`: data, send or sync."""
         if self.rank != rank:
             return
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -40,24 +40,24 @@ class FaultyWorker(TrainWorker):
             "send": (P2PCommunicator, "send_forward"),
             "sync": (BucketSender, "send_all"),
         }[where]
-        own, fault = owner.__dict__[name], globals()[what]
+        original, fault = owner.__dict__[name], dict(hang=hang, crash=crash)[what]
 
-        def once(*args, **kwargs):
-            setattr(owner, name, own)
+        def fail_once(*args, **kwargs):
+            setattr(owner, name, original)
             fault()
             return getattr(args[0] if where != "data" else owner, name)(*args[1 if where != "data" else 0 :], **kwargs)
 
-        setattr(owner, name, staticmethod(once) if where == "data" else once)
+        setattr(owner, name, staticmethod(fail_once) if where == "data" else fail_once)
 
 
 class Deadlock:
-    """A reward that takes a lock twice while the file is there."""
+    """A reward that acquires a lock twice, and so blocks until the hang file is removed."""
 
     in_process = True
 
     def __call__(self, responses):
         lock = Lock()
         with lock:
-            while (folder() / HELD).exists():
+            while hang_file().exists():
                 lock.acquire(timeout=0.1)
         return [float(len(response.text) % 2) for response in responses]

@@ -1,4 +1,4 @@
-"""A policy that calls a calculator, in the whole loop: engine and trainer see the same tokens, tool results are no targets."""
+"""A run whose policy calls a calculator: engine and trainer agree on all tokens, and tool results are not trained."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory):
-    """The experiment's files, with more rows that call: the test is short."""
+    """The files of the experiment, with more rows that call the tool, because the test trains few steps."""
     from mrl.data.synthetic_tasks import make_calculator_task
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
@@ -27,7 +27,7 @@ def calculator(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(start_mrl, calculator):
-    """Two recorded steps behind a short warm start."""
+    """A run of two recorded steps after a short supervised warm start."""
     small = [*SMALL, f"data.inputs.folder={calculator}", "data.inputs.calls=0.5", "sft.steps=40", "rollout.record=true"]
     done = start_mrl("train", *small, "trainer.max_steps=2").finish()
     assert done.process.returncode == 0, done.output()
@@ -40,37 +40,37 @@ def test_trainer_and_engine_agree_on_every_token_of_conversations(run):
     for step in steps:
         assert step["mismatch/logprob_abs_max"] <= 1e-4
         assert step["rollout/tool_calls_mean"] > 0.1 and step["rollout/turns_mean"] > 1.1
-        assert 0 < step["rollout/cached_tokens_fraction"] < 1, "later turns find the earlier ones in the prefix cache"
+        assert 0 < step["rollout/cached_tokens_fraction"] < 1, "later turns find earlier turns in the prefix cache"
 
 
-def test_tool_results_are_in_the_response_and_not_among_what_is_trained(run, calculator):
+def test_tool_results_are_in_the_response_but_are_not_trained(run, calculator):
     tokenizer = load_tokenizer(calculator / "model")
     start, end, stop = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<result>", "</result>", "</call>"))
-    answered = 0
+    num_calls = 0
     for number, metrics in enumerate(run.metrics()):
         with np.load(run.folder / f"rollouts/step_{number:06d}.npz") as file:
             step = dict(file)
         assert step["sampled"].sum() == metrics["rollout/tokens"] == len(step["rollout_logprobs"])
-        pieces = (np.split(step[name], step["cu_seqlens"][1:-1]) for name in ("tokens", "sampled"))
-        for tokens, mine, length in zip(*pieces, step["prompt_lengths"], strict=True):
-            response, chosen = tokens[length:].tolist(), mine[length:].tolist()
-            assert not mine[:length].any()
-            heard = [token for token, own in zip(response, chosen, strict=True) if not own]
-            if not heard:
+        rows = (np.split(step[name], step["cu_seqlens"][1:-1]) for name in ("tokens", "sampled"))
+        for tokens, sampled, length in zip(*rows, step["prompt_lengths"], strict=True):
+            response, is_sampled = tokens[length:].tolist(), sampled[length:].tolist()
+            assert not sampled[:length].any()
+            result = [token for token, own in zip(response, is_sampled, strict=True) if not own]
+            if not result:
                 continue
-            answered += 1
-            assert response[chosen.index(False) - 1] == stop, "the turn ends with the token that stopped the engine"
-            assert (heard[0], heard[-1]) == (start, end) and chosen[-1]
-            call = tokenizer.decode(response[: chosen.index(False)])
-            said = tokenizer.decode(heard[1:-1])
-            asked = call.removeprefix("<call>").removesuffix("</call>").split("*")
-            if all(number.isdigit() and number[0] != "0" for number in asked) and len(asked) == 2:
-                assert said.startswith(str(int(asked[0]) * int(asked[1]))[:8]), (call, said)
-    assert answered > 5
+            num_calls += 1
+            assert response[is_sampled.index(False) - 1] == stop, "the turn ends with the token that stopped the engine"
+            assert (result[0], result[-1]) == (start, end) and is_sampled[-1]
+            call = tokenizer.decode(response[: is_sampled.index(False)])
+            text = tokenizer.decode(result[1:-1])
+            factors = call.removeprefix("<call>").removesuffix("</call>").split("*")
+            if all(factor.isdigit() and factor[0] != "0" for factor in factors) and len(factors) == 2:
+                assert text.startswith(str(int(factors[0]) * int(factors[1]))[:8]), (call, text)
+    assert num_calls > 5
 
 
 @pytest.mark.extended
-def test_recorded_conversations_are_trained_again_under_another_layout(run, start_mrl, calculator):
+def test_another_layout_trains_recorded_conversations_with_the_same_loss(run, start_mrl, calculator):
     again = [f"data.inputs.folder={calculator}", "sft.train=null", f"model.path={calculator / 'warm'}", "parallel.cp=2"]
     replay = [f"rollout.replay={run.folder / 'rollouts'}", "trainer.max_steps=1"]
     found = start_mrl("train", *SMALL, *again, *replay).finish()

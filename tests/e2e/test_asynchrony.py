@@ -9,7 +9,7 @@ import pytest
 from conftest import wait_until
 from http_engines import spec_of
 from live_engines import num_running, slow_engines
-from test_resumed_runs import learning_metrics
+from run_comparison import check_equal_weights, learning_metrics
 from test_soak import KINDS, Soak
 
 from mrl.config.schema import PauseMode
@@ -40,9 +40,6 @@ def check_ledger(folder, staleness: int) -> None:
 
 
 def test_an_asynchronous_run_without_staleness_equals_the_synchronous_run(start_mrl, quickstart):
-    import torch
-    from safetensors.torch import load_file
-
     runs = [
         start_mrl("train", *quickstart, "trainer.max_steps=5", *more).finish(400)
         for more in ([], ["rollout.mode=async", "rollout.max_staleness=0"])
@@ -51,8 +48,7 @@ def test_an_asynchronous_run_without_staleness_equals_the_synchronous_run(start_
     sync, zero = (run.folder for run in runs)
     assert ledger(sync) == ledger(zero)
     assert learning_metrics(sync / "metrics.jsonl") == learning_metrics(zero / "metrics.jsonl")
-    ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (sync, zero))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    check_equal_weights(zero, sync)
     check_ledger(sync, 0)
 
 

@@ -1,4 +1,4 @@
-"""The driver moves no tokens: what it sends and receives is counted while one step of short and one of long responses run."""
+"""No tokens pass through the driver: its traffic is counted during a step of short and a step of long responses."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ LENGTHS = (16, 512)  # tokens of a response
 
 
 def write_step(folder, step: int, response_length: int) -> TokenBlock:
-    """Recorded rollouts of random tokens; lengths differ from row to row, so that S, R and B are all different."""
+    """Write recorded rollouts of random tokens. Row lengths differ, so that S, R and B differ too."""
     rng = np.random.default_rng(step)
     rows = np.repeat(np.arange(NUM_PROMPTS), GROUP)
     prompts = [prompt for _ in range(NUM_PROMPTS) for prompt in [rng.integers(4, 14, 7).tolist()] * GROUP]
@@ -69,7 +69,7 @@ def test_no_token_passes_through_the_driver(trainer):
         assert metrics["rollout/tokens"] == block.response_lengths.sum()
         assert set(built.scorers) == {"old_logprobs", "ref_logprobs"} and np.isfinite(metrics["policy/kl_ref"])
         token_columns = {len(block.tokens), len(block.rollout_logprobs)}  # S, R
-        assert traffic.arrays(), "the control plane is seen"
+        assert traffic.arrays(), "the traffic of the control plane is counted"
         token_bytes = sum(array.nbytes for array in traffic.arrays() if len(array) in token_columns)
         assert token_bytes == 0
         assert not any(isinstance(value, TokenBlock) for value in traffic.objects)
@@ -87,7 +87,7 @@ def cluster():
 
 
 def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
-    """What log-probabilities and an optimizer step of so many groups cost the driver, with ranks that compute nothing."""
+    """Count the driver's traffic for log-probabilities and an optimizer step of `prompts` groups; the ranks compute nothing."""
     packing = Packing(max_tokens=4 * GROUP * tokens)
     responses = [[7] * tokens] * prompts * GROUP
     batch = TrainBatch.of(TokenBlock.from_lists([[5]] * len(responses), responses), np.arange(len(responses)) // GROUP)
@@ -98,7 +98,7 @@ def traffic_of(group: SimulatedGroup, prompts: int, tokens: int) -> Traffic:
     return traffic
 
 
-def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(cluster, tmp_path):
+def test_calls_grow_only_with_ranks_and_bytes_grow_with_ranks_plus_samples(cluster, tmp_path):
     few, many = 64, 1024  # prompts
     actors = {ranks: ray.remote(SimulatedRanks).options(num_cpus=0).remote(layout(ranks), []) for ranks in (16, 128)}
     groups = {ranks: SimulatedGroup(layout(ranks), str(tmp_path), actor) for ranks, actor in actors.items()}
@@ -111,11 +111,11 @@ def test_calls_grow_with_ranks_only_and_bytes_with_ranks_and_samples_apart(clust
     assert len({(key[0], traffic.calls) for key, traffic in found.items()}) == 2
     for ranks in (16, 128):
         short, long = found[ranks, many, 16], found[ranks, many, 64]
-        assert abs(long.bytes - short.bytes) < 200, "nothing grows with the responses"
-    a_rank = 2048  # bytes of its two calls; columns [B] of `many` would be 49152 in each
+        assert abs(long.bytes - short.bytes) < 200, "bytes do not grow with the length of responses"
+    bytes_per_rank = 2048  # in its two calls; columns [B] of `many` would be 49152 bytes in each call
     for prompts in (few, many):
-        assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * a_rank
-    a_sample = 80  # bytes, of the two calls together
-    more = (many - few) * GROUP
+        assert found[128, prompts, 16].bytes - found[16, prompts, 16].bytes < 112 * bytes_per_rank
+    bytes_per_sample = 80  # in the two calls together
+    more_samples = (many - few) * GROUP
     for ranks in (16, 128):
-        assert found[ranks, many, 16].bytes - found[ranks, few, 16].bytes < more * a_sample
+        assert found[ranks, many, 16].bytes - found[ranks, few, 16].bytes < more_samples * bytes_per_sample

@@ -1,4 +1,4 @@
-"""A real SGLang server: its numbers against Transformers, weights pushed into it, and its end in every case."""
+"""A real SGLang server: its results equal those of Transformers, its errors are reported, and no process survives its end."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 import torch
+from conftest import wait_until
 from live_engines import PROMPTS, max_logprob_difference
 
 from mrl.rollout.client import EngineError, SamplingParams
@@ -19,11 +20,11 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_transformers(engine, temperature):
+def test_logprobs_equal_those_of_transformers(engine, temperature):
     assert max_logprob_difference(engine.client, engine.model, temperature) < TOLERANCE
 
 
-def test_greedy_equals_transformers(engine):
+def test_greedy_tokens_equal_those_of_transformers(engine):
     sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     for prompt, done in zip(PROMPTS, engine.client.generate(PROMPTS, sampling), strict=True):
         tokens = torch.tensor([prompt])
@@ -32,7 +33,7 @@ def test_greedy_equals_transformers(engine):
         assert done.token_ids == tokens[0, len(prompt) :].tolist()
 
 
-def test_finish_reasons(engine):
+def test_the_finish_reason_is_stop_after_an_end_of_sequence_token_and_else_length(engine):
     done = engine.client.generate(PROMPTS * 4, SamplingParams(max_new_tokens=8))
     assert {c.finish_reason for c in done} == {"stop", "length"}
     for c in done:
@@ -40,7 +41,7 @@ def test_finish_reasons(engine):
         assert 2 not in c.token_ids[:-1]
 
 
-def test_refusal_carries_the_engines_words(engine):
+def test_a_refused_request_raises_the_engines_message(engine):
     with pytest.raises(EngineError, match=r"/generate answered 400: .*context length \(512 tokens\)"):
         engine.client.generate([[5] * 600], SamplingParams(max_new_tokens=1))
     with pytest.raises(EngineError, match="no weight-update session is open"):
@@ -68,15 +69,15 @@ def port_is_bound(port: int) -> bool:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("victim", ["starter", "supervisor"])
-def test_sigkill_leaves_no_process_and_no_port(qwen3_folder, tmp_path, victim):
-    """Whoever is killed without a chance to clean up, nothing of the server stays."""
+def test_sigkill_leaves_no_process_no_port_and_no_shared_memory(qwen3_folder, tmp_path, victim):
+    """Neither the process that started the server nor its supervisor can clean up when it is killed."""
     line = [sys.executable, "-c", START_AND_WAIT, str(qwen3_folder), str(tmp_path / "engine.log")]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
         try:
             started = json.loads(starter.stdout.readline())
             assert len(started["pids"]) >= 3
-            found_by = [psutil.Process(pid).environ().get("MRL_ENGINE_SCRATCH") for pid in started["pids"][1:]]
-            assert all(found_by), "a process with a title of its own lost the environment that it is found by"
+            scratch = [psutil.Process(pid).environ().get("MRL_ENGINE_SCRATCH") for pid in started["pids"][1:]]
+            assert all(scratch), "cleaning up finds processes by this variable; one that set its title overwrote it"
             assert port_is_bound(started["port"])
             assert started["memory"] and all(map(os.path.exists, started["memory"]))
             os.kill(starter.pid if victim == "starter" else started["pids"][0], signal.SIGKILL)
@@ -88,9 +89,7 @@ def test_sigkill_leaves_no_process_and_no_port(qwen3_folder, tmp_path, victim):
             assert not left, [psutil.Process(p).cmdline() for p in left if alive(p)]
             assert not bound
             if victim == "supervisor":
-                starter.communicate(
-                    "stop\n", timeout=60
-                )  # a supervisor that was killed leaves this to its server's owner
+                starter.communicate("stop\n", timeout=60)  # the server's owner removes what a killed supervisor left
             assert not any(map(os.path.exists, started["memory"]))
         finally:
             starter.kill()
@@ -104,14 +103,13 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.extended
-def test_stop_leaves_nothing(qwen3_folder, tmp_path):
-    """A server that is stopped while it still starts: no process, no scratch folder."""
+def test_a_server_stopped_while_it_starts_leaves_no_process_and_no_scratch_folder(qwen3_folder, tmp_path):
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
     server = EngineServer(default_server_args("float32", 512) | {"model_path": str(qwen3_folder)}, tmp_path / "log")
     server.start()
-    time.sleep(1.0)
+    wait_until(lambda: len(server.processes()) > 1, 60)  # the supervisor has started SGLang, which loads for seconds
     pids, scratch = [p.pid for p in server.processes()], server._scratch.path
     assert server.alive()
     server.stop()
@@ -121,7 +119,7 @@ def test_stop_leaves_nothing(qwen3_folder, tmp_path):
     assert not scratch.exists()
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path):
+def test_a_server_that_cannot_start_reports_the_end_of_its_log(tmp_path):
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 

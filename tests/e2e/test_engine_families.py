@@ -1,4 +1,4 @@
-"""Real SGLang servers of many families: their numbers, and weights pushed to them."""
+"""Real SGLang servers of several model families: log-probabilities equal those of Transformers, also after a weight push."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ EXPERTS = {"glm4_moe": dict(moe_intermediate_size=32), "deepseek_v3": dict(moe_i
 
 
 @torch.no_grad()
-def gap(client: EngineClient, folder) -> float:
-    """Largest difference of a sampled token's log-probability from that of transformers."""
+def logprob_difference(client: EngineClient, folder) -> float:
+    """Largest difference between the log-probabilities of sampled tokens and those of Transformers."""
     from transformers import AutoModelForCausalLM
 
     model, largest = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), 0.0
@@ -31,13 +31,14 @@ def gap(client: EngineClient, folder) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama_attention_biased", "qwen2_tied_multi_head", "glm4_moe", "deepseek_v3"])
-def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_path, name):
+def test_an_engine_samples_from_its_model_and_from_pushed_weights(one_rank, tmp_path, name):
     from safetensors.torch import load_file
 
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
-    sizes: dict[str, Any] = dict(intermediate_size=64)  # on a CPU, SGLang pads others with zeros, in its checksums too
+    # On a CPU, SGLang pads other sizes with zeros and includes the zeros in its checksums.
+    sizes: dict[str, Any] = dict(intermediate_size=64)
     sizes |= EXPERTS.get(name, {})
     first = make_family(name, tmp_path / "first", **sizes)
     other = make_family(name, tmp_path / "other", initializer_range=0.15, **sizes)
@@ -45,9 +46,9 @@ def test_an_engine_samples_from_the_model_and_takes_new_weights(one_rank, tmp_pa
     with EngineServer(args, tmp_path / "engine.log") as server:
         server.wait_ready(timeout_s=480)
         client = EngineClient(server.url, timeout_s=240)
-        assert gap(client, first) < LOGPROB_TOLERANCE < gap(client, other)
+        assert logprob_difference(client, first) < LOGPROB_TOLERANCE < logprob_difference(client, other)
 
         tensors = load_file(other / "model.safetensors")
         with connected([client.url], other, tensors) as sync:
             assert sync.push(version=1).tensors == len(tensors)
-        assert gap(client, other) < LOGPROB_TOLERANCE
+        assert logprob_difference(client, other) < LOGPROB_TOLERANCE

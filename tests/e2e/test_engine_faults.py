@@ -1,114 +1,130 @@
-"""Real engines that are killed or stopped while they sample: no response is lost, none is another, and the run goes on."""
+"""Real engines are killed or stopped while they sample: their responses are sampled again, and a run continues."""
 
+import asyncio
 import signal
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import replace
 
+import aiohttp
+import psutil
 import pytest
+from conftest import wait_until
 from http_engines import spec_of
-from live_engines import PROMPTS
+from live_engines import PROMPTS, delay_forward_passes, num_running, slow_engines
 
 from mrl.config.schema import FaultToleranceConfig
-from mrl.rollout.client import TRAINING, SamplingParams, seed_of
+from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, seed_of
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
-STALL_S = 8.0  # of a machine that has other things to do
+STALL_TIMEOUT_S = 8.0  # long enough for a healthy engine on a busy machine
 
 
-def test_a_scheduler_shows_that_it_computes_and_a_stopped_one_does_not(engine):
-    """By what a slow engine is told from a hung one."""
-    import asyncio
-
-    import aiohttp
-
+def test_the_heartbeat_of_a_scheduler_advances_only_while_it_computes(engine):
+    """The engine pool uses the heartbeat to tell a slow engine from a hung one."""
     (scheduler,) = [p for p in engine.server.processes() if "scheduler" in p.name()]
 
-    async def look() -> None:
+    async def check_heartbeats() -> None:
         async with aiohttp.ClientSession() as http:
-            asked = asyncio.create_task(engine.client.generate_async(http, PROMPTS, [LONG] * len(PROMPTS)))
-            seen = set()
-            while len(seen) < 4 and not asked.done():
-                seen.add(await engine.client.heartbeat(http, 5.0))
+            request = asyncio.create_task(engine.client.generate_async(http, PROMPTS, [LONG] * len(PROMPTS)))
+            heartbeats = set()
+            while len(heartbeats) < 4 and not request.done():
+                heartbeats.add(await engine.client.heartbeat(http, 5.0))
                 await asyncio.sleep(0.05)
-            assert len(seen) == 4, "it was done before, or showed nothing"
+            assert len(heartbeats) == 4, "the heartbeat did not advance while the engine sampled"
             scheduler.suspend()
-            await asyncio.sleep(0.5)
-            stopped = {await engine.client.heartbeat(http, 5.0) for _ in range(5)}
+            while scheduler.status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
+            heartbeats = {await engine.client.heartbeat(http, 5.0) for _ in range(5)}
             scheduler.resume()
-            assert len(stopped) == 1 and not asked.done()
-            assert [len(done.token_ids) for done in await asked] == [200] * len(PROMPTS)
+            assert len(heartbeats) == 1 and not request.done()
+            assert [len(completion.token_ids) for completion in await request] == [200] * len(PROMPTS)
 
-    try:
-        asyncio.run(look())
-    finally:
-        scheduler.resume()
+    with slow_engines(engine.client, pass_s=0.05):  # at least 10 s for the responses
+        try:
+            asyncio.run(check_heartbeats())
+        finally:
+            scheduler.resume()
 
 
 @pytest.fixture
-def two(qwen3_folder, tmp_path):
-    """Two engines that heed seeds."""
+def pool(qwen3_folder, tmp_path):
+    """A pool of two engines that use the seeds of requests."""
     arguments = default_server_args("float32", 512) | {DETERMINISTIC: True}
-    faults = FaultToleranceConfig(engine_stall_timeout_s=STALL_S)
+    faults = FaultToleranceConfig(engine_stall_timeout_s=STALL_TIMEOUT_S)
     own = dict(model_path=str(qwen3_folder), num_engines=2, server_args=arguments, deterministic=True)
-    engines = EnginePool(spec_of(tmp_path, **own, fault_tolerance=faults, request_timeout_s=120.0))
+    pool = EnginePool(spec_of(tmp_path, **own, fault_tolerance=faults, request_timeout_s=120.0))
     try:
-        engines.wait_ready(480)
-        yield engines
+        pool.wait_ready(480)
+        yield pool
     finally:
-        engines.close()
+        pool.close()
+
+
+FAULTS = {signal.SIGKILL: "processes have ended", signal.SIGSTOP: "computed nothing"}  # -> reason that the pool reports
 
 
 @pytest.mark.extended
-def test_responses_redone_after_a_kill_or_a_stop_are_those_of_undisturbed_engines(two, tmp_path):
+def test_responses_of_a_killed_or_stopped_engine_are_sampled_again_with_the_same_tokens(pool, tmp_path):
     prompts = PROMPTS * 2
     sampling = [replace(LONG, seed=seed_of(7, TRAINING, 0, number)) for number in range(len(prompts))]
-    undisturbed = two.generate_all(prompts, sampling)
-    assert len({tuple(done.token_ids) for done in undisturbed}) == len(prompts), "each has a seed of its own"
-    for number, (sign, why) in enumerate(
-        [(signal.SIGKILL, "processes have ended"), (signal.SIGSTOP, "computed nothing")]
-    ):
-        victim = two._servers.servers[number]
-        strike(victim, sign, after_s=0.3)
-        again = two.generate_all(prompts, sampling)
-        assert [done.token_ids for done in again] == [done.token_ids for done in undisturbed]
-        numbers = two.take_metrics()
-        assert numbers["rollout/retried_responses"] == len(prompts) / 2
-        ((url, reason),) = two.take_failed().items() if numbers["rollout/replaced_engines"] else ((victim.url, why),)
+    expected = [completion.token_ids for completion in pool.generate_all(prompts, sampling)]
+    assert len(set(map(tuple, expected))) == len(prompts), "each response has its own seed"
+    for place, (sign, why) in enumerate(FAULTS.items()):
+        victim, other = pool._servers.servers[place], pool._servers.servers[1 - place]
+        join_strike = strike_when_busy(victim, other.url, sign, num_requests=len(prompts) // 2)
+        completions = pool.generate_all(prompts, sampling)
+        join_strike()
+        assert [completion.token_ids for completion in completions] == expected
+        metrics = pool.take_metrics()
+        assert metrics["rollout/retried_responses"] == len(prompts) / 2
+        ((url, reason),) = pool.take_failed().items() if metrics["rollout/replaced_engines"] else ((victim.url, why),)
         assert url == victim.url and why in reason
         if sign == signal.SIGKILL:
-            assert victim.url not in two.replace([victim.url], 180)
-        end = time.monotonic() + 60
-        while (left := victim.processes()) and time.monotonic() < end:  # a stopped one is replaced meanwhile
-            time.sleep(0.1)
-        assert not left, "ended, and a successor started"
+            assert victim.url not in pool.replace([victim.url], 180)
+        wait_until(lambda server=victim: not server.processes(), 60)  # a stopped engine is replaced in the background
 
 
-def strike(server, sign: signal.Signals, after_s: float) -> None:
-    """Signal a server's processes, but not its supervisor, once it computes."""
+def strike_when_busy(victim, other_url: str, sign: signal.Signals, num_requests: int) -> Callable[[], None]:
+    """Signal the victim's processes, except its supervisor, when it samples `num_requests` responses of 200 tokens.
 
-    def send() -> None:
-        for process in server.processes()[1:]:
-            process.send_signal(sign)
+    Both engines are slow until then: a response takes at least 40 s. The other engine is fast afterwards. Returns a function
+    that waits for the signal to be sent.
+    """
+    client, other = EngineClient(victim.url), EngineClient(other_url)
+    delay_forward_passes(client, 0.2)
+    delay_forward_passes(other, 0.2)
 
-    threading.Timer(after_s, send).start()
+    def strike() -> None:
+        try:
+            wait_until(lambda: num_running(client) == num_requests, 120)
+            for process in victim.processes()[1:]:
+                process.send_signal(sign)
+        finally:
+            delay_forward_passes(other, None)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    return thread.join
 
 
-def test_a_run_that_loses_all_engines_and_then_one_goes_on(start_mrl, quickstart, tmp_path, monkeypatch):
-    """In its second step all are killed before refused groups are replaced, in the third one is stopped."""
+def test_a_run_continues_after_it_loses_all_engines_and_then_one(start_mrl, quickstart, tmp_path, monkeypatch):
+    """In step 2 all engines are killed before rejected groups are sampled again; in step 3 one engine is stopped."""
     (tmp_path / "striking_filter.py").write_text(STRIKING_FILTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     own = ["rollout.filter._target_=striking_filter.Striking", "rollout.num_engines=2", "rollout.deterministic=true"]
-    limits = [f"fault_tolerance.engine_stall_timeout_s={STALL_S}", "trainer.save=false", "trainer.max_steps=4"]
+    limits = [f"fault_tolerance.engine_stall_timeout_s={STALL_TIMEOUT_S}", "trainer.save=false", "trainer.max_steps=4"]
     run = start_mrl("train", *quickstart, *own, *limits).finish(280)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     assert [s["rollout/replaced_engines"] for s in steps] == [0, 2, 1, 0]
-    assert [steps[number]["rollout/retried_responses"] for number in (0, 2, 3)] == [0, 4, 0], "of one group"
+    assert [steps[number]["rollout/retried_responses"] for number in (0, 2, 3)] == [0, 4, 0], (
+        "the responses of one group"
+    )
     assert [s["rollout/samples"] for s in steps] == [24] * 4
-    assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no response of other weights"
+    assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no response was sampled by other weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= 1e-4
     assert run.leftovers() == []
     assert "computed nothing" in (run.folder / "logs/rollout.log").read_text()
@@ -122,15 +138,15 @@ from dataclasses import dataclass
 import psutil
 
 calls = []
-STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # the last groups of steps 2 and 3
-REFUSED = {12, 18, 19}  # others are asked for in their place: in step 3 one of each engine
+STRIKES = {12: signal.SIGKILL, 19: signal.SIGSTOP}  # call number -> signal; these are the last groups of steps 2 and 3
+REJECTED = {12, 18, 19}  # call numbers; each rejected group is replaced by a new one: in step 3 one on each engine
 
 
 def servers():
-    """Of this run, the oldest first."""
+    """Return the engine servers of this run, the oldest first."""
     mine, found = psutil.Process().environ()["MRL_TEST_RUN"], []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # one that has just ended
+        with suppress(psutil.Error):  # the process ended meanwhile
             if "mrl.rollout.engines.launch_sglang" in process.cmdline() and process.environ().get("MRL_TEST_RUN") == mine:
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
@@ -138,7 +154,7 @@ def servers():
 
 @dataclass(frozen=True)
 class Striking:
-    """Refuses some groups, and strikes engines before others are asked for: all of them, or one."""
+    """Rejects some groups. Before their replacements are requested it kills all engines, or stops one."""
 
     def __call__(self, rewards):
         calls.append(1)
@@ -148,5 +164,5 @@ class Striking:
             for server in own if sign == signal.SIGKILL else own[:1]:
                 for process in [*server.children(recursive=True), server]:
                     process.send_signal(sign)
-        return len(calls) not in REFUSED
+        return len(calls) not in REJECTED
 '''

@@ -1,4 +1,4 @@
-"""Ten ways to stand still or to die, in a real run of trainer ranks, a rollout worker and an engine: who is to blame is found."""
+"""Faults in a real run with trainer ranks, a rollout worker and an engine: the error names the process that hangs or died."""
 
 import os
 import signal
@@ -27,22 +27,22 @@ from mrl.workers import group as workers
 from parallel.dims import ParallelDims
 
 DEADLINE_S = 3.0
-WITHIN_S = DEADLINE_S + 10
+DIAGNOSED_WITHIN_S = DEADLINE_S + 10
 
 
-class Hung:
-    """The run under test: an actor of two pipeline stages with an engine, and two data-parallel replicas beside it."""
+class FaultyRun:
+    """The run under test: an actor of two pipeline stages, an engine, and a separate worker group of two data-parallel ranks."""
 
     def __init__(self, trainer, replicas, run_dir: Path, faults: Path) -> None:
         self.trainer, self.generator, self.stages = trainer, trainer.rollout, trainer.actor.group
-        self.run_dir, self.held, self._replicas = run_dir, faults / faulty_ranks.HELD, replicas
+        self.run_dir, self.hang_file, self._replicas = run_dir, faults / faulty_ranks.HANG_FILE, replicas
         self.rollouts = self.generator.generate(trainer.prompts, 0)
         self.estimates = self.generator.estimate({}, 0.0, 0)
         self.update(self.stages)
 
     @cached_property
     def replicas(self):
-        """They start while other tests run."""
+        """The data-parallel ranks. They start while other tests run."""
         self._replicas.wait_ready(480)
         self.update(self._replicas)
         return self._replicas
@@ -61,30 +61,35 @@ class Hung:
         return next(child.pid for child in below if "sglang::scheduler" in " ".join(child.cmdline()))
 
     @contextmanager
-    def holding(self):
-        self.held.touch()
+    def faults_hang(self):
+        """Until the block ends, ranks and rewards with a fault hang."""
+        self.hang_file.touch()
         try:
             yield
         finally:
-            self.held.unlink()
+            self.hang_file.unlink()
 
-    def stalls(self, of, call, name: str, *words: str) -> StalledError:
-        """The call ends with this process's name, and these words, soon after its deadline."""
-        before, of.timeout_s = of.timeout_s, DEADLINE_S
+    def check_stall(self, handle, call, name: str, *texts: str) -> StalledError:
+        """The call fails soon after its deadline, and the error contains the name of the process and these texts.
+
+        `handle`: worker group or rollout worker whose timeout is the deadline.
+        """
+        timeout_s, handle.timeout_s = handle.timeout_s, DEADLINE_S
         start = time.monotonic()
         try:
             with pytest.raises(StalledError) as caught:
                 call()
         finally:
-            of.timeout_s = before
-        assert DEADLINE_S <= time.monotonic() - start < WITHIN_S
-        return named(caught.value, name, *words)
+            handle.timeout_s = timeout_s
+        assert DEADLINE_S <= time.monotonic() - start < DIAGNOSED_WITHIN_S
+        return check_error(caught.value, name, *texts)
 
 
-def named(error, name: str, *words: str):
+def check_error(error, name: str, *texts: str):
+    """The error blames the process `name`, contains these texts and names its hang report."""
     assert error.names == (name,), str(error)
-    for word in (*words, str(error.report)):
-        assert word in str(error), str(error)
+    for text in (*texts, str(error.report)):
+        assert text in str(error), str(error)
     return error
 
 
@@ -99,7 +104,7 @@ def stopped(pid: int):
 
 @pytest.fixture(scope="module")
 def run(inputs, tmp_path_factory):
-    folder, faults = tmp_path_factory.mktemp("hung"), tmp_path_factory.mktemp("faults")
+    folder, faults = tmp_path_factory.mktemp("faulty_run"), tmp_path_factory.mktemp("faults")
     overrides = [
         *["experiment=quickstart", f"data.inputs.folder={inputs}", f"run.dir={folder}", "sft.train=null"],
         *["parallel.pp=2", "rollout.prompts_per_step=4", "rollout.responses_per_prompt=2", "trainer.eval_rows=4"],
@@ -119,27 +124,27 @@ def run(inputs, tmp_path_factory):
             )
             replicas.start(replace(model_spec(plan), dims=dims), 0, 240.0)
             try:
-                yield Hung(trainer, replicas, folder, faults)
+                yield FaultyRun(trainer, replicas, folder, faults)
             finally:
                 replicas.close()
 
 
-def test_healthy_calls_are_not_diagnosed(run):
-    """However slow they are, within their deadlines; and what a rank raises comes out as it is."""
-    with run.holding():
-        run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "data", "hold")
+def test_a_slow_call_and_a_call_that_raises_write_no_hang_report(run):
+    """The slow call ends within its deadline. The exception of a rank is raised unchanged."""
+    with run.faults_hang():
+        run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "data", "hang")
         slow = threading.Thread(target=run.update, args=[run.stages])
         slow.start()
         time.sleep(DEADLINE_S)
     slow.join()
     with pytest.raises(KeyError, match="nowhere"):
-        run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "nowhere", "hold")
+        run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "nowhere", "hang")
     assert not list(run.run_dir.glob("hang_report_*.txt"))
 
 
-def test_a_scheduler_of_an_engine_that_is_stopped(run):
+def test_a_stopped_scheduler_of_an_engine_is_named(run):
     with stopped(run.scheduler()):
-        run.stalls(
+        run.check_stall(
             run.generator.worker,
             run.generate,
             "engine 0 scheduler",
@@ -148,9 +153,9 @@ def test_a_scheduler_of_an_engine_that_is_stopped(run):
         )
 
 
-def test_a_server_of_an_engine_that_is_stopped(run):
+def test_a_stopped_server_of_an_engine_is_named(run):
     with stopped(run.pid("engine_0")):
-        run.stalls(
+        run.check_stall(
             run.generator.worker,
             run.generate,
             "engine 0 server",
@@ -159,76 +164,80 @@ def test_a_server_of_an_engine_that_is_stopped(run):
         )
 
 
-def test_a_reward_in_a_deadlock(run):
-    with run.holding():
-        words = ("is in scoring", "faulty_ranks.py", "reward Deadlock on 8 responses", "scoring 8 responses to rows")
-        run.stalls(run.generator.worker, run.generate, "the rollout worker", *words)
+def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
+    with run.faults_hang():
+        texts = ("is in scoring", "faulty_ranks.py", "reward Deadlock on 8 responses", "scoring 8 responses to rows")
+        run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts)
 
 
-def test_a_rollout_worker_that_is_stopped(run):
+def test_a_stopped_rollout_worker_is_named(run):
     with stopped(run.pid("rollout")):
-        run.stalls(run.generator.worker, run.generate, "the rollout worker", "is stopped")
+        run.check_stall(run.generator.worker, run.generate, "the rollout worker", "is stopped")
 
 
-def test_a_rank_that_sleeps_before_it_sends_to_the_next_stage(run):
-    run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "send", "hold")
-    words = (
+def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
+    run.stages.call(faulty_ranks.FaultyWorker.arm, 0, "send", "hang")
+    texts = (
         "rank 1 (pp 1) waits for other ranks in receiving the previous pipeline stage's activations",
         "faulty_ranks",
     )
-    with run.holding():
-        error = run.stalls(run.stages, lambda: run.update(run.stages), "rank 0 (pp 0)", *words)
+    with run.faults_hang():
+        error = run.check_stall(run.stages, lambda: run.update(run.stages), "rank 0 (pp 0)", *texts)
     assert error.ranks == (0,)
 
 
-def test_a_rank_that_is_stuck_in_weight_sync(run):
+def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
     run.trainer.weight_sync.push(version=1)
-    run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hold")
-    with run.holding():
+    run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hang")
+    with run.faults_hang():
         push = partial(run.trainer.weight_sync.push, version=2)
-        run.stalls(run.stages, push, "rank 1 (pp 1)", "is in the weight sync", "push_weights() on 2 trainer ranks")
+        run.check_stall(run.stages, push, "rank 1 (pp 1)", "is in the weight sync", "push_weights() on 2 trainer ranks")
 
 
-def test_a_rank_that_sleeps_in_data_loading(run):
-    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hold")
-    with run.holding():
-        words = (
+def test_a_rank_that_hangs_in_data_loading_is_named(run):
+    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
+    with run.faults_hang():
+        texts = (
             "faulty_ranks.py",
             "replica rank 0 (dp 0) waits for other ranks in the gradient all-reduce",
             "it has entered",
         )
-        error = run.stalls(run.replicas, lambda: run.update(run.replicas), "replica rank 1 (dp 1)", *words)
+        error = run.check_stall(run.replicas, lambda: run.update(run.replicas), "replica rank 1 (dp 1)", *texts)
     text = error.report.read_text()
     assert error.ranks == (1,) and "<- behind" in text
 
 
-def test_a_rank_that_is_stopped_on_another_host(run, monkeypatch):
-    """Its host is looked at by a task of Ray."""
-    monkeypatch.setattr(ray_wait, "gethostname", lambda: "the driver's")
-    monkeypatch.setattr(ray_wait, "REMOTE_TIMEOUT_S", WITHIN_S)
+def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
+    """A Ray task examines the other host."""
+    monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
+    monkeypatch.setattr(ray_wait, "REMOTE_TIMEOUT_S", DIAGNOSED_WITHIN_S)
     with stopped(run.pid("replica_0")):
         call = partial(run.update, run.replicas)
-        run.stalls(run.replicas, call, "replica rank 0 (dp 0)", "is stopped", "rank 1 (dp 1) waits for other ranks")
+        run.check_stall(
+            run.replicas, call, "replica rank 0 (dp 0)", "is stopped", "rank 1 (dp 1) waits for other ranks"
+        )
 
 
-def test_a_rank_that_dies_before_a_collective(run):
-    """Its neighbour's complaint comes first; the dead one is named, and how it died."""
+def test_a_rank_that_dies_before_a_collective_is_named(run):
+    """The error of its neighbour arrives first, but the dead rank is named, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
         run.update(run.stages)
-    assert time.monotonic() - start < WITHIN_S
-    assert named(caught.value, "rank 1 (pp 1)", "died while updating the weights: Aborted").ranks == (1,)
+    assert time.monotonic() - start < DIAGNOSED_WITHIN_S
+    assert check_error(caught.value, "rank 1 (pp 1)", "died while updating the weights: Aborted").ranks == (1,)
 
 
-def test_a_rank_that_is_killed_in_a_collective(run):
-    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hold")
-    with run.holding():
+def test_a_rank_that_is_killed_in_a_collective_is_named(run):
+    run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
+    with run.faults_hang():
         kill = threading.Timer(DEADLINE_S, os.kill, [run.pid("replica_0"), signal.SIGKILL])
         kill.start()
         start = time.monotonic()
         with pytest.raises(RankLostError) as caught:
             run.update(run.replicas)
-        assert time.monotonic() - start < WITHIN_S
-    text = named(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()
-    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): group" in text, "its last collective outlives it"
+        assert time.monotonic() - start < DIAGNOSED_WITHIN_S
+    text = check_error(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()
+    assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): group" in text, (
+        "the report has the dead rank's last collective"
+    )

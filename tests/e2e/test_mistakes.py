@@ -1,4 +1,4 @@
-"""A user's mistake ends a command at once: one line that says what to do, exit status 2, and nothing was started."""
+"""A mistake of the user ends a command before it starts anything: one line says what to do, and the exit status is 2."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def bad_files(inputs, tmp_path_factory):
-    """The quickstart's prompts, once without a needed column and once with a prompt that does not fit."""
+    """The quickstart's prompt file, once without a required column and once with a prompt that is too long."""
     folder = tmp_path_factory.mktemp("bad")
     table = pq.read_table(inputs / "train.parquet").slice(0, 5)
     pq.write_table(table.drop_columns(["reward_model"]), folder / "column.parquet")
@@ -35,28 +35,28 @@ MISTAKES = {
         ["parallel.pp=3"],
         "parallel.pp=3 does not divide num_hidden_layers=4 of this model; use 1, 2, 4.",
     ),
-    "experts of a model that has none": (
+    "expert parallelism without experts": (
         ["parallel.ep=2"],
         "parallel.ep=2: this model has no experts; use 1.",
     ),
-    "a number of processes that does not factor": (
+    "a world size that does not factor": (
         ["parallel.tp=2", "parallel.cp=2", "parallel.world_size=6"],
         "parallel.world_size=6 does not factor: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
     ),
-    "a role in no pool": (
+    "a role without a pool": (
         ["placement.pools={{all: [actor]}}"],
-        "this run has engines, which no pool names (there are all)",
+        "this run has engines, which no pool contains (pools: all)",
     ),
     "router replay without experts": (["rollout.routing_replay=true"], "has no experts; leave it false"),
     "a learning-rate schedule without an end": (["optim.lr_schedule=cosine"], "lr_decay_steps=0"),
     "an unknown SGLang argument": (["sglang.mem_fraction=0.5"], "did you mean sglang.mem_fraction_static?"),
-    "rollouts that are not there": (["rollout.replay=/nowhere"], "step_000000.npz is missing"),
-    "a warm start from elsewhere": (["sft.output={inputs}/model"], "was made from other settings"),
+    "missing recorded rollouts": (["rollout.replay=/nowhere"], "step_000000.npz is missing"),
+    "a warm start with other settings": (["sft.output={inputs}/model"], "was made from other settings"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_starts_nothing(start_mrl, inputs, bad_files, mistake):
+def test_a_mistake_is_reported_in_one_line_before_anything_starts(start_mrl, inputs, bad_files, mistake):
     overrides, message = MISTAKES[mistake]
     filled = [o.format(bad=bad_files, inputs=inputs) for o in overrides]
     run = start_mrl("train", "experiment=quickstart", f"data.inputs.folder={inputs}", *filled).finish(60)

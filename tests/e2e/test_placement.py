@@ -1,4 +1,4 @@
-"""Processes sit where the pools say: on CPU slots of one machine, and engines on the nodes of a cluster."""
+"""Processes run where the pools place them: on CPU slots of one machine, and engines on the nodes of a cluster."""
 
 import math
 from dataclasses import replace
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.extended
 
 
 def bundles(*actors) -> list[tuple[str, set[str]]]:
-    """Of each: its placement group, and the numbers of its bundles in that, as Ray tells the process itself."""
+    """Return of each actor its placement group and the indices of its bundles in that group, as Ray tells the actor."""
 
     def bundle(_: object) -> tuple[str, set[str]]:
-        held = ray._private.worker.global_worker.core_worker.resource_ids()  # the public call leaves bundles out
+        held = ray._private.worker.global_worker.core_worker.resource_ids()  # the public call omits bundles
         group = ray.get_runtime_context().get_placement_group_id()
         parts = [name.removesuffix(f"_{group}").partition("_group")[2] for name in held if name.endswith(group)]
         return group, {part.strip("_") for part in parts if part}
@@ -37,7 +37,7 @@ def bundles(*actors) -> list[tuple[str, set[str]]]:
     return ray.get([actor.__ray_call__.remote(bundle) for actor in actors], timeout=60)
 
 
-def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, tmp_path):
+def test_each_process_of_a_run_with_two_pools_has_its_own_slot(quickstart, tmp_path):
     pools = "placement.pools={train: [actor], serve: [engines]}"
     steps = ["trainer.max_steps=2", "trainer.save=false", "parallel.dp=2", f"run.dir={tmp_path}"]
     hydra_entry.register_schema()
@@ -50,7 +50,7 @@ def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, 
         result = trainer.fit()
         ranks = bundles(*trainer.actor.group.workers)
         ((serve, slot),) = bundles(trainer.rollout.worker.actor)
-        assert ray.cluster_resources()["CPU"] == 3, "as many slots as the pools need, however many cores there are"
+        assert ray.cluster_resources()["CPU"] == 3, "as many slots as the pools need, whatever the number of cores"
     assert result.steps == 2 and math.isfinite(result.reward)
     (train,) = {group for group, _ in ranks}
     assert train != serve and [held for _, held in ranks] == [{"0"}, {"1"}] and slot == {"0"}
@@ -58,7 +58,7 @@ def test_a_run_on_pools_of_its_own_has_each_process_in_its_own_slot(quickstart, 
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """A cluster of a head without GPUs and two nodes with one each, as far as Ray knows; this process is its driver."""
+    """A Ray cluster with a head without GPUs and two nodes that claim one GPU each; this process is the driver."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, num_gpus=0, include_dashboard=False))
@@ -82,7 +82,7 @@ def greedy(url: str) -> list[int]:
 
 
 def serving(node) -> list[psutil.Process]:
-    """Processes of engines below a node's raylet."""
+    """Return the engine processes that a node's raylet started."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return [
         process
@@ -92,7 +92,7 @@ def serving(node) -> list[psutil.Process]:
 
 
 @pytest.mark.extended
-def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(nodes, qwen3_folder, tmp_path, engine):
+def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_folder, tmp_path, engine):
     made, by_id = nodes
     expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
     pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
@@ -112,16 +112,16 @@ def test_an_engine_serves_from_its_own_node_dies_with_it_and_starts_on_another(n
         assert server.was_killed
         server.stop()
         wait_until(lambda: places["engines"].slots()[0].node != slot.node, 60)
-        again = hosted(places["engines"], 0, tmp_path, qwen3_folder)
-        again.start()
-        again.wait_ready(480)
-        assert greedy(again.url) == expected
+        replacement = hosted(places["engines"], 0, tmp_path, qwen3_folder)
+        replacement.start()
+        replacement.wait_ready(480)
+        assert greedy(replacement.url) == expected
         left = serving(by_id[places["engines"].slots()[0].node])
-        again.stop()
-        assert left and not any(process.is_running() for process in left) and not again.alive()
+        replacement.stop()
+        assert left and not any(process.is_running() for process in left) and not replacement.alive()
 
 
-def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
+def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):
     made, by_id = nodes
     actor, engines = make_pools({}, {"actor": SlotDemand(2)}), make_pools({}, {"engines": SlotDemand(1)})
     both, no_place = (
@@ -138,6 +138,6 @@ def test_what_finds_no_room_is_an_error_at_once_or_at_its_deadline(nodes):
             pass
         made.remove_node(next(iter(by_id.values())), allow_graceful=False)
         wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)
-        impatient = replace(places["actor"], placed=replace(places["actor"].placed, timeout_s=1))
+        with_deadline = replace(places["actor"], placed=replace(places["actor"].placed, timeout_s=1))
         with pytest.raises(PlacementError, match="bring nodes back"):
-            impatient.slots()
+            with_deadline.slots()

@@ -5,14 +5,7 @@ import signal
 
 import pytest
 from conftest import wait_until
-
-NOT_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")
-
-
-def learning_metrics(path) -> list[dict]:
-    """Return the metrics of each step, without times and without metrics that depend on the layout."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_LEARNING)} for line in lines]
+from run_comparison import check_equal_weights, learning_metrics
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +44,11 @@ def uninterrupted(replays):
 
 
 def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted):
-    import torch
-    from safetensors.torch import load_file
-
     resume = f"resume={uninterrupted.folder / 'checkpoints/step_000002'}"
     resumed = replays(resume, "parallel.tp=2", "parallel.pp=2")
     found, expected = (learning_metrics(run.folder / "metrics.jsonl") for run in (resumed, uninterrupted))
     assert found == expected[2:]
-    found, expected = (load_file(run.folder / "hf/model.safetensors") for run in (resumed, uninterrupted))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    check_equal_weights(resumed.folder, uninterrupted.folder)
     ledgers = [(run.folder / "ledger.jsonl").read_text().splitlines() for run in (resumed, uninterrupted)]
     assert ledgers[0] == ledgers[1][2:]
 
@@ -117,4 +106,4 @@ def test_a_preempted_run_abandons_a_long_step_and_resumes(start_mrl, quickstart,
     assert [line["step"] for line in run.metrics()] == list(range(1, len(run.metrics()) + 1))
     ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
     assert [line["drawn"] for line in ledger] == [[6 * line["step"]] for line in ledger]
-    assert "answers of an earlier process are taken up" in (run.folder / "logs/rollout.log").read_text()
+    assert "completions of an earlier process are used" in (run.folder / "logs/rollout.log").read_text()

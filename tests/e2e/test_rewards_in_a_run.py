@@ -1,4 +1,4 @@
-"""A reward that raises, hangs and dies now and then costs failures that the metrics show; the run ends cleanly."""
+"""A run whose reward function sometimes raises, hangs or dies completes; its metrics count the failures."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_failures_of_a_reward_do_not_end_the_run(start_mrl, inputs, tmp_path):
+def test_a_run_completes_although_some_rewards_fail(start_mrl, inputs, tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTION)
     run = start_mrl(
         "train",
@@ -47,7 +47,7 @@ def test_failures_of_a_reward_do_not_end_the_run(start_mrl, inputs, tmp_path):
     assert run.leftovers() == []
 
 
-def test_a_mistake_in_a_part_is_one_line_and_starts_nothing(start_mrl, inputs):
+def test_an_unknown_argument_of_a_reward_part_is_reported_before_anything_starts(start_mrl, inputs):
     run = start_mrl(
         "train",
         "experiment=quickstart",

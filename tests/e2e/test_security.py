@@ -1,4 +1,4 @@
-"""What a run lets in and what it lets out: who may talk to its processes, and where its secrets are written."""
+"""Processes of a run accept no request without a key, listen on loopback only, and write no secret to disk."""
 
 import os
 import subprocess
@@ -15,27 +15,27 @@ from mrl.config.secrets import engine_key
 
 pytestmark = pytest.mark.extended
 
-OPEN = ("/health", "/ready", "/metrics")
-"""What SGLang answers to anyone; of these it is only told whether the engine works."""
+OPEN_PATHS = ("/health", "/ready", "/metrics")
+"""Paths that SGLang answers without a key; they only tell whether the engine works."""
 
 
 def listening(processes: list[psutil.Process]) -> dict[str, set[str]]:
-    """Address -> names of the processes that listen there."""
+    """Return address -> names of the processes that listen on it."""
     found: dict[str, set[str]] = {}
     for process in processes:
         try:
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     found.setdefault(connection.laddr.ip.removeprefix("::ffff:"), set()).add(process.name())
-        except psutil.Error:  # gone meanwhile
+        except psutil.Error:  # the process ended meanwhile
             continue
     return found
 
 
-def test_an_engine_does_nothing_for_who_has_no_key(engine):
+def test_an_engine_refuses_requests_without_the_key(engine):
     url, key = engine.server.url, engine_key()
     paths = httpx.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {key}"}).json()["paths"]
-    closed = {path: methods for path, methods in paths.items() if not path.startswith(OPEN)}
+    closed = {path: methods for path, methods in paths.items() if not path.startswith(OPEN_PATHS)}
     assert {
         "/generate",
         "/update_weights_from_tensor",
@@ -43,15 +43,15 @@ def test_an_engine_does_nothing_for_who_has_no_key(engine):
         "/update_weight_version",
     } <= closed.keys()
     assert {"/pause_generation", "/begin_weight_update", "/flush_cache", "/server_info"} <= closed.keys()
-    with httpx.Client(base_url=url) as stranger, httpx.Client(headers={"authorization": "Bearer wrong"}) as guesser:
+    with httpx.Client(base_url=url) as no_key, httpx.Client(headers={"authorization": "Bearer wrong"}) as wrong_key:
         for path, methods in closed.items():
             for method in methods:
-                assert stranger.request(method, path, json={}).status_code == 401, (method, path)
-        assert guesser.post(f"{url}/generate", json={}).status_code == 401
+                assert no_key.request(method, path, json={}).status_code == 401, (method, path)
+        assert wrong_key.post(f"{url}/generate", json={}).status_code == 401
     assert engine.client.health() and engine.client.weight_version()
 
 
-def test_an_engine_keeps_its_key_to_itself(engine):
+def test_an_engine_does_not_reveal_its_key(engine):
     key = engine_key()
     assert key not in repr(engine.client.server_info())
     assert key not in engine.server.log_path.read_text(errors="replace")
@@ -63,44 +63,44 @@ def test_an_engine_keeps_its_key_to_itself(engine):
     ] == []
 
 
-ASK_RAY = """
+QUERY_RAY = """
 import sys
 from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_keys(b"", timeout=20)
 """
 
 
-def asks_ray(address: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+def query_ray(address: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return subprocess.run(
-        [sys.executable, "-c", ASK_RAY, address], env=ours | env, capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", QUERY_RAY, address], env=inherited | env, capture_output=True, text=True, timeout=400
     )
 
 
 def ray_head(processes: list[psutil.Process]) -> tuple[str, Path]:
-    """Where it listens, and the folder of Ray's logs."""
+    """Return the address of the Ray head and the folder of Ray's logs."""
     (server,) = [process for process in processes if process.name() == "gcs_server"]
     (port,) = {c.laddr.port for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     (logs,) = [word.partition("=")[2] for word in server.cmdline() if word.startswith("--log_dir=")]
     return f"127.0.0.1:{port}", Path(logs)
 
 
-def holding(folder: Path, secrets: dict[str, str]) -> list[tuple[str, str]]:
-    """(file, name of a secret that is in it)."""
+def find_secrets(folder: Path, secrets: dict[str, str]) -> list[tuple[str, str]]:
+    """Return (file, name of a secret that the file contains)."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     return [(str(path), name) for path in files for name, text in secrets.items() if text.encode() in path.read_bytes()]
 
 
 @pytest.fixture(scope="module")
-def guarded(start_mrl, quickstart):
-    """A run with secrets in its environment and its config, with the most talkative logs; what was seen while it ran."""
+def inspected(start_mrl, quickstart):
+    """A run with secrets in its environment and config and with verbose logs, and what was observed while it ran."""
     planted = dict(
         JUDGE_API_KEY="planted-judge", MRL_ENGINE_KEY="planted-engine-key", RAY_AUTH_TOKEN="planted-" + "f" * 32
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in planted.items():
             patch.setenv(name, value)
-        secret = "sglang.served_model_name='${oc.env:JUDGE_API_KEY}'"  # SGLang says it, and wandb is told it
+        secret = "sglang.served_model_name='${oc.env:JUDGE_API_KEY}'"  # SGLang logs it, and wandb gets the config
         more = ["trainer.max_steps=100000", "trainer.save=false", "sglang.log_level=info", "tracking.wandb=true"]
         run = start_mrl("train", *quickstart, secret, *more)
     end = time.monotonic() + 720
@@ -108,30 +108,35 @@ def guarded(start_mrl, quickstart):
         assert run.process.poll() is None and time.monotonic() < end, run.output()
         time.sleep(0.2)
     processes = tagged(run.tag)
-    seen, (address, logs) = listening(processes), ray_head(processes)
-    stranger, owner = (
-        asks_ray(address, {"RAY_AUTH_MODE": "disabled"}),
-        asks_ray(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": planted["RAY_AUTH_TOKEN"]}),
+    listeners, (address, logs) = listening(processes), ray_head(processes)
+    without_token, with_token = (
+        query_ray(address, {"RAY_AUTH_MODE": "disabled"}),
+        query_ray(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": planted["RAY_AUTH_TOKEN"]}),
     )
     run.process.terminate()
     run.finish(60)
-    return dict(run=run, seen=seen, stranger=stranger, owner=owner, planted=planted, logs=logs)
+    return dict(
+        run=run, listeners=listeners, without_token=without_token, with_token=with_token, planted=planted, logs=logs
+    )
 
 
-def test_a_run_on_one_machine_listens_on_loopback_only(guarded):
-    assert set(guarded["seen"]) == {"127.0.0.1"}, guarded["seen"]
-    assert {"gcs_server", "raylet", "sglang::scheduler"} <= guarded["seen"]["127.0.0.1"], "they were looked at"
+def test_a_run_on_one_machine_listens_on_loopback_only(inspected):
+    assert set(inspected["listeners"]) == {"127.0.0.1"}, inspected["listeners"]
+    assert {"gcs_server", "raylet", "sglang::scheduler"} <= inspected["listeners"]["127.0.0.1"], "all were inspected"
 
 
-def test_ray_wants_the_runs_token(guarded):
-    assert guarded["owner"].returncode == 0, guarded["owner"].stderr
-    assert guarded["stranger"].returncode != 0 and "InvalidAuthToken" in guarded["stranger"].stderr
+def test_ray_refuses_requests_without_the_token_of_the_run(inspected):
+    with_token, without_token = inspected["with_token"], inspected["without_token"]
+    assert with_token.returncode == 0, with_token.stderr
+    assert without_token.returncode != 0 and "InvalidAuthToken" in without_token.stderr
 
 
-def test_no_secret_is_written_by_a_run(guarded):
-    run = guarded["run"]
-    assert holding(run.folder, guarded["planted"]) == []
-    assert (guarded["logs"] / "gcs_server.out").exists() and holding(guarded["logs"], guarded["planted"]) == []
-    assert "oc.env:JUDGE_API_KEY" in (run.folder / "hydra/config.yaml").read_text(), "the config names where it is"
-    assert "server_args=" in (run.folder / "logs/engine_0.log").read_text(), "SGLang said its arguments"
-    assert list(run.folder.glob("wandb/offline-run-*")), "wandb got the config"
+def test_no_secret_is_written_by_a_run(inspected):
+    run = inspected["run"]
+    assert find_secrets(run.folder, inspected["planted"]) == []
+    assert (inspected["logs"] / "gcs_server.out").exists() and find_secrets(
+        inspected["logs"], inspected["planted"]
+    ) == []
+    assert "oc.env:JUDGE_API_KEY" in (run.folder / "hydra/config.yaml").read_text(), "the config names the variable"
+    assert "server_args=" in (run.folder / "logs/engine_0.log").read_text(), "SGLang logged its arguments"
+    assert list(run.folder.glob("wandb/offline-run-*")), "wandb recorded the config"

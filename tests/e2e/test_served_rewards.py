@@ -1,4 +1,4 @@
-"""Served rewards against real SGLang servers: a reward model's scores are Transformers'; a judge answers over the wire."""
+"""Rewards from real SGLang servers: a reward model scores as with Transformers, and a judge answers over HTTP."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ TEXTS = ["4", "It is 4.", "I do not know", "x" * 150, "ä🦆"]
 
 
 def make_model(folder: Path, family: str, head: str):
-    """A tiny model of random weights with its tokenizer, in Hugging Face form."""
+    """Write a tiny model with random weights and its tokenizer in Hugging Face format, and return the model."""
     import transformers
 
     tokenizer = byte_tokenizer()
@@ -48,6 +48,7 @@ def make_model(folder: Path, family: str, head: str):
 
 @contextmanager
 def served(folder: Path, log: Path, **more):
+    """The URL of an SGLang server of the model in `folder`. `more`: server arguments."""
     args = default_server_args("float32", 512) | {"model_path": str(folder), "random_seed": 0} | more
     with EngineServer(args, log) as server:
         server.wait_ready(timeout_s=480)
@@ -56,39 +57,39 @@ def served(folder: Path, log: Path, **more):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_a_reward_model_scores_as_in_transformers(tmp_path, family):
-    """Up to a constant for Qwen3, whose head has in SGLang a bias that no checkpoint sets."""
+def test_a_reward_model_scores_as_with_transformers(tmp_path, family):
+    """Qwen3 scores differ by a constant: in SGLang its head has a bias, which no checkpoint sets."""
     model = make_model(tmp_path / "model", family, "SequenceClassification")
     prompt = [dict(role="user", content="2 + 2?")]
-    given = [Response("s", text, "4", prompt=prompt) for text in TEXTS]
-    given.append(Response("s", "4", "4", prompt=prompt, turns=(Turn("assistant", "?"), Turn("assistant", "4"))))
+    responses = [Response("s", text, "4", prompt=prompt) for text in TEXTS]
+    responses.append(Response("s", "4", "4", prompt=prompt, turns=(Turn("assistant", "?"), Turn("assistant", "4"))))
     with served(tmp_path / "model", tmp_path / "engine.log", is_embedding=True) as url:
         reward = RewardModel(url=url, tokenizer=str(tmp_path / "model"), attempts=1, api_key_env=ENGINE_KEY)
         with Scorer(reward) as scorer:
-            scores = scorer(given)
+            scores = scorer(responses)
             too_long = scorer([Response("s", "x" * 600, "4", prompt=prompt)])[0]
-    expected = np.array([model(torch.tensor([reward.encode(r)])).logits[0, 0].item() for r in given])
+    expected = np.array([model(torch.tensor([reward.encode(r)])).logits[0, 0].item() for r in responses])
     found = np.array([s.value for s in scores])
-    assert [s.failure for s in scores] == [None] * len(given)
-    assert np.ptp(expected) > 0.1, "equal scores would show nothing"
+    assert [s.failure for s in scores] == [None] * len(responses)
+    assert np.ptp(expected) > 0.1, "equal scores would prove nothing"
     offset = 0.0 if family == "Llama" else found[0] - expected[0]
     assert np.abs(found - offset - expected).max() < 1e-4
     assert "answered 400" in too_long.failure
 
 
-def test_a_judge_is_asked_over_the_wire(tmp_path):
-    """A tiny random model answers nonsense, in which any digit is taken for a grade."""
+def test_a_judge_grades_responses_over_http(tmp_path):
+    """A tiny random model answers nonsense, and the first pattern takes any digit as a grade."""
     make_model(tmp_path / "model", "Qwen3", "CausalLM")
-    given = [Response("s", text, "4", prompt=[dict(role="user", content="2 + 2?")]) for text in TEXTS * 2]
+    responses = [Response("s", text, "4", prompt=[dict(role="user", content="2 + 2?")]) for text in TEXTS * 2]
     template = "Grade {response} as an answer to {prompt}."
     with served(tmp_path / "model", tmp_path / "engine.log", skip_tokenizer_init=False) as url:
         common = dict(url=url, model="any", template=template, attempts=1, max_tokens=64, api_key_env=ENGINE_KEY)
         with Scorer(Judge(**common, pattern=r"([0-9])", high=9.0, temperature=1.0)) as scorer:
-            anything = scorer(given)
+            graded = scorer(responses)
         with Scorer(Judge(**common, pattern=r"Final grade: ([0-9]+)")) as scorer:
-            nothing = scorer(given)
+            ungraded = scorer(responses)
         with Scorer(Judge(**common | dict(max_tokens=100_000))) as scorer:
-            refused = scorer(given[:1])[0]
-    assert any(s.failure is None and 0 <= s.value <= 1 for s in anything)
-    assert all("the judge's answer has no number like Final grade" in s.failure for s in nothing)
+            refused = scorer(responses[:1])[0]
+    assert any(s.failure is None and 0 <= s.value <= 1 for s in graded)
+    assert all("the judge's answer has no number like Final grade" in s.failure for s in ungraded)
     assert "answered 400" in refused.failure

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 from conftest import PATIENCE, tagged, wait_until
-from test_resumed_runs import learning_metrics
+from run_comparison import check_equal_runs
 
 pytestmark = pytest.mark.extended
 
@@ -20,7 +20,6 @@ KINDS = {  # kind of process -> text that its command line contains
     "raylet": "/raylet/raylet ",
 }
 SEED = int(os.environ.get("MRL_SOAK_SEED", "0"))
-NOT_EXACT = ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/retried")  # depend on batching and on faults
 
 
 def find_process(tag: str, kind: str) -> psutil.Process | None:
@@ -32,10 +31,6 @@ def find_process(tag: str, kind: str) -> psutil.Process | None:
         if KINDS[kind] in line:
             return process
     return None
-
-
-def reproducible_metrics(path) -> list[dict]:
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_EXACT)} for line in learning_metrics(path)]
 
 
 def num_steps(folder) -> int:
@@ -96,18 +91,6 @@ def run_twice(start_mrl, tmp_path):
     return run
 
 
-def check_runs_are_equal(undisturbed, disturbed) -> None:
-    import torch
-    from safetensors.torch import load_file
-
-    ledgers = [(folder / "ledger.jsonl").read_text() for folder in (undisturbed, disturbed)]
-    assert ledgers[0] == ledgers[1], "no sample is lost, and none is trained twice"
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        assert reproducible_metrics(disturbed / name) == reproducible_metrics(undisturbed / name), name
-    found, expected = (load_file(folder / "hf/model.safetensors") for folder in (disturbed, undisturbed))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
 def check_ledger_of_sync_run(folder, per_step: int) -> None:
     """Every row that was drawn from the prompt stream was trained once, in the step that drew it."""
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
@@ -122,7 +105,7 @@ def test_a_run_whose_raylet_is_killed_during_startup_starts_again(start_mrl, qui
     wait_until(lambda: find_process(run.tag, "raylet"), 300, poll_s=0.01)
     find_process(run.tag, "raylet").kill()
     assert run.finish(300).process.returncode == 0, run.output()
-    assert "new start 1 of 5" in run.output() and [line["step"] for line in run.metrics()] == [1]
+    assert "restart 1 of 5" in run.output() and [line["step"] for line in run.metrics()] == [1]
     assert run.leftovers() == []
 
 
@@ -134,7 +117,7 @@ def test_a_run_equals_an_undisturbed_run_after_a_kill_of_each_kind_of_process(ru
     undisturbed, disturbed, soak = run_twice(small, kinds, SEED, pause_s=2.0)
     print(f"{soak.killed}, {soak.starts} starts of the command")
     assert len(soak.killed) == len(KINDS)
-    check_runs_are_equal(undisturbed, disturbed)
+    check_equal_runs(disturbed, undisturbed)
     check_ledger_of_sync_run(disturbed, per_step=6)
 
 
@@ -147,5 +130,5 @@ def test_a_run_equals_an_undisturbed_run_after_fifty_kills(run_twice, quickstart
     undisturbed, disturbed, soak = run_twice([*quickstart, *more], kinds, SEED, pause_s=2.0)
     print(f"{len(soak.killed)} kills, {soak.starts} starts of the command: {soak.killed}")
     assert len(soak.killed) == 50
-    check_runs_are_equal(undisturbed, disturbed)
+    check_equal_runs(disturbed, undisturbed)
     check_ledger_of_sync_run(disturbed, per_step=6)

@@ -1,4 +1,4 @@
-"""A run dumps two steps, the second of which has a NaN in layer 1, and `mrl replay` repeats them."""
+"""A run dumps two steps, the second with a NaN in layer 1, and `mrl replay` computes them again."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.extended
 
-PLANTING = """
+NAN_LOSS = """
 import os
 from dataclasses import dataclass
 from mrl.algorithms.losses import PPOClip
@@ -17,35 +17,35 @@ from mrl.algorithms.losses import PPOClip
 STEPS = 0
 
 @dataclass(frozen=True)
-class Planting(PPOClip):
+class NanLoss(PPOClip):
     def __call__(self, inputs):
-        if "PLANT_NAN" in os.environ:
-            plant_in_the_next_step()
+        if "SET_NAN" in os.environ:
+            set_nan_in_next_step()
         return super().__call__(inputs)
 
-def plant_in_the_next_step():
+def set_nan_in_next_step():
     from mrl.workers.actor import MegatronActor
     accumulate = MegatronActor.accumulate_gradients
 
-    def planted(model, *args, **how):
+    def accumulate_with_nan(model, *args, **how):
         import torch
         with torch.no_grad():
             model.bridge.params["decoder.layers.1.mlp.linear_fc2.weight"][0] = float("nan")
         return accumulate(model, *args, **how)
 
-    MegatronActor.accumulate_gradients = planted
+    MegatronActor.accumulate_gradients = accumulate_with_nan
 """
 
 
 @pytest.fixture(scope="module")
 def run(start_mrl, quickstart, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("planting")
-    (folder / "planting.py").write_text(PLANTING)
+    folder = tmp_path_factory.mktemp("nan_loss")
+    (folder / "nan_loss.py").write_text(NAN_LOSS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-        with pytest.MonkeyPatch.context() as planting:
-            planting.setenv("PLANT_NAN", "1")
-            loss = "algorithm.loss={_target_: planting.Planting}"
+        with pytest.MonkeyPatch.context() as nan_env:
+            nan_env.setenv("SET_NAN", "1")
+            loss = "algorithm.loss={_target_: nan_loss.NanLoss}"
             steps = ["step_dump.steps=[1]", "trainer.max_steps=3", "trainer.eval_rows=4", "trainer.save=false"]
             started = start_mrl("train", *quickstart, loss, *steps, "parallel.tp=2")
         done = started.finish(300)
@@ -61,7 +61,7 @@ def replay(run, step: int, *arguments: str) -> tuple[int, str, dict]:
     return done.returncode, done.stdout, json.loads((folder / "replay/replay.json").read_text())
 
 
-def test_a_dumped_step_is_equal_under_another_layout(run):
+def test_a_dumped_step_replayed_under_another_layout_is_equal(run):
     status, text, found = replay(run, 1)
     assert status == 0, text
     (step,) = run.metrics()

@@ -1,22 +1,22 @@
-"""`mrl train -m`: points that run beside each other, one of which fails, as a user sees them."""
+"""`mrl train -m`: two concurrent points of a sweep, one of which fails, and the report of the sweep."""
 
 import csv
 import json
 
 
-def test_a_sweep_tells_of_its_points_and_of_the_one_that_failed(start_mrl, quickstart, tmp_path):
+def test_a_sweep_reports_its_points_and_why_one_failed(start_mrl, quickstart, tmp_path):
     folder = tmp_path / "sweep"
-    words = ["-m", *quickstart, "trainer.max_steps=2", "trainer.timeout_s=1800,0.001", "hydra.launcher.n_jobs=2"]
-    run = start_mrl("train", *words, f"run.dir={folder}").finish(300)
-    said = run.output()
-    assert run.process.returncode == 1, said
+    arguments = ["-m", *quickstart, "trainer.max_steps=2", "trainer.timeout_s=1800,0.001", "hydra.launcher.n_jobs=2"]
+    run = start_mrl("train", *arguments, f"run.dir={folder}").finish(300)
+    output = run.output()
+    assert run.process.returncode == 1, output
     with (folder / "sweep.csv").open() as file:
         good, bad = csv.DictReader(file)
     assert good["state"] == "done" and int(good["steps"]) == 2 and good["trainer.timeout_s"] == "1800"
     assert bad["state"] == "failed" and "exit status" in bad["reason"] and bad["reward/mean"] == ""
-    assert "point 1 failed" in said and "best: point 0, reward/mean" in said
-    (again,) = [line for line in said.splitlines() if line.startswith("  mrl train experiment=quickstart")]
-    assert again.endswith("trainer.timeout_s=1800") and "run.dir" not in again
-    began = json.loads((folder / "0/run.json").read_text())
-    assert began["config"]["tracking"]["group"] == "quickstart-sweep"
+    assert "point 1 failed" in output and "best: point 0, reward/mean" in output
+    (command,) = [line for line in output.splitlines() if line.startswith("  mrl train experiment=quickstart")]
+    assert command.endswith("trainer.timeout_s=1800") and "run.dir" not in command
+    run_json = json.loads((folder / "0/run.json").read_text())
+    assert run_json["config"]["tracking"]["group"] == "quickstart-sweep"
     assert run.leftovers() == []

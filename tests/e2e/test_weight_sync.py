@@ -1,4 +1,4 @@
-"""Weights pushed into real SGLang servers: used, checked, and never half: whatever fails in the middle."""
+"""Weights pushed to real SGLang servers: the engines use and verify them, and never sample from an incomplete push."""
 
 import os
 import subprocess
@@ -36,8 +36,8 @@ def connect(engine, one_rank):
     return opened
 
 
-def held_as_sglang_hashes_it(engine, client, topology) -> None:
-    """The engine's own checksums of whole parameters, not ours of pieces, against the Transformers model."""
+def check_sglang_checksums(engine, client, topology) -> None:
+    """Compare SGLang's own checksums of whole parameters, not ours of chunks, with the Transformers model."""
     weights = UnshardedModel(engine.folder, dict(engine.model.state_dict()))
     expected = ExpectedChecksums(EngineLayout.of(weights.family, weights.arch, topology), torch.float32)
     for _ in expected.observe(weights.tensors.items()):
@@ -45,7 +45,7 @@ def held_as_sglang_hashes_it(engine, client, topology) -> None:
     expected.compare(client.checksums(), client.url)
 
 
-def gap(engine) -> float:
+def logprob_difference(engine) -> float:
     return max_logprob_difference(engine.client, engine.model)
 
 
@@ -53,25 +53,25 @@ def gap(engine) -> float:
 @pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
-    """After every push the engine samples from the new weights, under their version."""
+    """After each push the engine samples from the new weights and reports their version."""
     size = sum(p.nbytes for p in engine.model.parameters())
     with connect(transport=transport, delta=delta) as sync:
         assert isinstance(sync.send_end, SharedMemorySendEnd if transport == "shared_memory" else ProcessGroupEnd)
         for number in range(3):
             perturb(engine.model)
-            assert gap(engine) > TOLERANCE, "the engine cannot know these weights yet"
+            assert logprob_difference(engine) > TOLERANCE, "the engine still has the old weights"
             version = next(VERSIONS)
             report = sync.push(version)
-            held_as_sglang_hashes_it(engine, engine.client, Topology())
+            check_sglang_checksums(engine, engine.client, Topology())
             assert report.raw_bytes == size and report.tensors == 47 and report.buckets > 1
             assert report.bytes < 0.95 * size if delta and number else report.bytes == size
-            assert gap(engine) < TOLERANCE
+            assert logprob_difference(engine) < TOLERANCE
             assert engine.client.weight_version() == str(version)
             assert engine.client.generate([[5]], SamplingParams(4))[0].weight_version == str(version)
 
 
 @pytest.mark.extended
-def test_versions_only_grow(connect):
+def test_a_push_with_a_lower_version_is_refused(connect):
     with connect() as sync:
         version = next(VERSIONS)
         sync.push(version)
@@ -79,57 +79,56 @@ def test_versions_only_grow(connect):
             sync.push(version - 1)
 
 
-def corrupted(monkeypatch, times: int):
-    """One byte of a bucket changes on its way, after the sender hashed it and before anyone is told of it; `times` pushes
-    long."""
-    left = [times]
+def corrupt_a_byte(monkeypatch, times: int):
+    """In the next `times` pushes, flip one bit of a bucket after the sender has hashed it and before engines read it."""
+    remaining = [times]
 
-    def flip(slot, bucket, read):
+    def fill_and_flip(slot, bucket, read):
         checksums = fill_buffer(slot, bucket, read)
-        if bucket.number == 1 and left[0]:
-            left[0] -= 1
+        if bucket.number == 1 and remaining[0]:
+            remaining[0] -= 1
             slot[bucket.nbytes // 2] ^= 1
         return checksums
 
-    monkeypatch.setattr(sender, "fill_buffer", flip)
+    monkeypatch.setattr(sender, "fill_buffer", fill_and_flip)
 
 
 @pytest.mark.extended_except("shared_memory")
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_corrupted_byte_is_caught_by_name_and_nothing_is_sampled(engine, connect, monkeypatch, transport):
+def test_a_corrupted_byte_names_the_parameter_and_stops_sampling(engine, connect, monkeypatch, transport):
     with connect(transport=transport) as sync:
         sync.push(next(VERSIONS))
         before = engine.client.weight_version()
         with monkeypatch.context() as patched:
-            corrupted(patched, times=1)
+            corrupt_a_byte(patched, times=1)
             with pytest.raises(WeightMismatchError, match=r"rank 0: model\.layers\.\d\.[a-z_.]*weight\[") as caught:
                 sync.push(next(VERSIONS))
         assert "_proj.weight" in str(caught.value) or "norm" in str(caught.value)
-        assert engine.client.weight_version() == before, "the version is that of the last checked weights"
+        assert engine.client.weight_version() == before, "the version is still that of the last verified weights"
         answers: list = []
-        asking = threading.Thread(target=lambda: answers.append(engine.client.generate([[5]], SamplingParams(4))))
-        asking.start()
-        time.sleep(1.0)
-        assert not answers, "the engine is out of service"
-        sync.push(next(VERSIONS))  # whole again
-        asking.join(30)
-        assert answers and gap(engine) < TOLERANCE
+        request = threading.Thread(target=lambda: answers.append(engine.client.generate([[5]], SamplingParams(4))))
+        request.start()
+        time.sleep(1.0)  # an engine that sampled would answer within this time
+        assert not answers, "the engine stays paused"
+        sync.push(next(VERSIONS))
+        request.join(240)
+        assert answers and logprob_difference(engine) < TOLERANCE
 
 
 @pytest.mark.extended
-def test_a_difference_that_arrives_wrong_is_followed_by_everything(engine, connect, monkeypatch):
+def test_a_wrong_delta_push_is_repeated_with_all_weights(engine, connect, monkeypatch):
     with connect(delta=True) as sync:
-        driver = scripted_lifecycle(lambda version, _: [sync.push(version)])
-        driver.push(next(VERSIONS))
+        lifecycle = scripted_lifecycle(lambda version, _: [sync.push(version)])
+        lifecycle.push(next(VERSIONS))
         perturb(engine.model)
         monkeypatch.setattr(sync.sender, "_last_sent", {n: t ^ 1 for n, t in sync.sender._last_sent.items()})
-        numbers = driver.push(next(VERSIONS))
-        assert numbers["weight_sync/attempts"] == 2 and numbers["weight_sync/compressed_fraction"] == 1
-        assert gap(engine) < TOLERANCE
+        metrics = lifecycle.push(next(VERSIONS))
+        assert metrics["weight_sync/attempts"] == 2 and metrics["weight_sync/compressed_fraction"] == 1
+        assert logprob_difference(engine) < TOLERANCE
 
 
 @pytest.mark.extended
-def test_an_engine_that_stores_weights_otherwise_is_refused(one_rank, engine, tmp_path):
+def test_an_engine_that_stores_weights_in_other_shapes_is_refused(one_rank, engine, tmp_path):
     import json
     import shutil
 
@@ -142,7 +141,7 @@ def test_an_engine_that_stores_weights_otherwise_is_refused(one_rank, engine, tm
     engine.client.end_weight_update()
 
 
-DYING = """
+DYING_TRAINER = """
 import os, sys
 import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
@@ -153,12 +152,12 @@ from mrl.weight_sync.sender import BucketSender
 url, folder, version = sys.argv[1:]
 send = BucketSender._send
 
-def die_at_the_third(self, push, bucket, *rest):
+def die_at_the_third_bucket(self, push, bucket, *rest):
     if bucket.number == 2:
         os._exit(7)
     send(self, push, bucket, *rest)
 
-BucketSender._send = die_at_the_third
+BucketSender._send = die_at_the_third_bucket
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = Qwen3ForCausalLM.from_pretrained(folder)
 with connected([url], folder, dict(model.state_dict())) as sync:
@@ -167,17 +166,17 @@ with connected([url], folder, dict(model.state_dict())) as sync:
 
 
 @pytest.mark.extended
-def test_an_engine_that_a_trainer_left_in_the_middle_of_a_push_is_taken_over_by_the_next(engine, connect):
-    """Paused, half of the weights loaded, and its update session open; which begins no other one by itself."""
+def test_a_new_trainer_takes_over_an_engine_whose_trainer_died_during_a_push(engine, connect):
+    """The engine is paused, has half of the weights, and its update session is open, so that it refuses to begin another."""
     perturb(engine.model)
-    line = [sys.executable, "-c", DYING, engine.server.url, str(engine.folder), str(next(VERSIONS))]
+    line = [sys.executable, "-c", DYING_TRAINER, engine.server.url, str(engine.folder), str(next(VERSIONS))]
     died = subprocess.run(line, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=400)
     assert died.returncode == 7
     with pytest.raises(EngineError, match="session is already open"):
         engine.client.begin_weight_update()
     with connect() as sync:
         sync.push(version := next(VERSIONS))
-    assert gap(engine) < TOLERANCE and engine.client.weight_version() == str(version)
+    assert logprob_difference(engine) < TOLERANCE and engine.client.weight_version() == str(version)
 
 
 @pytest.mark.extended
@@ -201,15 +200,15 @@ def test_running_requests_are_paused_in_the_configured_mode(engine, connect, mod
         assert reasons == {"abort"} and all(len(c.token_ids) < 400 for c in done)
     else:
         assert reasons == {"length"} and {c.weight_version for c in done} == {str(first)}, (
-            "oldest version of a response"
+            "a completion has the version of its first token"
         )
     assert engine.client.weight_version() == str(second)
-    assert gap(engine) < TOLERANCE
+    assert logprob_difference(engine) < TOLERANCE
 
 
 @pytest.fixture
 def new_engine(engine, tmp_path):
-    """`new_engine()` starts another server on the first weights."""
+    """`new_engine()` starts another server with the initial weights."""
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
@@ -231,10 +230,10 @@ UP_THEN_GATE = ("up_proj.weight", "gate_proj.weight")
 
 
 @pytest.mark.extended
-def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp_path):
-    """Each group of ranks has the whole attention; SGLang does not sample so on a CPU, but it holds weights.
+def test_weights_are_pushed_to_an_engine_with_data_parallel_attention(one_rank, engine, tmp_path):
+    """Each group of ranks has all attention weights. On a CPU, SGLang cannot sample in this layout, but it can load weights.
 
-    Before, a table that swaps two matrices of one shape is refused: the engine's own files say otherwise.
+    First, a family that swaps two matrices of one shape is refused, because it contradicts the weights that the engine loaded.
     """
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
@@ -251,12 +250,14 @@ def test_engines_with_data_parallel_attention_take_weights(one_rank, engine, tmp
         perturb(engine.model)
         with connected([server.url], engine.folder, dict(engine.model.state_dict())) as sync:
             sync.push(next(VERSIONS))
-        held_as_sglang_hashes_it(engine, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
+        check_sglang_checksums(engine, EngineClient(server.url, timeout_s=240), Topology(2, dp=2))
 
 
 @pytest.mark.extended
-def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_rank, engine, new_engine, monkeypatch):
-    """The dead engine is named, the other one has the new version; the next attempt brings in a successor."""
+def test_an_engine_killed_during_a_push_is_replaced_and_the_others_get_the_weights(
+    one_rank, engine, new_engine, monkeypatch
+):
+    """The first attempt names the dead engine. The second attempt also pushes to its replacement."""
     victim = new_engine()
     tensors = dict(engine.model.state_dict())
     open_syncs: list = []
@@ -273,8 +274,8 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
 
     def replace(urls):
         replaced.extend(urls)
-        connect.successor = new_engine()
-        return [engine.server.url, connect.successor.url]
+        connect.replacement = new_engine()
+        return [engine.server.url, connect.replacement.url]
 
     send = BucketSender._send
 
@@ -287,46 +288,48 @@ def test_an_engine_killed_in_the_middle_is_replaced_and_the_others_go_on(one_ran
     monkeypatch.setattr(BucketSender, "_send", kill_then_send)
     connect([engine.server.url, victim.url])
     perturb(engine.model)
-    driver = scripted_lifecycle(
+    lifecycle = scripted_lifecycle(
         lambda version, _: [connect.sync.push(version)], connect, replace, urls=[engine.server.url, victim.url]
     )
     version = next(VERSIONS)
-    numbers = driver.push(version)
+    metrics = lifecycle.push(version)
     open_syncs.pop().__exit__(None, None, None)
     assert replaced == [victim.url]
-    assert (numbers["weight_sync/attempts"], numbers["weight_sync/replaced_engines"]) == (2, 1)
-    for client in (engine.client, EngineClient(connect.successor.url, timeout_s=240)):
+    assert (metrics["weight_sync/attempts"], metrics["weight_sync/replaced_engines"]) == (2, 1)
+    for client in (engine.client, EngineClient(connect.replacement.url, timeout_s=240)):
         assert client.weight_version() == str(version)
         assert max_logprob_difference(client, engine.model) < TOLERANCE
 
 
 @pytest.mark.extended
-def test_engines_outside_take_weights_from_disk(start_mrl, quickstart, warm, tmp_path):
-    """A server that somebody else started, without anything of ours in it, goes on after the run."""
+def test_an_external_engine_loads_weights_from_disk(start_mrl, quickstart, warm, tmp_path):
+    """The server has none of our plug-ins. It serves the last weights after the run has ended."""
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
 
     args = default_server_args("float32", 32) | {"model_path": str(warm), "custom_weight_loader": []}
     with EngineServer(args, tmp_path / "engine.log") as server:
         server.wait_ready(timeout_s=480)
-        outside = [
+        external = [
             "parallel.pp=2",
             "algorithm.mini_batches=3",
             f"rollout.engine_urls=[{server.url}]",
-            "rollout.deterministic=false",  # this server heeds no seeds
+            "rollout.deterministic=false",  # this server ignores seeds
             "weight_sync.transport=disk",
             "trainer.save=false",
         ]
-        run = start_mrl("train", *quickstart, *outside, "trainer.max_steps=2").finish()
+        run = start_mrl("train", *quickstart, *external, "trainer.max_steps=2").finish()
         assert run.process.returncode == 0, run.output()
         assert max(s["mismatch/logprob_abs_max"] for s in run.metrics()) <= TOLERANCE
-        assert run.metrics()[0]["batch/optimizer_steps"] > 1, "one weight version, several optimizer steps"
+        assert run.metrics()[0]["batch/optimizer_steps"] > 1, "several optimizer steps for one weight version"
         assert EngineControl(server.url).weight_version() == "2" and server.alive()
-        assert sorted(path.name for path in (run.folder / "weights").iterdir()) == ["1", "2"], "the last two are kept"
+        assert sorted(path.name for path in (run.folder / "weights").iterdir()) == ["1", "2"], (
+            "the last two versions are kept"
+        )
 
 
-def kept(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
-    """What is still there at the end; slots of other runs lose their names when all ranks have mapped them."""
+def remaining(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
+    """Return the files that exist after `within_s` seconds. Concurrent runs unlink theirs once all ranks have mapped them."""
     left, end = list(paths), time.monotonic() + within_s
     while left and time.monotonic() < end:
         time.sleep(0.2)
@@ -335,8 +338,8 @@ def kept(paths: Iterable[Path], within_s: float = 60) -> list[Path]:
 
 
 @pytest.mark.extended
-def test_a_run_that_loses_engines_while_weights_are_pushed_goes_on(start_mrl, quickstart, tmp_path, monkeypatch):
-    """One of two stops answering before the push of step 2 and is killed in its middle; one never answers again in step 3."""
+def test_a_run_continues_after_it_loses_engines_during_pushes(start_mrl, quickstart, tmp_path, monkeypatch):
+    """One of two engines is stopped before the push of step 2 and killed during it; one is stopped for good in step 3."""
     (tmp_path / "stopping_advantage.py").write_text(STOPPING_ADVANTAGE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     advantage = "algorithm.advantage._target_=stopping_advantage.Stopping"
@@ -346,10 +349,10 @@ def test_a_run_that_loses_engines_while_weights_are_pushed_goes_on(start_mrl, qu
     steps = run.metrics()
     assert [s["weight_sync/replaced_engines"] for s in steps] == [0, 1, 1, 0]
     assert [s["weight_sync/version"] for s in steps] == [1, 2, 3, 4]
-    assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no rollout with older weights"
+    assert [s["rollout/weight_version"] for s in steps] == [0, 1, 2, 3], "no rollout was sampled with older weights"
     assert max(s["mismatch/logprob_abs_max"] for s in steps) <= TOLERANCE
     assert run.leftovers() == []
-    assert not kept(Path("/dev/shm").glob("mrl-weights-*"))
+    assert not remaining(Path("/dev/shm").glob("mrl-weights-*"))
 
 
 STOPPING_ADVANTAGE = '''
@@ -366,10 +369,10 @@ calls = []
 
 
 def engines():
-    """The servers' main processes of this run, each with the processes below it."""
+    """Return the processes of each engine of this run, the main process first."""
     mine, found = psutil.Process().environ()["MRL_TEST_RUN"], []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # one that has just ended
+        with suppress(psutil.Error):  # the process ended meanwhile
             line = process.cmdline()
             if "mrl.rollout.engines.launch_sglang" in line and process.environ().get("MRL_TEST_RUN") == mine:
                 found.append(process)
@@ -379,7 +382,7 @@ def engines():
 
 @dataclass(frozen=True)
 class Stopping(GRPO):
-    """The usual advantage, which at its second and third call stops an engine, the first for 1.5 s before it is killed."""
+    """GRPO. Its second and third calls stop an engine; 1.5 s after the second call the engine is killed."""
 
     def __call__(self, inputs):
         calls.append(1)

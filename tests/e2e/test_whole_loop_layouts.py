@@ -1,6 +1,6 @@
-"""The whole loop under every kind of layout, and `mrl certify`, which says whether a layout is right.
+"""Training runs in several layouts, and `mrl certify`, which compares a layout with one process.
 
-That runs learn is seen in tests/e2e/test_train.py, and for each algorithm and more layouts in tests/learning.
+tests/e2e/test_train.py and tests/learning test that the reward rises, the latter for every algorithm and more layouts.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-GOAL = 0.3  # from 0.15 after the warm start: far above what a wrong gradient reaches
+GOAL = 0.3  # mean reward; 0.15 after the warm start. A wrong gradient stays far below the goal.
 
 
 def check_learned(run) -> None:
@@ -16,35 +16,35 @@ def check_learned(run) -> None:
     steps = run.metrics()
     assert np.mean([step["reward/mean"] for step in steps[:3]]) < 0.2
     assert np.mean([step["reward/mean"] for step in steps[-5:]]) >= GOAL
-    assert max(step["mismatch/logprob_abs_max"] for step in steps) <= 1e-4, "engines hold what was trained"
+    assert max(step["mismatch/logprob_abs_max"] for step in steps) <= 1e-4, "engines have the trained weights"
     assert run.leftovers() == []
 
 
 LAYOUTS = {
-    "cp2, differences over a process group to two engines": [
+    "cp2, deltas over a process group to two engines": [
         *["parallel.cp=2", "weight_sync.transport=process_group", "weight_sync.delta=true", "rollout.num_engines=2"],
         *["weight_sync.bucket_bytes=300000"],
     ],
-    "tp2 pp2, to two ranks of an engine": ["parallel.tp=2", "parallel.pp=2", "rollout.engine_tp=2"],
+    "tp2 pp2, to an engine with tp2": ["parallel.tp=2", "parallel.pp=2", "rollout.engine_tp=2"],
 }
 
 
-@pytest.mark.extended_except("tp2 pp2, to two ranks of an engine")
+@pytest.mark.extended_except("tp2 pp2, to an engine with tp2")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_engines_hold_what_was_trained_under(start_mrl, inputs, warm, layout):
-    """At full batch size, the gap between trainer and engine after every one of eight updates."""
+def test_engines_have_the_trained_weights_after_each_update(start_mrl, inputs, warm, layout):
+    """The log-probabilities of trainer and engine are compared in each of eight steps of full size."""
     start = [f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}", "trainer.eval_rows=16"]
     run = start_mrl("train", "experiment=quickstart", *start, *layout, "trainer.max_steps=8").finish(300)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     assert [step["rollout/weight_version"] for step in steps] == list(range(8))
-    assert max(step["mismatch/logprob_abs_max"] for step in steps) <= 1e-4, "engines hold what was trained"
+    assert max(step["mismatch/logprob_abs_max"] for step in steps) <= 1e-4, "engines have the trained weights"
     assert run.leftovers() == []
 
 
 @pytest.mark.extended
-def test_a_mixture_of_experts_learns_with_replayed_routing(start_mrl, tmp_path):
-    """Experts are spread over trainer ranks, and over the ranks of the engine."""
+def test_a_mixture_of_experts_learns_with_routing_replay(start_mrl, tmp_path):
+    """Experts are sharded over the trainer ranks and over the engine ranks."""
     from safetensors.torch import load_file
 
     made = [f"data.inputs.folder={tmp_path / 'inputs'}", "model=quickstart_moe", "sft.steps=45"]
@@ -52,10 +52,12 @@ def test_a_mixture_of_experts_learns_with_replayed_routing(start_mrl, tmp_path):
     layout = ["parallel.tp=2", "parallel.etp=1", "parallel.ep=2", "rollout.engine_tp=2", "sglang.ep_size=2"]
     run = start_mrl("train", "experiment=quickstart", *made, *layout, "rollout.routing_replay=true", *short).finish(400)
     check_learned(run)
-    whole = sum(tensor.nbytes for tensor in load_file(tmp_path / "inputs/model/model.safetensors").values())
+    model_bytes = sum(tensor.nbytes for tensor in load_file(tmp_path / "inputs/model/model.safetensors").values())
     first = run.metrics()[0]
-    assert first["weight_sync/senders"] == 2, "each rank sends the experts that it has"
-    assert whole < first["weight_sync/bytes"] < 1.01 * whole, "an expert goes to one rank; norms and routers go to both"
+    assert first["weight_sync/senders"] == 2, "each rank sends its experts"
+    assert model_bytes < first["weight_sync/bytes"] < 1.01 * model_bytes, (
+        "an expert is sent to one engine rank; norms and routers are sent to both"
+    )
 
 
 def test_a_parity_check_of_a_correct_layout_finds_no_difference(start_mrl, inputs):
@@ -74,7 +76,7 @@ def test_a_parity_check_of_a_correct_layout_finds_no_difference(start_mrl, input
 
 @pytest.mark.extended
 def test_a_parity_check_of_a_layout_that_changes_the_step_finds_a_difference(start_mrl, inputs):
-    """Experts that drop tokens over their capacity do so by rank: another step than one process makes."""
+    """Each rank drops the tokens above its experts' capacity, so the step differs from that of one process."""
     wrong = ["megatron.moe_expert_capacity_factor=0.5", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2"]
     folder = inputs.parent / "moe_inputs"
     run = start_mrl("certify", "experiment=quickstart", "model=quickstart_moe", f"data.inputs.folder={folder}", *wrong)
@@ -83,7 +85,7 @@ def test_a_parity_check_of_a_layout_that_changes_the_step_finds_a_difference(sta
 
 
 @pytest.mark.extended
-def test_what_megatron_refuses_is_one_line_and_ends_everything(start_mrl, quickstart):
+def test_a_config_that_megatron_refuses_is_reported_in_one_line(start_mrl, quickstart):
     run = start_mrl("train", *quickstart, "megatron.recompute_granularity=full", "trainer.max_steps=1").finish()
     assert run.process.returncode == 2, run.output()
     assert "mrl: Megatron refuses this model or layout:" in run.output() and "Traceback" not in run.output()
@@ -91,7 +93,7 @@ def test_what_megatron_refuses_is_one_line_and_ends_everything(start_mrl, quicks
 
 
 @pytest.mark.extended
-def test_balancing_losses_and_replayed_routing_are_certified(start_mrl, inputs):
+def test_a_parity_check_passes_with_balancing_loss_and_routing_replay(start_mrl, inputs):
     folder = inputs.parent / "moe_inputs"
     balance = ["megatron.moe_router_load_balancing_type=aux_loss", "megatron.moe_aux_loss_coeff=0.01"]
     layout = ["parallel.ep=2", "rollout.routing_replay=true", "certify.prompts=4"]

@@ -67,25 +67,3 @@ def submitter(lab: Lab, overrides: list[str], base: Path) -> Callable[..., Submi
         return made[-1]
 
     return run
-
-
-NOT_EXACT = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")  # clocks
-NOT_EXACT += ("mismatch/", "rollout/cached", "rollout/replaced", "rollout/retried")  # what batching and faults decide
-
-
-def comparable(path: Path) -> list[dict]:
-    """What a metrics file says of learning, step by step."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_EXACT)} for line in lines]
-
-
-def check_the_same(left_alone: Path, struck: Path) -> None:
-    """Both runs trained the same samples with the same numbers, and ended with the same weights."""
-    import torch
-    from safetensors.torch import load_file
-
-    assert (struck / "ledger.jsonl").read_text() == (left_alone / "ledger.jsonl").read_text()
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        assert comparable(struck / name) == comparable(left_alone / name), name
-    ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (struck, left_alone))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

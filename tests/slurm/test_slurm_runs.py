@@ -3,7 +3,8 @@
 import sys
 
 import pytest
-from submitted_runs import LONG_S, check_the_same, submitter
+from run_comparison import check_equal_runs
+from submitted_runs import LONG_S, submitter
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 STEPS = 24
@@ -63,7 +64,7 @@ def test_a_preempted_run_saves_is_queued_again_and_ends_the_same(lab, submit, le
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) == 1, run.logs()
     assert lab.job(urgent.strip())["JobState"] == "COMPLETED"
     assert "preempted" in run.said() and "mrl train ended with status 75" in run.said()
-    check_the_same(left_alone.folder, run.folder)
+    check_equal_runs(run.folder, left_alone.folder)
     lab.wait(lambda: not run.leftovers(), 60)
 
 
@@ -79,7 +80,7 @@ def test_a_run_survives_the_loss_of(lab, submit, left_alone, which):
         job = run.finish()
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) >= 1, run.logs()
         assert lost not in nodes_of(lab, run)
-        check_the_same(left_alone.folder, run.folder)
+        check_equal_runs(run.folder, left_alone.folder)
         lab.wait(lambda: not run.leftovers(), 60)
     finally:
         lab.boot(lost)
@@ -119,7 +120,7 @@ exec {python} "$@"
 
 @pytest.mark.parametrize(
     ("doctor_s", "exit_code", "said"),
-    [("30", "2:0", "n2: it did not come"), ("0", "1:0", "after 90 s: n2;")],
+    [("30", "2:0", "n2: it did not join the check in time"), ("0", "1:0", "after 90 s: n2;")],
     ids=["by the doctor", "by Ray"],
 )
 def test_a_node_that_does_not_answer_is_named_and_the_job_ends(lab, submit, tmp_path, doctor_s, exit_code, said):

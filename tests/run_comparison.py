@@ -1,0 +1,41 @@
+"""Compare the metrics, ledgers and weights of two runs, without what depends on time, on the layout or on faults."""
+
+import json
+from pathlib import Path
+
+NOT_LEARNING = ("time/", "spent/", "throughput/", "weight_sync/", "batch/")
+NOT_REPRODUCIBLE = (
+    "mismatch/",
+    "rollout/cached",
+    "rollout/replaced",
+    "rollout/retried",
+)  # depend on batching and on faults
+
+
+def learning_metrics(path: Path) -> list[dict]:
+    """Return the metrics of each step, without times and without metrics that depend on the layout."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_LEARNING)} for line in lines]
+
+
+def reproducible_metrics(path: Path) -> list[dict]:
+    """Return the metrics of each step that are bit-exact in a run whose processes failed and restarted."""
+    return [{k: v for k, v in line.items() if not k.startswith(NOT_REPRODUCIBLE)} for line in learning_metrics(path)]
+
+
+def check_equal_weights(found: Path, expected: Path) -> None:
+    """The final weights of two runs are bit-equal."""
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(run_dir / "hf/model.safetensors") for run_dir in (found, expected))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def check_equal_runs(disturbed: Path, undisturbed: Path) -> None:
+    """Two runs trained the same samples with the same metrics, and their final weights are bit-equal."""
+    ledgers = [(run_dir / "ledger.jsonl").read_text() for run_dir in (disturbed, undisturbed)]
+    assert ledgers[0] == ledgers[1], "no sample is lost, and none is trained twice"
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert reproducible_metrics(disturbed / name) == reproducible_metrics(undisturbed / name), name
+    check_equal_weights(disturbed, undisturbed)
