@@ -1,4 +1,4 @@
-"""The advantage pipeline: rewards of a whole batch -> the columns that the losses need. It runs once per rollout."""
+"""The advantage pipeline: computes the columns of the losses from the rewards of a whole batch, once per rollout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mrl.core.types import Column
 class AdvantagePipeline:
     """Computes the loss columns of a batch from its rewards: KL penalty, advantages, whitening, extra columns of the loss.
 
-    A response without sampled tokens is left out of everything, the mean reward of its group included. A rejected
-    response counts in its group, because DAPO leaves it out of the loss only (Yu et al. 2025, 3.4). It is left out of
-    whitening and of the loss's choice of tokens.
+    A response without sampled tokens is ignored; it does not count in the mean reward of its group either. A rejected
+    response counts in the statistics of its group, because DAPO excludes it from the loss only (Yu et al. 2025, 3.4).
+    It is also excluded from whitening and from the extra columns of the loss.
     """
 
     advantage: Advantage
@@ -32,16 +32,16 @@ class AdvantagePipeline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns that must be passed in, and greedy_rewards if the advantage reads them."""
+        """Names of the columns that the caller must pass, and greedy_rewards if the advantage reads them."""
         needs = getattr(self.advantage, "needs", frozenset()) | getattr(self.loss, "needs", frozenset())
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
     def __call__(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float, seed: Sequence[int]
     ) -> AdvantageColumns:
-        """Return the loss columns [R], float32. `columns` [R] are those that `needs` names.
+        """Return the loss columns [R], float32. `columns` has a column [R] for each name in `needs`.
 
-        `kl_coef` is the coefficient of the KL penalty in the reward. `seed` is for losses that select tokens at random.
+        `kl_coef` is the coefficient of the KL penalty in the reward. Losses that select tokens at random use `seed`.
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
@@ -78,7 +78,7 @@ class AdvantagePipeline:
     def _extra_columns(
         self, batch: AdvantageInputs, advantages: Column, kept: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
-        """Return the loss's extra columns [R], computed from the tokens in the loss (`kept` [R]); 0 for the other tokens."""
+        """Return the extra columns [R] of the loss, computed from the tokens in the loss (`kept` [R]); 0 for other tokens."""
         make = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
         columns = {}
         for name, values in make(_select_responses(batch, kept), advantages[kept], rng).items():
@@ -90,7 +90,7 @@ class AdvantagePipeline:
 def _advantage_inputs(
     scored: ScoredBatch, token_rewards: NDArray[np.float64], columns: Mapping[str, Column]
 ) -> AdvantageInputs:
-    """Return the inputs of the advantage: the responses that have sampled tokens."""
+    """Return the input of the advantage, without responses that have no sampled tokens."""
     nonempty = scored.lengths > 0
     greedy = scored.greedy_rewards
     return AdvantageInputs(
@@ -104,7 +104,7 @@ def _advantage_inputs(
 
 
 def _select_responses(batch: AdvantageInputs, kept: NDArray[np.bool_]) -> AdvantageInputs:
-    """Return the responses whose tokens are `kept` [R]. Of each response, all tokens are kept or none."""
+    """Return the responses whose tokens are `kept` [R]. Either all tokens of a response are kept or none."""
     rows = np.unique(batch.rows[kept])
     return replace(
         batch,

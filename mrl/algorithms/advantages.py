@@ -1,8 +1,8 @@
-"""Advantage estimators: rewards of a batch -> one advantage per response [B] or per sampled token [R].
+"""Advantage estimators: compute one advantage per response [B] or per sampled token [R] from the rewards of a batch.
 
-Group-relative estimators compare a reward with those of its group, that is, with the other responses to the same
-prompt. Groups may differ in size, and the rows of a group may stand anywhere in the batch. The advantage of a response
-is 0 if it is alone in its group or if all rewards of its group are equal.
+Group-relative estimators compare the reward of a response with the rewards of its group, the responses to the same
+prompt. Groups may differ in size, and the rows of a group may be anywhere in the batch. The advantage of a response is
+0 if its group has one response, or if all rewards of the group are equal.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class Advantage(Protocol):
 
     A class may declare two attributes:
 
-    - `needs` (default: nothing): the inputs it reads, of the columns values, old_logprobs, ref_logprobs and
-      teacher_logprobs, and greedy_rewards.
-    - `uses_token_rewards` (default: true): it reads `token_rewards`, from which the penalty of algorithm.kl_in_reward
-      is subtracted.
+    - `needs` (default: nothing): the inputs that the estimator reads, out of values, old_logprobs, ref_logprobs,
+      teacher_logprobs (columns) and greedy_rewards.
+    - `uses_token_rewards` (default: true): the estimator reads `token_rewards`, which contain the KL penalty of
+      algorithm.kl_in_reward.
     """
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.floating] | Advantages: ...
@@ -34,7 +34,7 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics per group. Every method returns one value per row: that of the row's group."""
+    """Statistics per group. Every method returns one value per row [B]."""
 
     groups: NDArray[np.int64]  # [B] group id of each row
 
@@ -61,11 +61,11 @@ class GroupStatistics:
         return self.sum(values) / self.sizes
 
     def subtract_first(self, values: Floats) -> Floats:
-        """Return `values` [B] minus the value of the group's first row. The result is exactly 0 in a group of equal values."""
+        """Return `values` [B] minus the value of the group's first row. Groups of equal values give exactly 0."""
         return values - values[self._unique[1]][self.index]
 
     def subtract_mean(self, values: Floats) -> Floats:
-        """Return `values` [B] minus their group mean. The result is exactly 0 in a group of equal values."""
+        """Return `values` [B] minus their group mean. Groups of equal values give exactly 0."""
         shifted = self.subtract_first(values)
         return shifted - self.mean(shifted)
 
@@ -79,7 +79,7 @@ class GRPO:
     """Group-relative advantage (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, 4.1.2).
 
     The paper does not say which standard deviation it uses. The default is the unbiased one (ddof 1), as in the common
-    implementations. `normalize_std=False` leaves the division out, as Dr.GRPO does (Liu et al. 2025, 3.2).
+    implementations. `normalize_std=False` omits the division, as Dr.GRPO does (Liu et al. 2025, 3.2).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -98,7 +98,7 @@ class GRPO:
 class RLOO:
     """Reward minus the mean reward of the other responses to the prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response the advantage is 0; verl keeps the reward itself there.
+    In a group of one response the advantage is 0; in verl it is the reward.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -162,8 +162,8 @@ class GPG:
     """Reward minus the group mean, times B / (B - M) (Chu et al. 2025, AGE).
 
     M is the number of responses whose group has equal rewards. The factor keeps the size of the gradient when many
-    groups give no signal. verl counts the responses of reward 0 instead of M. `normalize_std` also divides by the
-    group's standard deviation; the paper's F_norm is 1 by default.
+    groups give no signal. In verl, M is the number of responses with reward 0. `normalize_std` also divides by the
+    group's standard deviation; by default, the paper's F_norm is 1.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -185,8 +185,8 @@ class GPG:
 class PassAtK:
     """Marginal gain of the best response of a group; 0 for all others (Tang et al. 2025, leave-one-out baseline).
 
-    It optimises the objective "best of all responses to a prompt". The gain is the best reward minus the second best,
-    so it is 0 if two responses share the best reward.
+    The objective is the best reward among all responses to a prompt. The gain is the best reward minus the second
+    best, so the gain is 0 if two responses have the best reward.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -206,9 +206,9 @@ class PassAtK:
 
 @dataclass(frozen=True)
 class LogMeanExp:
-    """Reward minus tau log(mean exp(r / tau)) of its group: the baseline of OPMD (Kimi k1.5 2025, 2.3.2, tau log Z).
+    """Reward minus tau log(mean exp(r / tau)) over the group: the baseline tau log Z of OPMD (Kimi k1.5 2025, 2.3.2).
 
-    As tau grows, the baseline tends to the group mean. The paper uses the mean in practice: GRPO with
+    As tau grows, the baseline tends to the group mean. In practice the paper uses the mean, which is GRPO with
     normalize_std=False.
     """
 
@@ -228,9 +228,9 @@ class LogMeanExp:
 class GDPO:
     """Sum of the reward's parts, each normalised in its group; the sum is normalised over the batch (Liu et al. 2026, sec. 3).
 
-    `weights` maps a part's name to its weight; a part that is not named has weight 1. The KL penalty of the reward is
-    in no part, so use algorithm.kl_in_loss. `normalize_batch=False` leaves the last step out; `algorithm.whiten`
-    normalises over tokens instead, as verl does. A reward that is not a combination has one part, named `reward`.
+    `weights` maps the name of a part to its weight; other parts have weight 1. The parts do not contain the penalty of
+    algorithm.kl_in_reward, so use algorithm.kl_in_loss. `normalize_batch=False` omits the last step; `algorithm.whiten`
+    then normalises over tokens, as verl does. A reward without parts counts as one part, named `reward`.
 
     Raises ValueError if `weights` names a part that the reward does not have.
     """
@@ -297,9 +297,9 @@ class ReinforcePlusPlus:
 class OnPolicyDistillation:
     """Advantage log p_teacher - log p_old per token: minus the reverse KL to a teacher (Lu and Thinking Machines 2025).
 
-    gamma   0, as in the source: a token's advantage is its own term only. 1: it also includes the terms of all later
-            tokens (the R_t of MiniLLM, Gu et al. 2024, 2.2)
-    reward  another estimator; `reward_coef` times its advantages are added. None: distillation only
+    gamma   0, as in the source: the advantage of a token is its own term. 1: the advantage also includes the terms of
+            all later tokens (R_t of MiniLLM, Gu et al. 2024, 2.2)
+    reward  another estimator, whose advantages are added with the factor `reward_coef`. None: distillation only
     """
 
     coef: float = 1.0
@@ -331,10 +331,10 @@ class OnPolicyDistillation:
 def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -> Floats:
     """Return x [R] with x[t] = values[t] + factor * x[t + 1] within each response and x = 0 after its last token.
 
-    `values` [R] are those of responses with these `lengths` [B].
+    `values` [R] belong to responses with `lengths` [B].
     """
     sums, ends = values.astype(np.float64), np.cumsum(lengths)
-    for back in range(1, lengths.max(initial=0)):  # for all responses at once, backwards from the second last token
+    for back in range(1, lengths.max(initial=0)):  # backwards from the second-last token, all responses together
         here = ends[lengths > back] - 1 - back
         sums[here] += factor * sums[here + 1]
     return sums

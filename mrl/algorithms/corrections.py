@@ -1,7 +1,7 @@
 """Corrections for off-policy samples, and metrics of the mismatch between trainer and engine.
 
-A correction weights or masks the loss of each token because another policy than the one being trained sampled it: the
-engine computes with other kernels and precision, or with older weights.
+A correction weights or masks the loss of each token, because the policy that sampled the token differs from the policy
+being trained: the engine computes with other kernels and another precision, or with older weights.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ MODES = ("truncate", "mask", "reject")
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token over the engine's.
+    """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token divided by the engine's.
 
     level  token: the ratio of the token; sequence: the product of the ratios of its response; geometric: the |y|-th
            root of that product
     mode   truncate: the ratio clamped to [low, high]; mask: the ratio, and 0 outside [low, high]; reject: 1, and 0
            outside [low, high]
-    veto   rejects every response with a token whose ratio is below this, at any level and mode. None: no veto
+    veto   reject every response that has a token with a ratio below `veto`, at any level and mode. None: no veto
 
-    Methods of the literature in these terms:
+    Published methods as settings of this class:
 
     - truncated importance sampling (TIS, Yao et al. 2025): truncate, high 2
     - masked importance sampling (MIS, at the sequence level as in Liu et al. 2025): mask
-    - rejection of responses that are off on average: reject at the geometric level
-    - the weight pi_prox / pi_behave of decoupled PPO, for rollouts of older weights (Hilton et al. 2022, decoupled
+    - rejection of responses whose mean log-ratio is too far from 0: reject at the geometric level
+    - the weight pi_prox / pi_behave of decoupled PPO, for rollouts sampled by older weights (Hilton et al. 2022, decoupled
       objective; AReaL, Fu et al. 2025, eq. 5): truncate at the token level with an infinite `high`
 
-    Rejected tokens stay in the denominators of the loss; verl removes them there. Raises ValueError for an unknown
+    Rejected tokens count in the denominators of the loss; in verl they do not. Raises ValueError for an unknown
     level or mode, and unless 0 <= low < high.
     """
 
@@ -103,7 +103,7 @@ class IcePop(ImportanceSampling):
 
 
 def is_importance_sampling(correction: Correction) -> bool:
-    """Whether a correction uses pi_old / pi_rollout. The ratio is 1 if algorithm.old_logprobs=rollout."""
+    """Whether a correction uses the ratio pi_old / pi_rollout, which is 1 under algorithm.old_logprobs=rollout."""
     if isinstance(correction, Product):
         return any(map(is_importance_sampling, correction.corrections))
     return isinstance(correction, ImportanceSampling)
@@ -113,7 +113,7 @@ def is_importance_sampling(correction: Correction) -> bool:
 class OffPolicyMask:
     """Rejects responses of negative advantage whose mean log(pi_rollout / pi) exceeds `delta` (DeepSeek-V3.2 2025, 3.1).
 
-    pi is the policy being trained, so the mask also sees the optimizer steps made since the rollout.
+    pi is the policy being trained, so the mean also changes with the optimizer steps since the rollout.
     """
 
     delta: float = 0.05
@@ -129,12 +129,12 @@ class OffPolicyMask:
 
 @dataclass(frozen=True)
 class Product:
-    """Several corrections together: their weights multiply. Example: geometric rejection times token-level weights."""
+    """Several corrections, whose weights are multiplied. Example: geometric rejection times token-level weights."""
 
     corrections: Sequence[Correction]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R]. The metrics count a token as truncated or rejected if any of the corrections did so."""
+        """Return weights [R]. The metrics count a token as truncated or rejected if any correction truncated or rejected it."""
         weights = inputs.old_logprobs.new_ones(inputs.old_logprobs.shape)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:
@@ -174,9 +174,9 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
     kl            KL(engine || trainer) = -E[log ratio]
     k3            the same divergence, estimated by E[ratio - 1 - log ratio] (Schulman 2020)
-    chi2          chi-square divergence of the trainer from the engine, E[ratio^2] - 1
+    chi2          chi-square divergence, E[ratio^2] - 1
     ess_fraction  effective sample size as a fraction of n, (sum ratio)^2 / (n sum ratio^2) (Kish 1965)
-    ppl_ratio     perplexity of the samples under the trainer over that under the engine, exp(-E[log ratio])
+    ppl_ratio     the samples' perplexity under the trainer divided by that under the engine, exp(-E[log ratio])
 
     All are NaN if there are no tokens, or if the engine returned no log-probabilities (NaN).
     """

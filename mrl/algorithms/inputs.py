@@ -25,7 +25,7 @@ class ScoredBatch:
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, may be 0; their sum is R
     truncated: NDArray[np.bool_]  # [B] the response was cut at the token limit
     turn_rewards: NDArray[np.float64] | None = (
-        None  # [R] reward at the last token of each turn, else 0; replaces `rewards`
+        None  # [R] reward at the last token of a turn, else 0; replaces `rewards`
     )
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
@@ -92,11 +92,11 @@ def _identity(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Responses:
-    """Sums and means over the n responses of a micro-batch. Context parallelism may hold only a part of each response here."""
+    """Sums and means over the n responses of a micro-batch. With context parallelism, a rank holds a part of each response."""
 
-    index: Tensor  # [local R] int64, the response that each token belongs to, from 0
-    lengths: Tensor  # [n] sampled tokens of each response on all ranks together
-    reduce: Callable[[Tensor], Tensor] = _identity  # sums over the ranks that hold the other parts; differentiable
+    index: Tensor  # [local R] int64, number of the response that each token on this rank belongs to, from 0
+    lengths: Tensor  # [n] number of sampled tokens of each response, summed over all ranks
+    reduce: Callable[[Tensor], Tensor] = _identity  # sums over the context-parallel ranks; differentiable
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over each whole response: [local R] -> [n]."""
@@ -118,11 +118,9 @@ class LossInputs:
     logprobs: Tensor  # [R] under the weights being trained, differentiable
     old_logprobs: Tensor  # [R] under the weights before the first optimizer step on this rollout
     advantages: Tensor  # [R]
-    entropy: (
-        Tensor  # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
-    )
+    entropy: Tensor  # [R] in nats, of the distribution that predicts the token; differentiable if the loss uses it
     rollout_logprobs: Tensor  # [R] under the engine that sampled the tokens
     responses: Responses
     columns: Mapping[str, Tensor] = field(
         default_factory=dict
-    )  # [R] the columns that the loss `needs`, and its extra columns
+    )  # [R] columns that the loss `needs`, and its extra columns

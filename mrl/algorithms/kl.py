@@ -23,7 +23,10 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
     "k3+": lambda d, exp: exp(-d) - 1 + d,
     "unbiased": lambda d, exp: exp(-d) - 1 + d,
 }
-"""Kind -> estimate from d = log pi - log pi_ref of a token sampled from pi (Schulman, "Approximating KL divergence", 2020)."""
+"""Estimate of each kind from d = log pi - log pi_ref of a token sampled from pi (Schulman 2020, "Approximating KL divergence").
+
+`exp` is the exponential of NumPy or of torch.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,9 @@ class KLPenalty:
         unbiased  the gradient of KL(policy || reference), also for samples of the old policy: k3 times pi / pi_old,
                   and the ratio carries gradient (DeepSeek-V3.2 2025, 3.1). In the reward it is k3
 
-    With `target` the coefficient adapts to the measured KL per token (Ziegler et al. 2019, 2.2). `horizon` is the
-    number of responses over which it adapts. Raises ValueError for an unknown kind and for a target of 0 or less.
+    With `target`, the coefficient adapts so that the measured KL per token approaches `target` (Ziegler et al. 2019,
+    2.2). `horizon` is the number of responses over which the coefficient adapts. Raises ValueError for an unknown kind
+    and for a target of 0 or less.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
@@ -81,21 +85,21 @@ class KLPenalty:
 
 
 MEASURED = {"reward": "policy/kl_reward", "loss": "policy/kl_ref"}
-"""Where a penalty is applied -> the metric with its measured KL."""
+"""Metric with the measured KL of the penalty in the reward, and of the penalty in the loss."""
 
 
 @dataclass
 class KLControl:
     """The current coefficients of the KL penalties in the reward and in the loss: constant, or adapted to the measured KL."""
 
-    penalties: Mapping[str, KLPenalty]  # by where they are applied: "reward", "loss"
-    coefs: dict[str, float] = field(default_factory=dict)
+    penalties: Mapping[str, KLPenalty]  # keys: "reward", "loss"
+    coefs: dict[str, float] = field(default_factory=dict)  # the same keys
 
     def __post_init__(self) -> None:
         self.coefs = {where: penalty.coef for where, penalty in self.penalties.items()} | self.coefs
 
     def coef(self, where: str) -> float:
-        """Return the coefficient for the next step; 0 if there is no penalty at `where`."""
+        """Return the coefficient for the next step; 0 if there is no such penalty. `where` is "reward" or "loss"."""
         return self.coefs.get(where, 0.0)
 
     def metrics(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Policy losses per sampled token, and the value loss of the critic.
 
-`mrl.algorithms.objective` averages the losses and adds KL and entropy terms. `mrl.algorithms.sequence_losses` holds
-the losses whose ratio belongs to a whole response.
+`mrl.algorithms.objective` averages the losses and adds KL and entropy terms. `mrl.algorithms.sequence_losses` contains
+the losses with one ratio per response.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class Loss(Protocol):
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether loss and gradient of a response with advantage 0 are 0, so that training may skip the response."""
+        """Whether a response with advantage 0 has loss 0 and gradient 0, so that training may skip it."""
         ...
 
     @property
     def uses_entropy(self) -> bool:
-        """Whether the loss depends on the entropies, which then carry gradient."""
+        """Whether the loss depends on the entropies; they are then computed with a gradient."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns that the loss reads, of old_logprobs, ref_logprobs, values and teacher_logprobs."""
+        """The columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss [R], and metrics [R] by name, which are averaged in the same way as the loss."""
+        """Return the loss [R], and metrics [R] by name, which are averaged like the loss."""
         ...
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return columns [R] computed once from the whole rollout, before it is split; the loss gets them in `inputs.columns`."""
+        """Return columns [R] computed from the whole rollout before it is split; the loss finds them in `inputs.columns`."""
         ...
 
 
@@ -88,9 +88,9 @@ class PPOClip(PolicyLoss):
 
 @dataclass(frozen=True)
 class PolicyGradient(PolicyLoss):
-    """Plain policy gradient -A log pi (Williams 1992). It is on-policy: use fresh samples, or a correction.
+    """Plain policy gradient -A log pi (Williams 1992). It assumes on-policy samples; otherwise use a correction.
 
-    With advantages of group mean 0, divided by 1 + tau, it is the "opmd" loss of Trinity-RFT.
+    If the advantages have mean 0 in each group and are divided by 1 + tau, this is the "opmd" loss of Trinity-RFT.
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -101,8 +101,8 @@ class PolicyGradient(PolicyLoss):
 class CISPO(PolicyLoss):
     """-sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1 2025, eq. 4-5); sg is the stop-gradient.
 
-    The clip bounds the weight of a token; every token keeps its gradient. The paper sets no lower bound and does not
-    publish its upper bound. The default upper bound of 5 is the recommendation of Khatri et al. (2025, ScaleRL).
+    The clip bounds the weight of a token; clipped tokens also have a gradient. The paper sets no lower bound and does
+    not publish its upper bound. The default upper bound of 5 is recommended by Khatri et al. (2025, ScaleRL).
     """
 
     clip_low: float = 1.0
@@ -116,10 +116,10 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """Soft gate in place of the clip, -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025). The paper averages over responses.
+    """Soft gate instead of a clip, -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025). The paper averages over responses.
 
-    On policy, the gradient is that of the plain policy gradient for any tau. The gate fades faster with a larger tau;
-    the tau of negative advantages is the larger one.
+    For on-policy samples, the gradient equals the plain policy gradient for any tau. A larger tau makes the gradient
+    fall faster as r moves away from 1. By default, tau is larger for negative advantages.
     """
 
     tau_positive: float = 1.0
@@ -134,11 +134,11 @@ class SAPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-sg(min(r, max_ratio)) A log pi; 0 for tokens outside the trust region (Qi et al. 2026).
+    """-sg(min(r, max_ratio)) A log pi; 0 for tokens outside the trust region (Qi et al. 2026). sg is the stop-gradient.
 
-    A token is outside if pi - pi_old exceeds delta in the direction that A drives it. The trust region bounds |pi -
-    pi_old| (binary total variation), not the ratio: rare tokens keep their gradient, and frequent tokens reach the
-    bound earlier. The truncation of the ratio is verl's.
+    A token is outside if A > 0 and pi - pi_old > delta_high, or if A <= 0 and pi - pi_old < -delta_low. The trust
+    region bounds |pi - pi_old| (binary total variation), not the ratio: rare tokens keep their gradient, and frequent
+    tokens reach the bound earlier. `max_ratio` is taken from verl.
     """
 
     delta_low: float = 0.2
@@ -169,7 +169,7 @@ def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
     Tokens whose log-probability and advantage vary together drive the entropy down (Cui et al. 2025). ClipCov and
     KLCov select such tokens once, over all tokens of the rollout, with the log-probabilities before the first
     optimizer step (eq. 10). So the selection depends neither on micro-batches nor on the parallel layout. The authors'
-    code selects anew in each micro-batch.
+    code selects tokens within each micro-batch.
     """
     a, b = advantages.astype(np.float64), logprobs.astype(np.float64)
     return (a - a.mean()) * (b - b.mean()) if len(a) else a
@@ -186,10 +186,10 @@ def _indicator(size: int, selected: np.ndarray) -> Column:
 class ClipCov(PolicyLoss):
     """-r A, and 0 for a random `fraction` of the tokens (Cui et al. 2025, eq. 11).
 
-    The tokens left out are drawn from those whose covariance is in (low, high); `fraction` is relative to all tokens.
+    These tokens are drawn from the tokens whose covariance is in (low, high); `fraction` is relative to all tokens.
 
-    The authors' code also clips r as PPO does, with bounds of 1 and 1 in their runs. `clip_low` and `clip_high` do the
-    same; by default nothing is clipped.
+    The authors' code also clips r as PPO does; their runs use 1 for both bounds. `clip_low` and `clip_high` do the same;
+    by default nothing is clipped.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -200,7 +200,7 @@ class ClipCov(PolicyLoss):
     clip_high: float = float("inf")
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return `clip_cov`: 1 for the tokens left out. It leaves out at least one token, if there is a candidate."""
+        """Return `clip_cov`: 1 for the tokens with loss 0, at least one if any covariance is in (low, high)."""
         cov = covariances(advantages, batch.columns["old_logprobs"])
         candidates = np.flatnonzero((cov > self.low) & (cov < self.high))
         count = min(max(int(self.fraction * len(cov)), 1), len(candidates))
@@ -222,9 +222,9 @@ KL_COV_ESTIMATES = ("k3", "abs")
 class KLCov(PolicyLoss):
     """-r A, plus coef KL(old || pi) on the `fraction` of tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
 
-    `kl` selects the estimate of the KL. "k3", r - 1 - log r, is right on average in value and gradient. "abs", |log
-    r|, is the one in the authors' code, for which they chose the coefficient 1. A token of advantage 0 may be selected
-    too. Raises ValueError for another `kl`.
+    `kl` selects the estimate of the KL. "k3" is r - 1 - log r; its value and its gradient are unbiased. "abs" is |log r|,
+    as in the authors' code; their coefficient of 1 was chosen for it. Tokens with advantage 0 may be selected too.
+    Raises ValueError for another `kl`.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -255,9 +255,9 @@ class KLCov(PolicyLoss):
 class ValueLoss:
     """Half the squared error of the critic, (V - R)^2 / 2 (PPO, Schulman et al. 2017, L^VF of eq. 9, halved).
 
-    With `clip` > 0 the loss is the maximum of this and the same error of a clipped V. The clipped V stays within
-    `clip` of the value before the first optimizer step on the rollout, as in the authors' code (openai/baselines,
-    ppo2). 0: no clipping.
+    With `clip` > 0, the loss is the larger of this error and the error of a clipped V. V is clipped to within `clip` of
+    its value before the first optimizer step on the rollout, as in the authors' code (openai/baselines, ppo2). With
+    `clip` = 0, V is not clipped.
     """
 
     clip: float = 0.0

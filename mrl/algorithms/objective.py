@@ -1,8 +1,8 @@
 """The actor's objective: policy loss, off-policy correction, KL and entropy terms; and how token losses are averaged.
 
-A loss is the sum over all response tokens of the batch, each times its weight from `token_weights`. The denominators
-are global, so any split of the batch into micro-batches and data-parallel ranks gives the same loss and gradient.
-Ranks sum their gradients and never divide them again.
+The loss of a batch is the sum of its token losses, each multiplied by its weight from `token_weights`. The weights
+have global denominators, so any split of the batch into micro-batches and data-parallel ranks gives the same loss and
+gradient. Gradients are summed over ranks and not divided again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Objective:
     policy: Loss
     correction: Correction | None = None
     kl: KLPenalty | None = None
-    entropy_coef: float = 0.0  # positive: the mean entropy is maximised with this coefficient
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus
     old_from_rollout: bool = False  # use the engine's log-probabilities as old_logprobs
 
     @property
@@ -81,9 +81,9 @@ def token_weights(
     token_mean     1 / (all response tokens): every token counts the same (DAPO's token-level loss, eq. 8)
     sequence_mean  1 / (B * tokens of the response): every response counts the same (GRPO as published, eq. 3)
     fixed_length   1 / (B * max_tokens): sum over each response, with a denominator that is independent of response
-                   lengths (Dr.GRPO, Liu et al. 2025, 3.2). `max_tokens` is the longest response allowed
+                   lengths (Dr.GRPO, Liu et al. 2025, 3.2). `max_tokens` is the length limit of a response
 
-    A length may be 0; such a response has no token to weigh, but it counts in B. Raises ValueError for an unknown
+    A response of length 0 has no tokens, but it counts in B. Raises ValueError for an unknown
     aggregation, and for fixed_length without `max_tokens`.
     """
     lengths = response_lengths.astype(np.float64)
@@ -94,6 +94,8 @@ def token_weights(
         return 1.0 / (np.maximum(lengths, 1) * count)
     if aggregation == "fixed_length":
         if not max_tokens or max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens}: algorithm.aggregation=fixed_length needs the longest response.")
+            raise ValueError(
+                f"max_tokens={max_tokens}: algorithm.aggregation=fixed_length needs the length limit of a response."
+            )
         return np.full(len(lengths), 1.0 / (count * max_tokens))
     raise ValueError(f"algorithm.aggregation={aggregation!r}; expected one of {', '.join(AGGREGATIONS)}.")

@@ -21,9 +21,9 @@ class AlgorithmParts:
 
     objective: Objective
     advantage_pipeline: AdvantagePipeline
-    keep: Filter | None  # which groups are trained; None: all
-    needs: frozenset[str]  # columns of SCORED_COLUMNS, and perhaps "greedy_rewards"
-    penalties: dict[str, KLPenalty]  # by where the KL penalty applies: "reward", "loss"
+    group_filter: Filter | None  # decides which groups are trained; None: all
+    needs: frozenset[str]  # columns that must be computed: from SCORED_COLUMNS, or "greedy_rewards"
+    penalties: dict[str, KLPenalty]  # keys: "reward", "loss"
 
 
 def build_algorithm(config: Config) -> AlgorithmParts:
@@ -44,27 +44,29 @@ def build_algorithm(config: Config) -> AlgorithmParts:
         )
     if "values" in needs and "values" not in getattr(advantage, "needs", frozenset()):
         raise ValueError(
-            "algorithm.loss needs values: choose an advantage that needs them too, because it computes the critic's returns."
+            "algorithm.loss needs values of the critic, but algorithm.advantage computes no returns to train it; choose an "
+            "advantage that needs values, such as GAE."
         )
     if unknown := needs - SCORED_COLUMNS - {"greedy_rewards"}:
         raise ValueError(
-            f"algorithm: nothing computes {', '.join(sorted(unknown))}; needs may be {', '.join(sorted(SCORED_COLUMNS))}."
+            f"algorithm: the advantage or the loss needs {', '.join(sorted(unknown))}, which no model computes; expected "
+            f"{', '.join(sorted(SCORED_COLUMNS))}."
         )
-    keep = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
+    group_filter = instantiate_callable(config.rollout.filter, "rollout.filter") if config.rollout.filter else None
     penalties = {"reward": in_reward, "loss": objective.kl}
     return AlgorithmParts(
-        objective, advantage_pipeline, keep, needs, {where: kl for where, kl in penalties.items() if kl}
+        objective, advantage_pipeline, group_filter, needs, {where: kl for where, kl in penalties.items() if kl}
     )
 
 
 def build_objective(config: Config) -> Objective:
-    """Build the objective that the actor's optimizer steps minimise. Raises ValueError as `build_algorithm`."""
+    """Build the objective that the actor's optimizer steps minimise. Raises ValueError, as `build_algorithm` does."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     correction = instantiate_callable(algorithm.correction, "algorithm.correction") if algorithm.correction else None
     if from_rollout and correction and is_importance_sampling(correction):
         raise ValueError(
-            "algorithm.old_logprobs=rollout: the old policy is then the engine's policy, and algorithm.correction has nothing to "
-            "correct; use recompute, or leave the correction out."
+            "algorithm.old_logprobs=rollout: the old policy is then the engine's policy, so algorithm.correction has nothing to "
+            "correct; set algorithm.old_logprobs=recompute, or remove algorithm.correction."
         )
     if config.rollout.staleness and not (correction or from_rollout):
         correction = ImportanceSampling()  # without it, gradients from samples of older weights are biased

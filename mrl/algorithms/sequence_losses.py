@@ -1,7 +1,7 @@
-"""Policy losses whose ratio or penalty belongs to a whole response, given as one loss per token.
+"""Policy losses with one ratio or penalty per response. They return one loss per token.
 
-With `algorithm.aggregation=sequence_mean`, each response contributes as its paper says. Context parallelism may split
-a response over ranks; `inputs.responses` sums its parts.
+With `algorithm.aggregation=sequence_mean`, each response has the weight that the papers give it. Context parallelism
+may split a response over ranks; `inputs.responses` sums over all parts of a response.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class GSPO(PolicyLoss):
 class GSPOToken(PolicyLoss):
     """GSPO for advantages per token, with the ratio sg(s) pi_t / sg(pi_t) (Zheng et al. 2025, eq. 13-17).
 
-    sg is the stop-gradient.
-
-    If all tokens of a response have the same advantage, loss and gradient equal those of GSPO.
+    sg is the stop-gradient. If all tokens of a response have the same advantage, loss and gradient equal those of GSPO.
     """
 
     clip_low: float = 3e-4
@@ -61,8 +59,9 @@ def _clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) ->
 class GMPO(PolicyLoss):
     """-A times the geometric mean of the clipped token ratios of a response (Zhao et al. 2025, eq. 4).
 
-    The clip bounds are those of log r; the defaults are the paper's (e^-0.4, e^0.4). As in PPO, the clip is one-sided:
-    from above where A > 0, from below where A < 0. GMPO is meant for one advantage per response.
+    `clip_low` and `clip_high` bound log r; the defaults bound r to (e^-0.4, e^0.4), as in the paper. As in PPO, the
+    clip is one-sided: an upper bound where A > 0, a lower bound where A < 0. All tokens of a response should have the
+    same advantage.
     """
 
     clip_low: float = 0.4
@@ -84,8 +83,8 @@ class OPMD(PolicyLoss):
     The first term is constant. The other two have the paper's gradient -(A - tau D) grad log pi(y) (eq. 3). The loss
     of a token is -A log r + tau D^2 / (2 |y|); its sum over the response is the response's loss. The aggregation
     fixed_length keeps this sum; sequence_mean divides it by |y|. A is the reward minus its group mean (GRPO with
-    normalize_std=False, as in the paper's practice) or minus tau log Z (LogMeanExp). A response of advantage 0 has a
-    gradient too, towards the old policy.
+    normalize_std=False, as in the paper's practice) or minus tau log Z (LogMeanExp). A response with
+    advantage 0 also has a gradient; it points towards the old policy.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -101,9 +100,9 @@ class OPMD(PolicyLoss):
 class TOPR(PolicyLoss):
     """Tapered off-policy REINFORCE: -A log pi, times min(1, pi(y) / pi_old(y)) where A < 0 (Le Roux et al. 2025, eq. 8).
 
-    The policy learns from good responses whichever policy sampled them, and from bad ones only as far as it would
-    still sample them. The weight carries no gradient. `clip_fraction` counts the tokens of bad responses whose
-    response ratio is above 1.
+    Responses with A >= 0 have weight 1, whichever policy sampled them. The weight of a response with A < 0 falls as the
+    policy becomes less likely to sample it. The weight has no gradient. `clip_fraction` counts the tokens with A < 0
+    whose response ratio pi(y) / pi_old(y) is above 1.
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -142,7 +142,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         test=plan.test,
         reward=plan.reward,
         advantage_pipeline=plan.algorithm.advantage_pipeline,
-        group_filter=plan.algorithm.keep,
+        group_filter=plan.algorithm.group_filter,
         needs_greedy="greedy_rewards" in plan.algorithm.needs,
         old_from_rollout=config.algorithm.old_logprobs == "rollout",
         prompts_per_step=rollout.prompts_per_step,
