@@ -56,7 +56,7 @@ def test_a_mixture_of_experts_learns_with_routing_replay(start_mrl, tmp_path):
     first = run.metrics()[0]
     assert first["weight_sync/senders"] == 2, "each rank sends its experts"
     assert model_bytes < first["weight_sync/bytes"] < 1.01 * model_bytes, (
-        "an expert is sent to one engine rank; norms and routers are sent to both"
+        "each expert is sent to one engine rank, norms and routers to both"
     )
 
 

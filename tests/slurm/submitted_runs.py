@@ -1,4 +1,4 @@
-"""Runs that `mrl train` submits to the Slurm cluster of a lab."""
+"""Training runs that `mrl train` submits to the Slurm cluster of the tests."""
 
 import json
 import re
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_lab import Lab
+from slurm_cluster import SlurmCluster
 
-LONG_S = 900.0  # for anything that takes a minute on a machine of its own
+LONG_S = 900.0  # deadline for what takes a minute on an idle machine
 
 SETTINGS = dict(MRL_RAY_OPTIONS="--object-store-memory=200000000", MRL_JOIN_S="600", WANDB_MODE="offline")
-"""Of jobs on a machine that is small and busy."""
+"""Environment of the jobs, for a small and busy machine."""
 
 
 @dataclass
-class Submitted:
-    """A run that is a job."""
+class SubmittedRun:
+    """A training run that is a Slurm job."""
 
-    lab: Lab
+    cluster: SlurmCluster
     job_id: str
     folder: Path
 
@@ -31,39 +31,43 @@ class Submitted:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def wait_for_step(self, step: int) -> None:
-        self.lab.wait(lambda: self.num_steps() >= step or self.ended(), LONG_S)
+        self.cluster.wait(lambda: self.num_steps() >= step or self.ended(), LONG_S)
         assert self.num_steps() >= step and not self.ended(), self.logs()
 
     def ended(self) -> bool:
-        return self.lab.job(self.job_id).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED")
+        return self.cluster.job(self.job_id).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED")
 
     def finish(self) -> dict[str, str]:
-        return self.lab.finish(self.job_id, LONG_S)
+        return self.cluster.finish(self.job_id, LONG_S)
 
-    def said(self) -> str:
+    def job_log(self) -> str:
         return (self.folder / f"logs/slurm_{self.job_id}.log").read_text()
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in (self.folder / "logs").glob("*.log"))
 
     def leftovers(self) -> dict[str, list[str]]:
-        """Processes and files that nodes still have of any job."""
-        processes = {node: [" ".join(p.cmdline()) for p in self.lab.processes(node)] for node in self.lab.nodes}
-        files = {node: [str(f) for f in (self.lab.folder / node / "tmp").glob("mrl-[0-9]*")] for node in self.lab.nodes}
-        return {node: processes[node] + files[node] for node in self.lab.nodes if processes[node] + files[node]}
+        """Return node -> processes and files of any job that are still there."""
+        processes = {node: [" ".join(p.cmdline()) for p in self.cluster.processes(node)] for node in self.cluster.nodes}
+        files = {
+            node: [str(f) for f in (self.cluster.folder / node / "tmp").glob("mrl-[0-9]*")]
+            for node in self.cluster.nodes
+        }
+        return {node: processes[node] + files[node] for node in self.cluster.nodes if processes[node] + files[node]}
 
 
-def submitter(lab: Lab, overrides: list[str], base: Path) -> Callable[..., Submitted]:
-    made: list[Submitted] = []
+def submitter(cluster: SlurmCluster, overrides: list[str], base: Path) -> Callable[..., SubmittedRun]:
+    """Return a function that submits runs with these overrides; their run directories are in `base`."""
+    made: list[SubmittedRun] = []
 
-    def run(*more: str, **variables: str) -> Submitted:
+    def run(*more: str, **variables: str) -> SubmittedRun:
         folder = base / f"run{len(made)}"
         size = ["cluster=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.slurm.exclusive=null"]
         line = [sys.executable, "-m", "mrl.cli", "train", *overrides, f"run.dir={folder}", *size, *more]
-        said = lab.run(*line, **SETTINGS | variables)
-        found = re.search(r"job (\d+) is submitted", said)
-        assert found, said
-        made.append(Submitted(lab, found[1], folder))
+        output = cluster.run(*line, **SETTINGS | variables)
+        found = re.search(r"job (\d+) is submitted", output)
+        assert found, output
+        made.append(SubmittedRun(cluster, found[1], folder))
         return made[-1]
 
     return run

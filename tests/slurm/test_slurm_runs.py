@@ -1,4 +1,4 @@
-"""Runs on a real Slurm cluster: over nodes, preempted, with a node gone, beside another on one node; nothing is left of any."""
+"""Training runs on a real Slurm cluster: on several nodes, preempted, with a lost node, and sharing a node with another run."""
 
 import sys
 
@@ -8,127 +8,126 @@ from submitted_runs import LONG_S, submitter
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 STEPS = 24
-SAME = [f"trainer.max_steps={STEPS}", "checkpoint.every=5", "optim.lr=5e-5"]
+OVERRIDES = [f"trainer.max_steps={STEPS}", "checkpoint.every=5", "optim.lr=5e-5"]
 
 
 @pytest.fixture(scope="session")
-def left_alone(lab, quickstart, tmp_path_factory):
-    """A run over two nodes that nothing happened to."""
-    run = submitter(lab, quickstart, tmp_path_factory.mktemp("left_alone"))(*SAME)
+def undisturbed(cluster, quickstart, tmp_path_factory):
+    """An undisturbed run on two nodes."""
+    run = submitter(cluster, quickstart, tmp_path_factory.mktemp("undisturbed"))(*OVERRIDES)
     run.finish()
     return run
 
 
-def test_a_run_over_two_nodes_completes_and_leaves_nothing(lab, left_alone):
-    job = lab.job(left_alone.job_id)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), left_alone.logs()
-    assert [line["step"] for line in left_alone.metrics()] == list(range(1, STEPS + 1))
-    assert (left_alone.folder / "hf/model.safetensors").exists()
-    picture = (left_alone.folder / "mrl.log").read_text()
-    assert "10.77.0.1 " in picture and "10.77.0.2 " in picture, "trainer on one node, engine on the other"
-    logs = {path.name for path in (left_alone.folder / "logs").iterdir()}
-    names = {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1", "ray_n2", f"slurm_{left_alone.job_id}.log"}
-    assert names <= logs and list((left_alone.folder / "logs/ray_n2").glob("raylet*"))
-    assert "2 nodes are in the Ray cluster" in left_alone.said()
-    assert "2 hosts, 0 GPUs: no finding in 22 checks, all-reduce over world" in left_alone.said()
-    lab.wait(lambda: not left_alone.leftovers(), 60)
+def test_a_run_on_two_nodes_completes_and_leaves_no_process(cluster, undisturbed):
+    job = cluster.job(undisturbed.job_id)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), undisturbed.logs()
+    assert [line["step"] for line in undisturbed.metrics()] == list(range(1, STEPS + 1))
+    assert (undisturbed.folder / "hf/model.safetensors").exists()
+    device_map = (undisturbed.folder / "mrl.log").read_text()
+    assert "10.77.0.1 " in device_map and "10.77.0.2 " in device_map, "trainer on one node, engine on the other"
+    logs = {path.name for path in (undisturbed.folder / "logs").iterdir()}
+    names = {"driver.log", "ray_n1.log", "ray_n2.log", "ray_n1", "ray_n2", f"slurm_{undisturbed.job_id}.log"}
+    assert names <= logs and list((undisturbed.folder / "logs/ray_n2").glob("raylet*"))
+    assert "2 nodes are in the Ray cluster" in undisturbed.job_log()
+    assert "2 hosts, 0 GPUs: no finding in 22 checks, all-reduce over world" in undisturbed.job_log()
+    cluster.wait(lambda: not undisturbed.leftovers(), 60)
 
 
-def test_a_run_over_four_nodes_has_its_processes_on_all_of_them(lab, submit):
+def test_a_run_on_four_nodes_uses_all_of_them(cluster, submit):
     run = submit("cluster.nodes=4", "parallel.world_size=2", "rollout.num_engines=2", "trainer.max_steps=3")
     job = run.finish()
     assert (job["JobState"], job["ExitCode"], job["NumNodes"]) == ("COMPLETED", "0:0", "4"), run.logs()
     assert [line["step"] for line in run.metrics()] == [1, 2, 3]
-    picture = (run.folder / "mrl.log").read_text()
-    assert all(f"10.77.0.{node} " in picture for node in (1, 2, 3, 4))
-    assert "4 nodes are in the Ray cluster" in run.said()
-    lab.wait(lambda: not run.leftovers(), 60)
+    device_map = (run.folder / "mrl.log").read_text()
+    assert all(f"10.77.0.{node} " in device_map for node in (1, 2, 3, 4))
+    assert "4 nodes are in the Ray cluster" in run.job_log()
+    cluster.wait(lambda: not run.leftovers(), 60)
 
 
-def test_the_parts_of_a_heterogeneous_job_are_one_cluster(lab, submit):
+def test_a_run_uses_all_components_of_a_heterogeneous_job(cluster, submit):
     run = submit("cluster.nodes=1", "cluster.components=[{nodes: 1, comment: another part}]", "trainer.max_steps=3")
     job = run.finish()
     assert (job["JobState"], job["ExitCode"], job["NumNodes"]) == ("COMPLETED", "0:0", "1"), run.logs()
-    assert "2 hosts, 0 GPUs: no finding in 22 checks" in run.said()
-    assert "2 nodes are in the Ray cluster" in run.said() and len(run.metrics()) == 3
-    lab.wait(lambda: not run.leftovers(), 60)
+    assert "2 hosts, 0 GPUs: no finding in 22 checks" in run.job_log()
+    assert "2 nodes are in the Ray cluster" in run.job_log() and len(run.metrics()) == 3
+    cluster.wait(lambda: not run.leftovers(), 60)
 
 
-def test_a_preempted_run_saves_is_queued_again_and_ends_the_same(lab, submit, left_alone):
-    run = submit(*SAME)
+def test_a_preempted_run_is_requeued_and_equals_an_undisturbed_run(cluster, submit, undisturbed):
+    run = submit(*OVERRIDES)
     run.wait_for_step(3)
-    urgent = lab.run(
+    urgent = cluster.run(
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3"
     )
     job = run.finish()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) == 1, run.logs()
-    assert lab.job(urgent.strip())["JobState"] == "COMPLETED"
-    assert "preempted" in run.said() and "mrl train ended with status 75" in run.said()
-    check_equal_runs(run.folder, left_alone.folder)
-    lab.wait(lambda: not run.leftovers(), 60)
+    assert cluster.job(urgent.strip())["JobState"] == "COMPLETED"
+    assert "preempted" in run.job_log() and "mrl train ended with status 75" in run.job_log()
+    check_equal_runs(run.folder, undisturbed.folder)
+    cluster.wait(lambda: not run.leftovers(), 60)
 
 
 @pytest.mark.parametrize("which", ["another node", "the head"])
-def test_a_run_survives_the_loss_of(lab, submit, left_alone, which):
-    """It is queued again on the nodes that are left, and ends as if nothing had been."""
-    run = submit(*SAME)
+def test_a_run_that_loses_a_node_is_requeued_and_equals_an_undisturbed_run(cluster, submit, undisturbed, which):
+    run = submit(*OVERRIDES)
     run.wait_for_step(7)
-    head = lab.job(run.job_id)["BatchHost"]
-    lost = head if which == "the head" else (nodes_of(lab, run) - {head}).pop()
-    lab.kill(lost)
+    head = cluster.job(run.job_id)["BatchHost"]
+    lost = head if which == "the head" else (nodes_of(cluster, run) - {head}).pop()
+    cluster.kill(lost)
     try:
         job = run.finish()
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0") and int(job["Restarts"]) >= 1, run.logs()
-        assert lost not in nodes_of(lab, run)
-        check_equal_runs(run.folder, left_alone.folder)
-        lab.wait(lambda: not run.leftovers(), 60)
+        assert lost not in nodes_of(cluster, run)
+        check_equal_runs(run.folder, undisturbed.folder)
+        cluster.wait(lambda: not run.leftovers(), 60)
     finally:
-        lab.boot(lost)
-        lab.wait(lambda: "idle" in lab.slurm("sinfo", "-h", "-N", "-p", "main", "-n", lost, "-o", "%T"), 60)
+        cluster.boot(lost)
+        cluster.wait(lambda: "idle" in cluster.slurm("sinfo", "-h", "-N", "-p", "main", "-n", lost, "-o", "%T"), 60)
 
 
-def nodes_of(lab, run) -> set[str]:
-    names = lab.job(run.job_id)["NodeList"]
-    return set(lab.slurm("scontrol", "show", "hostnames", names).split())
+def nodes_of(cluster, run) -> set[str]:
+    names = cluster.job(run.job_id)["NodeList"]
+    return set(cluster.slurm("scontrol", "show", "hostnames", names).split())
 
 
-def test_two_jobs_share_a_node(lab, submit):
+def test_two_jobs_share_a_node(cluster, submit):
     on_one = ["cluster.nodes=1", "++cluster.slurm.nodelist=n1", "placement=colocated", "trainer.max_steps=3"]
     runs = [submit(*on_one, f"run.seed={seed}") for seed in range(2)]
     jobs = [run.finish() for run in runs]
     for run, job in zip(runs, jobs, strict=True):
         assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n1"), run.logs()
         assert [line["step"] for line in run.metrics()] == [1, 2, 3]
-    assert max(job["StartTime"] for job in jobs) < min(job["EndTime"] for job in jobs), "they were there together"
-    lab.wait(lambda: not runs[0].leftovers(), 60)
+    assert max(job["StartTime"] for job in jobs) < min(job["EndTime"] for job in jobs), "they ran at the same time"
+    cluster.wait(lambda: not runs[0].leftovers(), 60)
 
 
-def test_a_cancelled_job_is_gone_at_once_and_stays_so(lab, submit):
+def test_a_cancelled_run_ends_and_is_not_requeued(cluster, submit):
     run = submit("trainer.max_steps=100000")
     run.wait_for_step(2)
-    lab.run("scancel", run.job_id)
-    lab.wait(lambda: not run.leftovers(), 120)
-    job = lab.finish(run.job_id, LONG_S)
+    cluster.run("scancel", run.job_id)
+    cluster.wait(lambda: not run.leftovers(), 120)
+    job = cluster.finish(run.job_id, LONG_S)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), run.logs()
 
 
-SLEEPY = """#!/bin/sh
+PYTHON_THAT_HANGS_ON_ALL_NODES_BUT_N1 = """#!/bin/sh
 [ "$(hostname)" = n1 ] || exec sleep 600
 exec {python} "$@"
 """
 
 
 @pytest.mark.parametrize(
-    ("doctor_s", "exit_code", "said"),
+    ("doctor_s", "exit_code", "message"),
     [("30", "2:0", "n2: it did not join the check in time"), ("0", "1:0", "after 90 s: n2;")],
-    ids=["by the doctor", "by Ray"],
+    ids=["by mrl doctor", "by Ray"],
 )
-def test_a_node_that_does_not_answer_is_named_and_the_job_ends(lab, submit, tmp_path, doctor_s, exit_code, said):
-    (sleepy := tmp_path / "python").write_text(SLEEPY.format(python=sys.executable))
-    sleepy.chmod(0o755)
-    run = submit("++cluster.slurm.nodelist='n[1-2]'", MRL_PYTHON=str(sleepy), MRL_DOCTOR_S=doctor_s, MRL_JOIN_S="90")
+def test_a_node_that_does_not_answer_is_named_and_the_job_ends(cluster, submit, tmp_path, doctor_s, exit_code, message):
+    (python := tmp_path / "python").write_text(PYTHON_THAT_HANGS_ON_ALL_NODES_BUT_N1.format(python=sys.executable))
+    python.chmod(0o755)
+    run = submit("++cluster.slurm.nodelist='n[1-2]'", MRL_PYTHON=str(python), MRL_DOCTOR_S=doctor_s, MRL_JOIN_S="90")
     job = run.finish()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", exit_code), run.logs()
-    assert said in run.said()
+    assert message in run.job_log()
     assert not (run.folder / "logs/driver.log").exists()
-    lab.wait(lambda: not run.leftovers(), 60)
+    cluster.wait(lambda: not run.leftovers(), 60)

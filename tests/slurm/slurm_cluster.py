@@ -1,7 +1,7 @@
-"""A real Slurm cluster on one machine: each node is a set of namespaces with network, processes and /tmp of its own.
+"""A real Slurm cluster on one machine: each node is a set of namespaces with its own network, processes and /tmp.
 
-Everything is inside namespaces that end with the processes that hold them, and these end with this process, however it ends:
-nothing is left on the machine, and labs beside each other do not meet.
+The kernel kills the first process of each namespace when this process ends, in whatever way, and with it the namespace. So
+nothing is left on the machine, and several clusters on one machine do not see each other.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import psutil
 PROGRAMS = dict(munged="munge", slurmctld="slurmctld", slurmd="slurmd", sbatch="slurm-client", ip="iproute2")
 NET = "10.77.0"
 CONF = """\
-ClusterName=lab
+ClusterName=cluster
 SlurmctldHost={host}({net}.254)
 SlurmUser=root
 AuthType=auth/munge
@@ -61,43 +61,43 @@ while kill -0 $daemon 2>/dev/null; do wait $daemon || true; done # as the first 
 """
 
 
-def lacks() -> str:
-    """Why there can be no lab here; "" where there can. Installs Debian's packages where they are missing."""
+def missing_requirement() -> str:
+    """Say why no cluster can be made on this machine; "" if it can. Installs missing Debian packages."""
     if os.geteuid():
-        return "needs root, to make namespaces and devices"
+        return "making namespaces and devices needs root"
     if subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"]).returncode:
-        return "may not make namespaces here"
+        return "this machine does not allow namespaces"
     missing = [package for program, package in PROGRAMS.items() if not _which(program)]
     if missing and shutil.which("apt-get"):
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         for words in (["update", "-qq"], ["install", "-yqq", "--no-install-recommends", *missing]):
             subprocess.run(["apt-get", *words], env=env, capture_output=True, timeout=600)
     missing = [package for program, package in PROGRAMS.items() if not _which(program)]
-    return f"lacks the packages {' '.join(missing)}, and could not install them" if missing else ""
+    return f"the packages {' '.join(missing)} are missing and could not be installed" if missing else ""
 
 
 def _which(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def _die_with_us() -> None:
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-class Lab:
-    """A cluster with `nodes` nodes, n1, n2, ..., of `gpus` GPUs each; a partition main, and one that preempts it: high.
+class SlurmCluster:
+    """A cluster with `nodes` nodes n1, n2, ... of `gpus` GPUs each, and two partitions: `high` preempts `main`.
 
-    `shared`: folders under /tmp that all nodes see; others are a node's own.
+    `shared`: folders under /tmp that all nodes see. The rest of /tmp is separate on each node.
     """
 
     def __init__(self, nodes: int, gpus: int, shared: Sequence[Path]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mrl-lab-", dir="/tmp"))  # short: it has sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="mrl-slurm-", dir="/tmp"))  # a short path for its sockets
         self.env = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self.env["PATH"] += ":/usr/sbin:/sbin"
         places = [self.folder, *(path.resolve() for path in shared)]
         self._shared = [path for path in places if path.is_relative_to("/tmp")]
         self._processes: list[subprocess.Popen] = []
-        self.nodes: dict[str, psutil.Process] = {}  # the first process of each
+        self.nodes: dict[str, psutil.Process] = {}  # node -> its first process
         try:
             self._write(nodes, gpus)
             self._network = self._start("holder", ["unshare", "--net", "--fork", "--kill-child", "sleep", "infinity"])
@@ -119,7 +119,7 @@ class Lab:
         (folder / "hosts").write_text("\n".join(lines) + "\n")
         fields = dict(host=host, net=NET, folder=folder, nodes=nodes, gpus=gpus)
         (folder / "slurm.conf").write_text(CONF.format(**fields))
-        for gpu in range(gpus):  # Slurm drains a node whose GPUs are no devices: these are /dev/null
+        for gpu in range(gpus):  # devices like /dev/null: Slurm drains a node whose GPUs are not devices
             os.mknod(folder / f"gpu{gpu}", 0o20666, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/gpu[0-{gpus - 1}]\n")
         (folder / "munge.key").write_bytes(os.urandom(128))
@@ -128,14 +128,14 @@ class Lab:
     def _start(self, name: str, line: list[str], **more: str) -> subprocess.Popen:
         with (self.folder / f"{name}.out").open("a") as log:
             pipes = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-            process = subprocess.Popen(line, env=self.env | more, preexec_fn=_die_with_us, **pipes)
+            process = subprocess.Popen(line, env=self.env | more, preexec_fn=_die_with_parent, **pipes)
         self._processes.append(process)
         return process
 
     def _connect(self) -> None:
-        self.run("ip", "link", "add", "lab", "type", "bridge")
-        self.run("ip", "address", "add", f"{NET}.254/24", "dev", "lab")
-        for name in ("lab", "lo"):
+        self.run("ip", "link", "add", "cluster", "type", "bridge")
+        self.run("ip", "address", "add", f"{NET}.254/24", "dev", "cluster")
+        for name in ("cluster", "lo"):
             self.run("ip", "link", "set", name, "up")
 
     def _start_controller(self) -> None:
@@ -146,7 +146,7 @@ class Lab:
         self._start("slurmctld", [*self._inside, "slurmctld", "-D", "-c"])
 
     def boot(self, node: str) -> None:
-        """Start a node, or start it again; its /tmp is empty."""
+        """Start or restart a node, with an empty /tmp."""
         shutil.rmtree(tmp := self.folder / node / "tmp", ignore_errors=True)
         tmp.mkdir(parents=True)
         line = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -156,15 +156,15 @@ class Lab:
         first = _child(self._start(node, [*line, "bash", "-c", BOOT], **more))
         link = f"to_{node}"
         self.run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(first.pid))
-        self.run("ip", "link", "set", link, "master", "lab", "up")
+        self.run("ip", "link", "set", link, "master", "cluster", "up")
         self.nodes[node] = first
 
     def kill(self, node: str) -> None:
-        """As by a power cut: every process of the node is gone at once."""
+        """Kill all processes of a node at once, like a power cut."""
         self.nodes.pop(node).kill()
 
     def processes(self, node: str) -> list[psutil.Process]:
-        """Processes on a node, but for Slurm's own."""
+        """Return the processes on a node, except Slurm's own."""
         found = []
         for process in self.nodes[node].children(recursive=True):
             try:
@@ -175,7 +175,7 @@ class Lab:
         return found
 
     def run(self, *line: str, timeout_s: float = 600, status: int = 0, **more: str) -> str:
-        """What a command says on the login node; raises where it ends with another status."""
+        """Run a command on the login node and return its stdout. Fails if the exit status is not `status`."""
         done = subprocess.run(
             [*self._inside, *line], env=self.env | more, capture_output=True, text=True, timeout=timeout_s
         )
@@ -183,35 +183,36 @@ class Lab:
         return done.stdout
 
     def slurm(self, *line: str) -> str:
-        """What a command of Slurm says; "" where the controller does not answer."""
+        """Return the stdout of a Slurm command; "" if the controller does not answer."""
         try:
             return self.run(*line, timeout_s=30)
         except (AssertionError, subprocess.TimeoutExpired):
             return ""
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Fields of a job as `scontrol show job` has them."""
+        """Return the fields of a job from `scontrol show job`."""
         words = self.slurm("scontrol", "show", "job", "--oneliner", job_id).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
-    def wait(self, ready, within_s: float) -> None:
+    def wait(self, condition, within_s: float) -> None:
+        """Wait until the condition is true; fail after `within_s` seconds with the daemons' logs."""
         end = time.monotonic() + within_s
-        while not ready():
-            assert time.monotonic() < end, f"not after {within_s} s:\n{self.logs()}"
+        while not condition():
+            assert time.monotonic() < end, f"the condition did not become true within {within_s} s:\n{self.logs()}"
             time.sleep(0.2)
 
     def finish(self, job_id: str, within_s: float) -> dict[str, str]:
-        """The job, when it has ended and left its nodes."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        self.wait(lambda: self.job(job_id).get("JobState") in over, within_s)
+        """Wait for a job to end and to release its nodes; return its fields."""
+        final_states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        self.wait(lambda: self.job(job_id).get("JobState") in final_states, within_s)
         return self.job(job_id)
 
     def logs(self) -> str:
-        """The ends of what the daemons said."""
+        """Return the last lines of the daemons' logs."""
         return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log")))
 
     def close(self) -> None:
-        """End everything; whatever ran on nodes ends with them."""
+        """Kill the daemons and the nodes with all their processes, and remove the folder."""
         for process in reversed(self._processes):
             process.kill()
         for process in self._processes:
@@ -225,22 +226,22 @@ def _names(nodes: int) -> list[str]:
 
 
 def _child(process: subprocess.Popen) -> psutil.Process:
-    """The first process inside the namespaces that `unshare` makes."""
+    """Return the first process inside the namespaces that this `unshare` process makes."""
     end = time.monotonic() + 30
     while not (found := psutil.Process(process.pid).children()):
-        assert time.monotonic() < end, "no namespace"
+        assert time.monotonic() < end, "unshare made no namespace"
         time.sleep(0.02)
     return found[0]
 
 
 def _wait_unused(folder: Path) -> None:
-    """Until no process has this Slurm any more: `unshare --kill-child` ends a node's first process, and that all others."""
+    """Wait until no process uses the cluster. `unshare --kill-child` kills a node's first process, and with it all others."""
     end = time.monotonic() + 30
-    while time.monotonic() < end and any(_of(folder, process) for process in psutil.process_iter()):
+    while time.monotonic() < end and any(_uses(folder, process) for process in psutil.process_iter()):
         time.sleep(0.1)
 
 
-def _of(folder: Path, process: psutil.Process) -> bool:
+def _uses(folder: Path, process: psutil.Process) -> bool:
     try:
         return process.environ().get("SLURM_CONF") == str(folder / "slurm.conf") and process.status() != "zombie"
     except psutil.Error:
