@@ -1,10 +1,10 @@
-"""The same work, mrl beside TRL's GRPOTrainer, run in turn: CPU-seconds and wall seconds per step and to 0.90 reward.
+"""Compares mrl with TRL's GRPOTrainer on the same work: wall seconds and CPU-seconds per step, and until reward 0.90.
 
     python benchmarks/against_trl.py --peer FOLDER --peer-python VENV/bin/python [--seeds 0 1 2]
 
-FOLDER holds the peer's baseline: data/{train,test}.parquet, a start in warm/, and trl_grpo.py, which writes
-steps.jsonl. Both train 32 prompts x 8 samples a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas
-(0.9, 0.98), no KL, float32, one thread per process. Clocks leave out start-up and evaluation, for both.
+FOLDER has the baseline of TRL: data/{train,test}.parquet, the initial model in warm/, and trl_grpo.py, which writes
+steps.jsonl. Both train 32 prompts x 8 responses in a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas
+(0.9, 0.98), no KL, float32, one thread per process. The runs alternate. Start-up and evaluation are not counted for either.
 """
 
 import argparse
@@ -25,8 +25,8 @@ GOALS = (0.80, 0.90)
 WINDOW = 5  # steps whose mean reward is compared with a goal
 
 
-def ours(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
-    """Run mrl; one record a step."""
+def run_mrl(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
+    """Train with mrl. Returns one record per step."""
     meter: StepMeter = measure(
         [
             "experiment=none",
@@ -55,8 +55,8 @@ def ours(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
     ]
 
 
-def theirs(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, float]]:
-    """Run TRL; one record a step."""
+def run_trl(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, float]]:
+    """Train with TRL. Returns one record per step."""
     name = f"trl_{seed}"
     command = [python, "trl_grpo.py", "--root", str(folder), "--name", name, "--seed", str(seed), "--steps", str(steps)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
@@ -72,7 +72,7 @@ def theirs(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, f
 
 
 def reached(records: list[dict[str, float]], goal: float) -> tuple[int, float, float] | None:
-    """First step whose trailing mean reward is at least `goal`, with the wall and CPU seconds up to it."""
+    """Return the first step whose mean reward over WINDOW steps is at least `goal`, and the wall and CPU seconds until then."""
     for i in range(WINDOW - 1, len(records)):
         if statistics.mean(r["reward"] for r in records[i - WINDOW + 1 : i + 1]) >= goal:
             return i + 1, records[i]["cum_wall"], records[i]["cum_cpu"]
@@ -80,7 +80,7 @@ def reached(records: list[dict[str, float]], goal: float) -> tuple[int, float, f
 
 
 def row(name: str, records: list[dict[str, float]]) -> list[str]:
-    """One line of the table."""
+    """Return one row of the table."""
     wall = statistics.median(r["wall"] for r in records[1:])
     cpu = (records[-1]["cum_cpu"] - records[0]["cum_cpu"]) / (len(records) - 1)
     cells = [name, f"{wall:.3f}", f"{cpu:.3f}"]
@@ -92,7 +92,7 @@ def row(name: str, records: list[dict[str, float]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's baseline")
+    parser.add_argument("--peer", type=Path, required=True, help="folder of the baseline of TRL")
     parser.add_argument("--peer-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=80)
@@ -105,8 +105,8 @@ def main() -> int:
         shutil.copytree(args.peer, folder)
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)
         for seed in args.seeds:
-            table.add_row(*row(f"TRL, seed {seed}", theirs(folder, args.peer_python, seed, args.steps)))
-            table.add_row(*row(f"mrl, seed {seed}", ours(folder, seed, args.steps)))
+            table.add_row(*row(f"TRL, seed {seed}", run_trl(folder, args.peer_python, seed, args.steps)))
+            table.add_row(*row(f"mrl, seed {seed}", run_mrl(folder, seed, args.steps)))
     Console(width=120).print(table)
     return 0
 

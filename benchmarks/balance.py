@@ -1,4 +1,4 @@
-"""Measures how evenly a batch is cut and how little of it is padding: arithmetic on lengths, no GPU.
+"""Measures the balance of a batch over replicas, and the share of padding: arithmetic on lengths, no GPU.
 
     python benchmarks/balance.py [--seeds 10]
 
@@ -34,17 +34,17 @@ Lengths = NDArray[np.int64]
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Heaviest over mean."""
+    """Return the largest load over the mean load."""
     return max(loads) / statistics.fmean(loads)
 
 
 def round_robin(costs: Sequence[float], parts: int) -> list[float]:
-    """Loads of dealing sequences out as they come."""
+    """Return the loads if sequence n goes to part n modulo `parts`."""
     return [sum(costs[part::parts]) for part in range(parts)]
 
 
 def longest_first(costs: Sequence[float], parts: int) -> list[float]:
-    """Loads of the greedy rule: costliest first, to the lightest part (LPT)."""
+    """Return the loads of the greedy rule (LPT): the most expensive sequence first, each to the part with the least load."""
     loads = [0.0] * parts
     for cost in sorted(costs, reverse=True):
         heapq.heapreplace(loads, loads[0] + cost)
@@ -52,7 +52,10 @@ def longest_first(costs: Sequence[float], parts: int) -> list[float]:
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
-    """Loads of the largest differencing method: join the two most uneven partial cuts, heaviest part to lightest."""
+    """Return the loads of the largest differencing method (Karmarkar-Karp).
+
+    It joins the two most uneven partial solutions, and adds the heaviest part of one to the lightest part of the other.
+    """
     heap = [(-cost, number, [0.0] * (parts - 1) + [cost]) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
     for number in range(len(costs), 2 * len(costs) - 1):
@@ -63,29 +66,32 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
 
 
 def ours(units: Sequence[PackingUnit], parts: int) -> list[float]:
-    """Loads of mrl's partition."""
+    """Return the loads of mrl's partition."""
     return [sum(unit.cost for unit in part) for part in partition_units(units, parts)]
 
 
 def up_to(multiple: int, tokens: Lengths) -> Lengths:
-    """Tokens rounded up to a multiple."""
+    """Round numbers of tokens up to a multiple."""
     return -(-tokens // multiple) * multiple
 
 
 def packed_over_real(units: list[PackingUnit], lengths: Lengths, parts: int) -> float:
-    """Tokens processed per real token in padding-free packs: sequences in multiples of 2 CP, packs of TP."""
+    """Return processed tokens over real tokens in packs: sequences are multiples of 2 CP tokens, packs multiples of TP."""
     replicas = plan_micro_batches(units, parts, MAX_TOKENS, equal_counts=True, multiple_of=1)
     packs = [up_to(TP, up_to(2 * CP, lengths[rows]).sum()) for replica in replicas for rows in replica]
     return float(sum(packs) / lengths.sum())
 
 
 def padded_over_real(lengths: Lengths) -> float:
-    """The same for micro-batches of PADDED_SIZE sequences, each padded to the longest among them."""
+    """Return processed tokens over real tokens in micro-batches of PADDED_SIZE sequences, padded to the longest of them."""
     return float(lengths.reshape(-1, PADDED_SIZE).max(axis=1).sum() * PADDED_SIZE / lengths.sum())
 
 
 def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, float, float]:
-    """With shared prompts: total cost and heaviest part over those of whole sequences; heaviest part over mean."""
+    """Compare shared prompts with whole sequences.
+
+    Returns the total cost and the heaviest part, each over that of whole sequences, and the heaviest part over the mean.
+    """
     rows = np.arange(len(responses))
     whole, shared = (
         ours(make_units(prompts, responses, rows // GROUP, rows, COST, MAX_TOKENS, parts, share), parts)
@@ -95,7 +101,7 @@ def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, fl
 
 
 def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float]:
-    """One batch, all ways of cutting it."""
+    """Draw one batch and partition it with every method."""
     draw = np.random.default_rng(seed)
     lengths = draw.lognormal(np.log(median), sigma, SEQUENCES).clip(SHORTEST, LONGEST).astype(np.int64)
     rows = np.arange(SEQUENCES)
@@ -124,12 +130,12 @@ def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float
 
 
 def summary(values: list[float]) -> str:
-    """Median, and the worst: the largest."""
+    """Return "median (largest)"."""
     return f"{statistics.median(values):.4f} ({max(values):.4f})"
 
 
 def main() -> None:
-    """Print the table."""
+    """Parse the arguments, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     seeds = range(parser.parse_args().seeds)

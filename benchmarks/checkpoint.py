@@ -1,10 +1,10 @@
-"""Seconds and memory of a checkpoint beside a plain write of as many bytes, and what a step costs while one is written.
+"""Measures a checkpoint against a plain write of the same number of bytes, and a training step during a save.
 
     python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp]
 
-One process, float32: weights, optimizer state and random number generators. A plain write takes as many bytes from memory to
-one file and syncs it. All ways run in turn. Memory is the proportional set size (PSS) of this process and its writer,
-sampled every 20 ms in runs of their own, less what it was before; the page cache is in no process.
+One process, float32: weights, optimizer state and random states. The plain write takes the same number of bytes from memory,
+writes one file and syncs it. The methods alternate. Memory is the proportional set size (PSS) of this process and its writer,
+minus that before the save, sampled every 20 ms in separate runs. The page cache is not included.
 """
 
 import argparse
@@ -30,25 +30,26 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Seconds:
-    """Of each repeat."""
+    """Measured seconds, one value per repeat."""
 
     plain: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)  # a save that training waits for
-    idle: list[float] = field(default_factory=list)  # an asynchronous one, of a process that does nothing meanwhile
+    idle: list[float] = field(default_factory=list)  # an asynchronous save while the process does nothing else
     begin: list[float] = field(default_factory=list)
     finish: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)  # CPU-seconds of this process, no save on its way
-    beside: list[float] = field(default_factory=list)  # the same of steps that began while the writer wrote, mean
+    step: list[float] = field(default_factory=list)  # CPU-seconds of this process for a step, without a save
+    during: list[float] = field(default_factory=list)  # mean CPU-seconds of the steps during a save
 
 
 def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that `action` takes."""
     start = clock()
     action()
     return clock() - start
 
 
 def cpu_seconds_of(action: Callable[[], object]) -> float:
-    """Of this process, time in the kernel included: the copies of pages that its writer holds."""
+    """Return the CPU-seconds of this process, with kernel time: pages that the writer shares are copied in the kernel."""
     return seconds_of(action, time.process_time)
 
 
@@ -64,8 +65,8 @@ def save(actor, folder: Path, asynchronous: bool) -> None:
     actor.finish_save(TIMEOUT_S)
 
 
-def save_beside(actor, folder: Path, step: Callable[[], object], seconds: Seconds | None = None) -> None:
-    """Begin, take steps until the writer has ended, finish."""
+def save_during_steps(actor, folder: Path, step: Callable[[], object], seconds: Seconds | None = None) -> None:
+    """Begin an asynchronous save, run steps until the writer has ended, and finish the save."""
     begin, steps = seconds_of(lambda: actor.begin_save(folder, asynchronous=True)), [cpu_seconds_of(step)]
     while not actor.save_finished():
         steps.append(cpu_seconds_of(step))
@@ -73,11 +74,11 @@ def save_beside(actor, folder: Path, step: Callable[[], object], seconds: Second
     if seconds:
         seconds.begin.append(begin)
         seconds.finish.append(finish)
-        seconds.beside.append(statistics.mean(steps))
+        seconds.during.append(statistics.mean(steps))
 
 
 def pss_bytes() -> int:
-    """Of this process and its children."""
+    """Return the PSS of this process and its children."""
     total = 0
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for pid in (str(os.getpid()), *children):
@@ -90,8 +91,8 @@ def pss_bytes() -> int:
 
 
 @contextmanager
-def peak_of(peaks: list[int]) -> Iterator[None]:
-    """Append the largest extra memory seen inside."""
+def record_peak(peaks: list[int]) -> Iterator[None]:
+    """Append the peak memory inside the context, minus the memory before it, to `peaks`."""
     before, seen, stop = pss_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -109,32 +110,32 @@ def peak_of(peaks: list[int]) -> Iterator[None]:
 
 
 def measure(actor, step: Callable[[], object], folder: Path, repeats: int) -> tuple[Seconds, dict[str, list[int]], int]:
-    """(seconds, peaks of extra memory by way, bytes of the checkpoint)."""
+    """Return the seconds, the peaks of extra memory by method, and the bytes of the checkpoint."""
     step()
     save(actor, folder / "first", asynchronous=False)
     size = sum(path.stat().st_size for path in (folder / "first").iterdir())
-    seconds, peaks = Seconds(), {"step": [], "waited": [], "idle": [], "beside": []}
-    ways = {
+    seconds, peaks = Seconds(), {"step": [], "waited": [], "idle": [], "during": []}
+    methods = {
         "step": lambda path: step(),
         "waited": lambda path: save(actor, path, asynchronous=False),
         "idle": lambda path: save(actor, path, asynchronous=True),
-        "beside": lambda path: save_beside(actor, path, step),
+        "during": lambda path: save_during_steps(actor, path, step),
     }
     for repeat in range(repeats):
         content = np.random.default_rng(repeat).integers(0, 256, size, np.uint8)
         seconds.plain.append(seconds_of(lambda content=content: plain_write(folder / "plain", content)))
         del content
-        names = {name: folder / f"{name}{repeat}" for name in ("waited", "idle", "beside")}
+        names = {name: folder / f"{name}{repeat}" for name in ("waited", "idle", "during")}
         seconds.waited.append(seconds_of(lambda names=names: save(actor, names["waited"], asynchronous=False)))
         seconds.idle.append(seconds_of(lambda names=names: save(actor, names["idle"], asynchronous=True)))
         seconds.step.append(cpu_seconds_of(step))
-        save_beside(actor, names["beside"], step, seconds)
+        save_during_steps(actor, names["during"], step, seconds)
         for path in names.values():
             shutil.rmtree(path)
     for _ in range(min(3, repeats)):
-        for name, way in ways.items():
-            with peak_of(peaks[name]):
-                way(folder / "watched")
+        for name, method in methods.items():
+            with record_peak(peaks[name]):
+                method(folder / "watched")
             shutil.rmtree(folder / "watched", ignore_errors=True)
     return seconds, peaks, size
 
@@ -145,18 +146,18 @@ def show(seconds: Seconds, peaks: dict[str, list[int]], size: int, console: Cons
 
     table = Table("", "s", "of a plain write", "extra memory, of the bytes", title=f"{size / 1e6:.0f} MB")
     table.add_row("plain write", median(seconds.plain), "1", "")
-    for name, what in (("waited", "save, waited for"), ("idle", "asynchronous, idle meanwhile")):
+    for name, what in (("waited", "save, training waits"), ("idle", "asynchronous save, process idle")):
         values = getattr(seconds, name)
         memory = max(peaks[name]) / size
         table.add_row(what, median(values), one_process.ratio(values, seconds.plain), f"{memory:.2f}")
-    memory = max(peaks["beside"]) / size
-    table.add_row("beside steps: begin", median(seconds.begin), one_process.ratio(seconds.begin, seconds.plain), "")
+    memory = max(peaks["during"]) / size
+    table.add_row("during steps: begin", median(seconds.begin), one_process.ratio(seconds.begin, seconds.plain), "")
     table.add_row("finish", median(seconds.finish), one_process.ratio(seconds.finish, seconds.plain), f"{memory:.2f}")
     table.add_row("step, CPU-s", median(seconds.step), "", f"{max(peaks['step']) / size:.2f}")
     table.add_row(
-        "step while writing, CPU-s",
-        median(seconds.beside),
-        f"of a step: {one_process.ratio(seconds.beside, seconds.step)}",
+        "step during a save, CPU-s",
+        median(seconds.during),
+        f"of a step: {one_process.ratio(seconds.during, seconds.step)}",
     )
     console.print(table)
 
@@ -165,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the disk is")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure"
+    )
     given = parser.parse_args()
     one_process.start()
     from mrl.algorithms.losses import PPOClip
@@ -174,7 +177,7 @@ def main() -> None:
     sizes = Sizes(given.hidden, 4, 8192, groups=1, responses=2, prompt=(8, 16), response=(16, 32))
     block, batch = one_process.make_batch(sizes)
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
-    share = one_process.planned(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
+    share = one_process.partition(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=given.folder) as folder:
         found = measure(actor, lambda: actor.update(block, [share], PPOClip(), [1e-9]), Path(folder), given.repeats)
     show(*found, Console(width=130))

@@ -1,13 +1,13 @@
-"""What a training step saves by not computing what cannot change the gradient, and that the gradient stays the same.
+"""Measures what a training step saves by skipping computation that cannot change the gradient, and compares the gradients.
 
     python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5]
 
-    groups of zero advantage  left out, as `algorithm.skip_zero_advantage` does, beside training all of them
-    shared prompts            a prompt of 16 responses computed once (`Packing.share_prompts`), beside 16 times
+    zero advantage   groups of advantage 0 are skipped (`algorithm.skip_zero_advantage`), or trained
+    shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`), or 16 times
 
-Each is a ratio to the same batch without the saving: tokens computed, and CPU-seconds of one `MegatronActor.update` (rows to
-packs, forward, backward, optimizer step), interleaved in one process. Gradients are compared tensor by tensor: the largest
-difference of two elements over the tensor's largest element.
+Each number is a ratio to the same batch without the saving: computed tokens, and CPU-seconds of one `MegatronActor.update` (rows
+to packs, forward, backward, optimizer step), alternating in one process. Gradients are compared tensor by tensor: the largest
+difference of two elements divided by the largest element of the tensor.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import StepPartition
 
 LR = 1e-9
-TOLERANCE = 2e-5  # of gradients, as in the parity tests
+TOLERANCE = 2e-5  # difference of gradients, as in the parity tests
 MAX_TOKENS = 4096  # in one micro-batch
 ZERO_FRACTIONS = (0.0, 0.25, 0.45)
 RATIOS = {"1:8": (28, 228), "1:1": (128, 128), "8:1": (228, 28)}  # tokens of each prompt and of each response
@@ -33,7 +33,7 @@ RATIOS = {"1:8": (28, 228), "1:1": (128, 128), "8:1": (228, 28)}  # tokens of ea
 
 @dataclass(frozen=True)
 class Case:
-    """A batch with a saving, and without."""
+    """A batch, partitioned with a saving and without it."""
 
     name: str
     block: TokenBlock
@@ -42,7 +42,7 @@ class Case:
 
 
 def zero_advantage(sizes: Sizes, fraction: float) -> Case:
-    """20 groups of 8, prompts shared in both; a batch of about 8k computed tokens before any is left out."""
+    """Return 20 groups of 8 responses, with shared prompts in both partitions: about 8k computed tokens without skipping."""
     sizes = replace(sizes, groups=20, responses=8, prompt=(16, 48), response=(8, 88))
     block, batch = one_process.make_batch(sizes, fraction)
     every = replace(batch, rows=batch.counted)
@@ -50,7 +50,7 @@ def zero_advantage(sizes: Sizes, fraction: float) -> Case:
 
 
 def shared_prompts(sizes: Sizes, name: str) -> Case:
-    """2 prompts of 16 responses, 8192 tokens in whole rows."""
+    """Return 2 prompts with 16 responses each: 8192 tokens without sharing."""
     prompt, response = RATIOS[name]
     sizes = replace(sizes, groups=2, responses=16, prompt=(prompt, prompt), response=(response, response))
     block, batch = one_process.make_batch(sizes)
@@ -59,11 +59,11 @@ def shared_prompts(sizes: Sizes, name: str) -> Case:
 
 def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPartition]:
     for batch, share_prompts in zip((saving, everything), share, strict=True):
-        yield one_process.planned(batch, MAX_TOKENS, share_prompts)
+        yield one_process.partition(batch, MAX_TOKENS, share_prompts)
 
 
 def measure(actor, case: Case, repeats: int) -> list[str]:
-    """The case's row of the table; raises AssertionError where the gradients differ."""
+    """Return the row of a case. Raises AssertionError if the gradients differ."""
     from mrl.algorithms.losses import PPOClip
 
     found = [
@@ -95,12 +95,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     one_process.start()
-    from mrl.workers.actor import MegatronActor  # Megatron, after start()
+    from mrl.workers.actor import MegatronActor  # imports Megatron, so after start()
 
     sizes = Sizes(args.hidden, args.layers, args.vocab, groups=0, responses=0, prompt=(0, 0), response=(0, 0))
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
     table = Table(
-        "batch", "tokens", "ratio", "CPU-s", "ratio", "gradients", title="computed with the saving, of without"
+        "batch", "tokens", "ratio", "CPU-s", "ratio", "gradients", title="without the saving -> with the saving"
     )
     cases = [zero_advantage(sizes, fraction) for fraction in ZERO_FRACTIONS]
     cases += [shared_prompts(sizes, name) for name in RATIOS]

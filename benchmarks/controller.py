@@ -1,12 +1,12 @@
-"""What the driver itself costs at scale: the real loop, with 1,024 trainer ranks and 256 engines that compute nothing.
+"""Measures the cost of the driver at scale: the real loop with 1,024 trainer ranks and 256 engines that compute nothing.
 
     python benchmarks/controller.py [--prompts 1024] [--tokens 512] [--ranks 1024] [--engines 256] [--steps 3]
     python benchmarks/controller.py --all
     python benchmarks/controller.py --profile driver.prof
 
-Four processes: this one is the driver (the trainer, with the real generator, policy, worker group, weight sync and ledger);
-one is the real rollout worker; one answers for all engines over HTTP, at once; one for all trainer ranks over Ray.
-CPU-seconds are of this process, all its threads; a call to a rank is a Ray call of its own, as to a process of its own.
+Four processes: this one is the driver (the real trainer, rollout manager, worker group, weight sync and ledger). One is the real
+rollout worker. One answers all requests to engines over HTTP without delay. One Ray actor answers for all trainer ranks.
+CPU-seconds are those of the driver, all threads. A call to a trainer rank is one Ray call, as if each rank had its own process.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from mrl.workers.model_trainers import ActorTrainer, UpdateRunner
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
-SIGMA = 0.5  # of the logarithm of a response's length
-LONGEST = 4  # times the mean length
+SIGMA = 0.5  # standard deviation of the logarithm of a response's length
+LONGEST = 4  # longest response over the mean length
 ALL = [  # prompts, tokens, ranks
     *((prompts, 512, 1024) for prompts in (128, 256, 512, 1024)),
     *((1024, tokens, 1024) for tokens in (128, 2048, 8192)),
@@ -79,7 +79,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Size:
-    """Of one measurement."""
+    """Size of one measurement."""
 
     prompts: int
     responses: int  # per prompt
@@ -89,17 +89,17 @@ class Size:
     steps: int
 
 
-class AtOnce(SimulatedEngine):
-    """Answers before any time has passed, in the bytes that so many tokens take."""
+class InstantEngine(SimulatedEngine):
+    """Engine that answers without delay. Its answers have as many bytes as those of real tokens."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Token 7 throughout, of log-probability -1: a small whole number costs the rollout worker no memory."""
+        """Answer with token 7 and log-probability -1 everywhere: Python stores a small integer only once."""
         body = orjson.loads(await request.read())
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
         for place, prompt in enumerate(body["input_ids"]):
-            self.asked[tuple(prompt)] += 1
-            tokens = self.script.length(prompt, self.asked[tuple(prompt)])
+            self.counts[tuple(prompt)] += 1
+            tokens = self.script.length(prompt, self.counts[tuple(prompt)])
             await answer.write((b"," if place else b"[") + self._completion_of(tokens))
         await answer.write(b"]")
         return answer
@@ -114,17 +114,17 @@ class AtOnce(SimulatedEngine):
 
 
 async def serve(engines: int, tokens: int) -> None:
-    """Prints the engines' URLs, then answers for all of them."""
+    """Print the URLs of all engines, then serve them until stdin closes."""
     script = LogNormalScript(tokens * math.exp(-(SIGMA**2) / 2), SIGMA, LONGEST * tokens)
-    asked: Counter[tuple[int, ...]] = Counter()
-    urls, _ = await start([AtOnce(EngineSpeeds(0.0, 0.0, 0.0, 1), script, asked) for _ in range(engines)])
+    counts: Counter[tuple[int, ...]] = Counter()
+    urls, _ = await start([InstantEngine(EngineSpeeds(0.0, 0.0, 0.0, 1), script, counts) for _ in range(engines)])
     print("\n".join(urls), flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until the driver ends
 
 
 @contextmanager
 def engines(size: Size) -> Iterator[list[str]]:
-    """URLs of engines, all in one process."""
+    """Start all engines in one process; yields their URLs."""
     command = [sys.executable, __file__, "--serve", "--engines", str(size.engines), "--tokens", str(size.tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout, "it is piped"
@@ -135,13 +135,13 @@ def engines(size: Size) -> Iterator[list[str]]:
 
 
 class SimulatedRanks:
-    """A Ray actor that answers for all trainer ranks, as mrl.workers.worker.TrainWorker does, without a model."""
+    """Ray actor that answers for all trainer ranks as mrl.workers.worker.TrainWorker does, but without a model."""
 
     def __init__(self, dims: ParallelDims, urls: Sequence[str]) -> None:
         self.dims, self.urls = dims, urls
 
     def call(self, rank: int, method: str, *args: Any, **how: Any) -> Any:
-        """What this rank says."""
+        """Return the answer of one rank to a method call."""
         return getattr(self, method)(rank, *args, **how)
 
     def compute_logprobs(
@@ -157,7 +157,7 @@ class SimulatedRanks:
     def update(
         self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
     ) -> list[UpdateReport]:
-        """As many numbers as an actor reports."""
+        """Return as many numbers as a real actor reports."""
         sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
@@ -165,7 +165,7 @@ class SimulatedRanks:
         return [UpdateReport(sums if last else {}, maxima) for _ in rank_batches[at.dp]]
 
     def push_weights(self, rank: int, version: int, engines_were_offloaded: bool) -> SyncReport:
-        """The first rank tells the engines the version."""
+        """On rank 0, send the weight version to all engines."""
         if rank == 0:
             with httpx.Client(trust_env=False) as http:
                 for url in self.urls:
@@ -175,7 +175,7 @@ class SimulatedRanks:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A method of a rank that another actor answers for."""
+    """A method of a rank; the call goes to the actor that answers for all ranks."""
 
     actor: Any
     rank: int
@@ -187,7 +187,7 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Rank:
-    """Stands for a Ray actor of its own."""
+    """Stand-in for the Ray actor of one rank."""
 
     actor: Any
     rank: int
@@ -197,7 +197,7 @@ class Rank:
 
 
 class SimulatedGroup(WorkerGroup):
-    """A WorkerGroup without processes of its own."""
+    """Worker group whose ranks are all answered by one actor."""
 
     def __init__(self, dims: ParallelDims, run_dir: str, actor: Any) -> None:
         self.actor = actor
@@ -208,14 +208,14 @@ class SimulatedGroup(WorkerGroup):
 
 
 class Prompts(PromptDataset):
-    """Random prompts, whose responses nobody reads."""
+    """Random prompts; responses are decoded as empty texts."""
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         return [""] * len(responses)
 
 
 def random_prompts(rows: int) -> Prompts:
-    """Of 32 to 96 tokens."""
+    """Return prompts of 32 to 95 tokens."""
     rng = np.random.default_rng(0)
     cu_seqlens = np.cumsum([0, *rng.integers(32, 96, rows)])
     tokens = rng.integers(1000, 50000, cu_seqlens[-1]).astype(np.int32)
@@ -224,7 +224,7 @@ def random_prompts(rows: int) -> Prompts:
 
 
 class RandomReward:
-    """Another one for each response, so that every group has advantages."""
+    """Random rewards, so that every group has advantages."""
 
     in_process = True
 
@@ -233,15 +233,15 @@ class RandomReward:
 
 
 class NoSaver:
-    """Writes nothing."""
+    """Stand-in for the checkpoint saver; writes nothing."""
 
     def between_steps(self, state: object, metrics: object) -> None: ...
 
     def finish(self, state: object) -> None: ...
 
 
-class Clock:
-    """A tracker sink that reads the driver's clocks after each step."""
+class DriverMeter:
+    """Tracker sink that measures the driver after each step: CPU, time in `ray.wait`, Ray traffic."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic, self.waited_s, self.waited_cpu_s, self.steps = traffic, 0.0, 0.0, []
@@ -249,7 +249,7 @@ class Clock:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Start the measurement of a step."""
         self._last = self._read()
 
     def _waiting(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +275,7 @@ class Clock:
         ray.wait = self._wait
 
     def row(self, size: Size) -> str:
-        """Of the table: medians over the steps after the first."""
+        """Return the row of the table: medians over the steps without the first."""
         cpu, main, waiting, wall, busy, calls, sent, received = np.median(self.steps[1:], axis=0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         seconds = f"{cpu:.2f} | {main:.2f} | {waiting:.2f} | {wall:.1f} | {busy:.2f}"
@@ -284,7 +284,7 @@ class Clock:
 
 
 def layout(ranks: int) -> ParallelDims:
-    """Of a model that takes 16 ranks."""
+    """Return a layout with 16 ranks per replica."""
     return ParallelDims(tp=4, pp=4, dp=ranks // 16)
 
 
@@ -316,7 +316,7 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
 
 @contextmanager
 def cluster(store_bytes: int) -> Iterator[None]:
-    """A local one whose object store takes so much."""
+    """Start a local Ray cluster with an object store of this size."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", RAY_worker_niceness="0")
     ray.init(
         address="local",
@@ -334,7 +334,7 @@ def cluster(store_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]:
-    """As mrl.controller.build wires it, with the simulated parts."""
+    """Build the trainer as mrl.controller.build does, with the simulated parts."""
     with ExitStack() as stack:
         urls = stack.enter_context(engines(size))
         samples = size.prompts * size.responses
@@ -371,7 +371,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
 
 
 def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
-    """Engines on their own devices, whose pushes the simulated ranks answer."""
+    """Return the lifecycle of engines on their own devices; the simulated ranks answer its pushes."""
     lifecycle = EngineLifecycle(
         host=worker,
         actor=group,
@@ -391,27 +391,27 @@ def _raise(error: BaseException, boundary: object) -> Any:
 
 
 def measure(size: Size, profile: Path | None = None) -> str:
-    """A row of the table."""
+    """Run one measurement and return its row of the table."""
     with tempfile.TemporaryDirectory() as run_dir, Traffic() as traffic:
-        clock = Clock(traffic)
+        meter = DriverMeter(traffic)
         with (
-            trainer(size, run_dir, [clock]) as built,
+            trainer(size, run_dir, [meter]) as built,
             cProfile.Profile(time.thread_time) if profile else nullcontext() as profiler,
         ):
-            clock.begin()
+            meter.begin()
             built.fit()
         if profile and profiler:
             profiler.dump_stats(profile)
-        return clock.row(size)
+        return meter.row(size)
 
 
 def main() -> None:
-    """Measure, and print Markdown."""
+    """Parse the arguments, measure, and print rows of a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in dict(prompts=1024, responses=8, tokens=512, ranks=1024, engines=256, steps=3).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--profile", type=Path, help="where to keep a profile of the main thread's CPU-seconds")
-    parser.add_argument("--all", action="store_true", help="every size of the table, each in a process of its own")
+    parser.add_argument("--profile", type=Path, help="file for a profile of the main thread's CPU-seconds")
+    parser.add_argument("--all", action="store_true", help="measure all sizes of the table, each in a new process")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     known = parser.parse_args()
     if known.serve:

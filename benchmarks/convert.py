@@ -1,11 +1,11 @@
-"""Memory and time of `mrl convert`, beside a plain copy of the same bytes.
+"""Measures memory and time of `mrl convert` against a plain copy of the same bytes.
 
     python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm]
 
-Writes a random bfloat16 model of Qwen3-1.7B's sizes (3.4 GB), converts it to Megatron and back in processes of their own, and
-removes everything. Memory is the largest resident size of the whole process, its mapped pages included, and that beyond what
-its imports take. The copy is shutil's, with an fsync of each file as the conversions have it. Before each run the source's
-pages are dropped from the page cache, unless --warm.
+Writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB), converts it to Megatron and back in separate processes, and
+removes everything. Memory is the peak resident size of the process with its mapped pages, and the same minus the memory of the
+imports. The copy uses shutil and an fsync of each file, as the conversions do. Before each run the source is dropped from the
+page cache, unless --warm is given.
 """
 
 import argparse
@@ -64,18 +64,18 @@ import sys
 from mrl.commands.convert import main
 assert main(sys.argv[1:]) == 0
 """
-BASE = {  # the copy of the same source
+BASE = {  # conversion -> the copy that it is compared with
     "to-megatron": "copy of the Hugging Face folder",
     "to-hf": "copy of the Megatron checkpoint",
 }
 IMPORTS = "import mrl.commands.convert, models.conversion.convert_checkpoint, rich.progress"
 PEAK = """
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
-"""  # kB; not getrusage's, which counts what the process was before it became this program
+"""  # kB; getrusage would also count the process before exec
 
 
 def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
-    """Random bfloat16 weights, one tensor at a time."""
+    """Write random bfloat16 weights, one tensor at a time."""
     config = folder.with_name("config")
     config.mkdir()
     (config / "config.json").write_text(json.dumps(QWEN3_1_7B | {"num_hidden_layers": layers}))
@@ -91,15 +91,15 @@ def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
 
 
 def run(code: str, *arguments: str) -> tuple[float, float]:
-    """(seconds, largest resident MB) of a process."""
+    """Run code in a new process. Returns its seconds and its peak resident MB."""
     begin = time.perf_counter()
     command = [sys.executable, "-c", code + PEAK, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
     return time.perf_counter() - begin, int(done.stdout.split()[-1]) * 1024 / 1e6
 
 
-def forget(folder: Path) -> None:
-    """Drop the folder's files from the page cache."""
+def drop_from_page_cache(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         fsync_path(path)
         descriptor = os.open(path, os.O_RDONLY)
@@ -107,15 +107,18 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measure(ways: dict[str, Sequence[str]], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Each way's (seconds, MB) of all repeats, run in turn; what a way wrote is removed before it runs again."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+def measure(methods: dict[str, Sequence[str]], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Run all methods `args.repeats` times, alternating. Returns (seconds, MB) of each repeat, by method.
+
+    The output of a method is removed before the method runs again.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(args.repeats):
-        for name, command in ways.items():
+        for name, command in methods.items():
             source, target = (Path(part.rpartition("=")[2]) for part in command[-2:])
             shutil.rmtree(target, ignore_errors=True)
             if not args.warm:
-                forget(source)
+                drop_from_page_cache(source)
             found[name].append(run(*command))
             if name not in BASE:
                 shutil.rmtree(target)
@@ -123,19 +126,22 @@ def measure(ways: dict[str, Sequence[str]], args: argparse.Namespace) -> dict[st
 
 
 def report(work: Path, args: argparse.Namespace) -> None:
+    """Write the model, measure all methods, and print the table."""
     model, megatron, back = (work / name for name in ("model", "megatron", "back"))
     write_model(model, args.layers, int(args.max_shard_bytes))
     size = f"max_shard_bytes={args.max_shard_bytes}"
-    ways = {
+    methods = {  # the last two arguments are source and target
         "copy of the Hugging Face folder": [COPY, f"{model}", f"{work}/copy"],
         "to-megatron": [CONVERT, "to-megatron", size, f"model.path={model}", f"output={megatron}"],
         "copy of the Megatron checkpoint": [COPY, f"{megatron}", f"{work}/copy"],
         "to-hf": [CONVERT, "to-hf", size, f"model.path={model}", f"checkpoint={megatron}", f"output={back}"],
-    }  # source and target last
+    }
     imports = run(IMPORTS)
-    found = measure(ways, args)
+    found = measure(methods, args)
     shards = sorted(model.glob("*.safetensors"))
-    assert all(filecmp.cmp(path, back / path.name, shallow=False) for path in shards), "the files came back different"
+    assert all(filecmp.cmp(path, back / path.name, shallow=False) for path in shards), (
+        "the files differ after the round trip"
+    )
     show(found, imports, [path.stat().st_size for path in shards])
 
 
@@ -145,7 +151,7 @@ def show(found: dict[str, list[tuple[float, float]]], imports: tuple[float, floa
     heads = ("", "s", "of a copy", "MB", "of the largest file", "beyond imports", "of the largest file")
     table = Table(*heads, title=title)
     for name, runs in found.items():
-        seconds, base = (statistics.median(s for s, _ in found[way]) for way in (name, BASE.get(name, name)))
+        seconds, base = (statistics.median(s for s, _ in found[method]) for method in (name, BASE.get(name, name)))
         row = [f"{seconds:.1f} ({min(runs)[0]:.1f} to {max(runs)[0]:.1f})", f"{seconds / base:.2f}"]
         if name in BASE:
             peak = max(mb for _, mb in runs)
@@ -156,9 +162,9 @@ def show(found: dict[str, list[tuple[float, float]]], imports: tuple[float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a disk with room for four models")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder on a disk with room for four models")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model")
-    parser.add_argument("--max-shard-bytes", type=float, default=1e9, help="largest file")
+    parser.add_argument("--max-shard-bytes", type=float, default=1e9, help="bytes of the largest file")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="leave the source in the page cache")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Counts what a process says to others through Ray: calls of actors, bytes, and the objects themselves."""
+"""Counter of what a process exchanges with others through Ray: actor calls, bytes, and the objects themselves."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 @dataclass
 class Traffic:
-    """As a context it counts what this process does meanwhile; entered again it goes on counting."""
+    """Context that counts the Ray traffic of this process. When it is entered again, it continues its counts."""
 
-    keeps_objects: bool = False  # for `arrays`
-    calls: int = 0  # of actors' methods
-    sent_bytes: int = 0  # serialised: arguments, and what is put into the object store
-    received_bytes: int = 0  # deserialised
-    objects: list[Any] = field(default_factory=list)  # that were sent or received
+    keeps_objects: bool = False  # keep the objects, which `arrays` needs
+    calls: int = 0  # actor method calls
+    sent_bytes: int = 0  # serialized: arguments, and objects put into the object store
+    received_bytes: int = 0  # deserialized
+    objects: list[Any] = field(default_factory=list)  # objects that were sent or received
     _patches: ExitStack = field(default_factory=ExitStack)
 
     @property
     def bytes(self) -> int:
-        """Both ways."""
+        """Bytes sent and received."""
         return self.sent_bytes + self.received_bytes
 
     def arrays(self) -> list[NDArray]:
-        """Of numpy, wherever in the objects they are."""
+        """Return all numpy arrays in the kept objects, at any depth."""
         return [array for value in self.objects for array in _arrays(value)]
 
     def __enter__(self) -> Self:

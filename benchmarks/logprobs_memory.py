@@ -1,9 +1,9 @@
-"""Peak memory and CPU time of log-probabilities with their gradients: whole logits against chunks of them.
+"""Measures peak memory and CPU time of log-probabilities with gradients: all logits at once, and logits in chunks.
 
     python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy]
 
-Each way runs forward and backward once, in a fresh process with one thread; its memory is the process's largest resident
-size beyond what imports, inputs and (zeroed) gradients take.
+Each method runs forward and backward once, in a new process with one thread. Its memory is the peak resident size of the process
+minus that of imports, inputs and zeroed gradients.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from parallel.logprobs import linear_logprobs
 
-WAYS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits at a time; 0: all
+METHODS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits at a time; 0: all
 
 
-def whole(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """The plain formula: log_softmax over all logits [T, V], then gather."""
+def full_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Compute log_softmax over all logits [T, V], then gather. Returns log-probabilities [T] and entropies [T]."""
     logprobs = F.log_softmax(hidden @ weight.T, -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else torch.zeros(len(hidden))
     return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """MiB beyond the inputs and CPU-seconds of one forward and backward, in this process."""
+    """Run one forward and backward pass in this process. Returns MiB beyond the inputs, CPU-seconds, and a checksum."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -44,17 +44,17 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF)
     if args.chunk:
         group = dist.distributed_c10d._get_default_group()
-        found = linear_logprobs(hidden, weight, targets, group, args.vocab, 1.0, args.chunk, args.entropy)
+        result = linear_logprobs(hidden, weight, targets, group, args.vocab, 1.0, args.chunk, args.entropy)
     else:
-        found = whole(hidden, weight, targets, args.entropy)
-    (found[0].sum() + found[1].sum()).backward()
+        result = full_logprobs(hidden, weight, targets, args.entropy)
+    (result[0].sum() + result[1].sum()).backward()
     after = resource.getrusage(resource.RUSAGE_SELF)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"mib": (after.ru_maxrss - before.ru_maxrss) / 1024, "cpu_s": seconds, "sum": found[0].sum().item()}
+    return {"mib": (after.ru_maxrss - before.ru_maxrss) / 1024, "cpu_s": seconds, "sum": result[0].sum().item()}
 
 
-def in_fresh_process(chunk: int) -> dict[str, float]:
-    """`measure` in a new interpreter, with this one's arguments."""
+def measure_in_new_process(chunk: int) -> dict[str, float]:
+    """Run `measure` in a new interpreter with the arguments of this one."""
     command = [sys.executable, *sys.argv, "--chunk", str(chunk)]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -63,28 +63,29 @@ def in_fresh_process(chunk: int) -> dict[str, float]:
 
 
 def report(args: argparse.Namespace) -> None:
+    """Measure every method and print the table."""
     logits = args.positions * args.vocab * 4 / 2**20
     title = (
         f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
     )
-    table = Table("way", "MiB", "of whole", "CPU-s", "of whole", "sum of log-probabilities", title=title)
+    table = Table("method", "MiB", "of whole", "CPU-s", "of whole", "sum of log-probabilities", title=title)
     base = None
-    for name, chunk in WAYS.items():
-        found = in_fresh_process(chunk)
-        base = base or found
-        ratios = [f"{found[key] / base[key]:.3f}" for key in ("mib", "cpu_s")]
-        numbers = [f"{found['mib']:.0f}", ratios[0], f"{found['cpu_s']:.2f}", ratios[1], f"{found['sum']:.2f}"]
+    for name, chunk in METHODS.items():
+        result = measure_in_new_process(chunk)
+        base = base or result
+        ratios = [f"{result[key] / base[key]:.3f}" for key in ("mib", "cpu_s")]
+        numbers = [f"{result['mib']:.0f}", ratios[0], f"{result['cpu_s']:.2f}", ratios[1], f"{result['sum']:.2f}"]
         table.add_row(name, *numbers)
     Console().print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=8192, help="T, positions to score")
-    parser.add_argument("--hidden", type=int, default=512, help="H, hidden size")
-    parser.add_argument("--vocab", type=int, default=32000, help="V, tokens")
-    parser.add_argument("--entropy", action="store_true", help="with entropies and their gradient")
-    parser.add_argument("--chunk", type=int, help="measure this one way only, in this process; 0: whole logits")
+    parser.add_argument("--positions", type=int, default=8192, help="T: number of positions")
+    parser.add_argument("--hidden", type=int, default=512, help="H: hidden size")
+    parser.add_argument("--vocab", type=int, default=32000, help="V: vocabulary")
+    parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradient")
+    parser.add_argument("--chunk", type=int, help="measure only this chunk size, in this process; 0: whole logits")
     args = parser.parse_args()
     if args.chunk is None:
         report(args)

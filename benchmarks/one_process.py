@@ -1,6 +1,6 @@
-"""What benchmarks of training in one process share: a random model, a batch of groups, and interleaved timing.
+"""Shared by benchmarks of training in one process: a random model, a batch of groups, and alternating timing.
 
-Importing this prepares torch and Megatron for the machine, so it comes before `mrl.workers.actor`.
+Call `start` before `mrl.workers.actor` is imported: it prepares torch and Megatron for this machine.
 """
 
 import os
@@ -36,23 +36,23 @@ ALONE = ParallelDims()
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model, a batch of groups, and the packs it is cut into."""
+    """Sizes of the model, of the batch of groups, and of the micro-batches."""
 
     hidden: int
     layers: int
     vocab: int
     groups: int
     responses: int  # per prompt
-    prompt: tuple[int, int]  # tokens, from ... to
+    prompt: tuple[int, int]  # smallest and largest number of tokens
     response: tuple[int, int]
     max_tokens: int = 2048  # in one micro-batch
 
 
 def start() -> None:
-    """One process, one thread, Megatron's groups of one."""
+    """Set up one process with one thread and process groups of one rank."""
     device.patch_megatron_for_cpu()
     torch.set_num_threads(1)
-    import mrl.workers.actor  # noqa: F401  all of Megatron, after install() and before a process group
+    import mrl.workers.actor  # noqa: F401  imports Megatron; must be after patch_megatron_for_cpu and before the process group
     from parallel import groups
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -60,7 +60,7 @@ def start() -> None:
 
 
 def write_model(sizes: Sizes) -> Path:
-    """A random Qwen3 in Hugging Face form, in a folder that this process removes at its end."""
+    """Write a random Qwen3 as a Hugging Face folder, which is removed when this process ends."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # heavy
 
     torch.manual_seed(0)
@@ -83,12 +83,12 @@ def write_model(sizes: Sizes) -> Path:
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    """In one process, float32, at a learning rate too small to change what is measured."""
+    """Return the specification of a float32 model in one process. The learning rate is too small to change the measurement."""
     return ModelSpec(str(folder), ALONE, "float32", OptimConfig(lr=1e-9), {})
 
 
 def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, TrainBatch]:
-    """Random tokens and advantages of +-1 or so; the first `zero_fraction` of the groups has none, and is not trained."""
+    """Return random tokens with normal advantages. The first `zero_fraction` of the groups has advantage 0 and is not trained."""
     rng = np.random.default_rng(0)
 
     def tokens(bounds: tuple[int, int]) -> list[int]:
@@ -105,14 +105,14 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
     return block, replace(TrainBatch.of(block, groups), rows=rows, counted=counted)
 
 
-def planned(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
-    """The step as training plans it."""
+def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:
+    """Partition the batch into micro-batches as training does."""
     return partition_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
 
 
 def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, NDArray]:
-    """Whole gradients by Hugging Face name; no step."""
-    from functools import partial  # only needed here
+    """Return the complete gradients by Hugging Face name, without an optimizer step."""
+    from functools import partial
 
     from mrl.workers.actor import policy_loss
 
@@ -124,25 +124,28 @@ def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, 
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Over all tensors, the largest difference of two elements over the tensor's largest element."""
+    """Return the largest difference of two elements divided by the largest element of their tensor, over all tensors."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 
 
-def interleaved(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """CPU-seconds of each way, run in turn `repeats` times after once unmeasured; the order turns round every time."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def interleaved(methods: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Run all methods alternately, `repeats` times after one run that is not measured. Returns their CPU-seconds.
+
+    The order is reversed after each round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in track(range(repeats + 1), "measuring", console=Console(stderr=True), transient=True):
-        for name in list(ways) if repeat % 2 else reversed(list(ways)):
+        for name in list(methods) if repeat % 2 else reversed(list(methods)):
             gc.collect()
             start = time.process_time()
-            ways[name]()
+            methods[name]()
             if repeat:
                 seconds[name].append(time.process_time() - start)
     return seconds
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    """Median (smallest to largest) of the ratios of runs that stood next to each other."""
+    """Return "median (smallest to largest)" of the ratios of neighbouring runs."""
     ratios = [a / b for a, b in zip(seconds, base, strict=True)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -1,4 +1,4 @@
-"""Times a training step by phase, and counts samples per second and CPU-seconds per sample.
+"""Measures the phases of a training step, samples per second, and CPU-seconds per sample.
 
     python benchmarks/step.py [--steps 30] [mrl train overrides, e.g. experiment=quickstart parallel.dp=2]
 
@@ -27,7 +27,7 @@ SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 
 
 def tree_cpu_seconds() -> dict[str, float]:
-    """User and system seconds of this process and its descendants, by what they are."""
+    """Return user plus system seconds of this process and its descendants, by role."""
     seconds: dict[str, float] = defaultdict(float)
     here = psutil.Process()
     for process in [here, *here.children(recursive=True)]:
@@ -35,16 +35,16 @@ def tree_cpu_seconds() -> dict[str, float]:
             times, line = process.cpu_times(), " ".join(process.cmdline())
         except psutil.Error:
             continue
-        seconds[role(line, process.pid)] += times.user + times.system
+        seconds[role_of(line, process.pid)] += times.user + times.system
     return dict(seconds)
 
 
-def role(line: str, pid: int) -> str:
-    """Which part of the system a process belongs to, from its command line."""
+def role_of(line: str, pid: int) -> str:
+    """Return the role of a process, from its command line."""
     names = {"sglang": "engine", "mrl.rollout": "engine", "TrainWorker": "trainer", "RolloutWorker": "rollout worker"}
     if pid == os.getpid():
         return "driver"
-    return next((what for mark, what in names.items() if mark in line), "ray")
+    return next((role for mark, role in names.items() if mark in line), "ray")
 
 
 class StepMeter:
@@ -64,16 +64,17 @@ class StepMeter:
     def close(self) -> None: ...
 
     def cpu_per_step(self) -> dict[str, float]:
-        """Mean CPU-seconds of a step by role, the first step left out."""
+        """Return the mean CPU-seconds of a step by role, without the first step."""
         first, last, count = self.cpu[0], self.cpu[-1], len(self.cpu) - 1
         return {name: (last[name] - first.get(name, 0.0)) / count for name in last}
 
     def median(self, name: str) -> float:
+        """Return the median of a metric over the steps, without the first."""
         return statistics.median(step[name] for step in self.steps[1:])
 
 
 def measure(overrides: list[str], steps: int, stop_reward: float | None = None) -> StepMeter:
-    """Run at most `steps` steps of an experiment."""
+    """Run at most `steps` steps of an experiment, until the mean reward reaches `stop_reward`."""
     hydra_entry.register_schema()
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
@@ -87,15 +88,16 @@ def measure(overrides: list[str], steps: int, stop_reward: float | None = None) 
 
 
 def show(meter: StepMeter) -> None:
-    """Print where a step's seconds and CPU-seconds go."""
+    """Print the seconds and CPU-seconds of the parts of a step."""
     step = meter.median("time/step_s")
     samples = meter.median("rollout/samples")
     cpu = meter.cpu_per_step()
     table = Table(title=f"{len(meter.steps)} steps, medians without the first", title_justify="left")
     for column in ("", "seconds", "share"):
         table.add_column(column, justify="left" if not column else "right")
-    phases = [n for n in meter.steps[0] if n.startswith("time/") and n != "time/step_s"]
-    for name in [*phases, *(f"spent/{what}_s" for what in SPENT)]:
+    measured = set.intersection(*(set(step) for step in meter.steps[1:]))  # a step with an evaluation has a phase more
+    phases = [n for n in meter.steps[-1] if n.startswith("time/") and n != "time/step_s" and n in measured]
+    for name in [*phases, *(f"spent/{part}_s" for part in SPENT)]:
         table.add_row(name, f"{meter.median(name):.4f}", f"{meter.median(name) / step:.1%}")
         if name == phases[-1]:
             table.add_section()

@@ -1,16 +1,16 @@
-"""CPU time of a training step beside a bare Megatron step on the same model and tokens, in one process.
+"""Measures the CPU time of a training step against a bare Megatron step on the same model and tokens, in one process.
 
     python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile]
 
-Ours is `MegatronActor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, PPO's
-loss, backward, optimizer step. Bare is what a user of Megatron-Core writes: the same GPTModel and modules, Megatron's
-DDP, distributed optimizer and schedule, and the same micro-batches, packed before the clock starts; its loss is Megatron's
-`vocab_parallel_cross_entropy` times a mask of weight x advantage, summed. Its gradient is PPO's in the first step.
+"mrl" is `MegatronActor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, the
+PPO loss, backward, optimizer step. "Bare" is what a user of Megatron-Core would write: the same GPTModel and modules, Megatron's
+DDP, distributed optimizer and schedule, and the same micro-batches, which are packed before the measurement. Its loss is the sum
+of Megatron's `vocab_parallel_cross_entropy` times a mask of weight x advantage, with the gradient of PPO in the first step.
 
-    bare                  logits of all tokens, as GPTModel makes them from `labels`
-    bare, responses only  logits of the response positions alone, through GPTModel's `output_processor`
-    ours, whole rows      share_prompts=False: packs exactly as bare's
-    ours                  the default: a group's prompt is computed once
+    bare                  logits of all tokens, as GPTModel computes them from `labels`
+    bare, responses only  logits of the response positions only, through GPTModel's `output_processor`
+    mrl, whole rows       share_prompts=False: the same packs as bare
+    mrl                   the default: the prompt of a group is computed once
 """
 
 import argparse
@@ -33,22 +33,22 @@ SIZES = {
     "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
     "toy": Sizes(128, 4, 30, groups=64, responses=8, prompt=(4, 8), response=(4, 8)),
 }
-LR = 1e-9  # Adam moves a weight by this much: float32 hardly notices, so that all ways train the same weights
+LR = 1e-9  # Adam changes a weight by about this much, which float32 rounds away: all methods train the same weights
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A bare micro-batch: L tokens."""
+    """A micro-batch of L tokens for the bare step."""
 
     tokens: Tensor  # [1, L]
-    labels: Tensor  # [1, L] the next token; any where the mask is 0
-    mask: Tensor  # [1, L] what the position's cross-entropy counts for
+    labels: Tensor  # [1, L] the next token; arbitrary where the mask is 0
+    mask: Tensor  # [1, L] factor of the cross-entropy at each position
     packed: object  # PackedSeqParams
     predict: Tensor  # [R] positions that are not masked
 
 
 class Bare:
-    """Megatron-Core as its own pre-training script uses it."""
+    """A training step on Megatron-Core alone, as in its pre-training script."""
 
     def __init__(self, folder: Path, responses_only: bool) -> None:
         from megatron.core.distributed import (
@@ -78,7 +78,7 @@ class Bare:
         self.model.train()
 
     def step(self, micros: list[Prepared]) -> tuple[float, float]:
-        """(loss, gradient norm) of one optimizer step."""
+        """Run one optimizer step. Returns its loss and gradient norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.model.zero_grad_buffer()
@@ -100,7 +100,7 @@ class Bare:
         how = dict(labels=micro.labels)
         if self.responses_only:
             how = dict(output_processor=_responses_only, output_processor_context=micro)
-        # packed_seq_params.position_ids: our rotary embedding reads them there, and GPTModel hands them on
+        # our rotary embedding reads packed_seq_params.position_ids, which GPTModel passes on
         losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **how)
         mask = micro.mask[0, micro.predict] if self.responses_only else micro.mask
 
@@ -130,7 +130,7 @@ def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -
 
 
 def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, shares: dict[str, RankBatch]) -> None:
-    """Same cross-entropy and same norm of its gradient everywhere; same norm of PPO's gradient."""
+    """Raise AssertionError unless all methods agree in the cross-entropy, in its gradient norm, and in that of PPO."""
     from mrl.algorithms.losses import CrossEntropy, PPOClip
 
     for loss, with_advantages in ((CrossEntropy(), False), (PPOClip(), True)):
@@ -138,18 +138,18 @@ def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, sh
         for name, share in shares.items():
             report = update(share, loss)
             found[name] = (report.sums["loss"], report.maxima["optim/grad_norm"])
-        micros = prepare(actor, block, shares["ours, whole rows"], with_advantages)
+        micros = prepare(actor, block, shares["mrl, whole rows"], with_advantages)
         found |= {name: bare.step(micros) for name, bare in bares.items()}
         (expected_loss, expected_norm), *others = found.values()
         for what in others:
             assert abs(what[1] / expected_norm - 1) < 1e-4, f"gradient norms differ: {found}"
-            # PPO's value is -A at a ratio of 1, the bare one's A x cross-entropy: only their gradients agree
+            # at a ratio of 1 PPO's loss is -A and the bare loss is A x cross-entropy: only the gradients agree
             assert with_advantages or abs(what[0] - expected_loss) < 1e-4, f"losses differ: {found}"
         Console().print(f"{type(loss).__name__}: {found}")
 
 
 def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """(CPU-seconds by way, computed tokens by way)."""
+    """Return CPU-seconds and computed tokens, each by method."""
     one_process.start()
     from mrl.algorithms.losses import PPOClip
     from mrl.workers.actor import MegatronActor
@@ -159,8 +159,8 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
     bares = {"bare": Bare(folder, False), "bare, responses only": Bare(folder, True)}
     block, batch = one_process.make_batch(sizes)
     plans = {
-        "ours, whole rows": one_process.planned(batch, sizes.max_tokens, share_prompts=False),
-        "ours": one_process.planned(batch, sizes.max_tokens, share_prompts=True),
+        "mrl, whole rows": one_process.partition(batch, sizes.max_tokens, share_prompts=False),
+        "mrl": one_process.partition(batch, sizes.max_tokens, share_prompts=True),
     }
     shares = {name: plan.rank_batches[0] for name, plan in plans.items()}
 
@@ -168,27 +168,27 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
         return actor.update(block, [share], loss, [LR])[0]
 
     check(update, bares, actor, block, shares)
-    micros = prepare(actor, block, shares["ours, whole rows"], with_advantages=True)
-    ways: dict[str, Callable] = {name: lambda bare=bare: bare.step(micros) for name, bare in bares.items()}
-    ways |= {name: lambda share=share: update(share, PPOClip()) for name, share in shares.items()}
+    micros = prepare(actor, block, shares["mrl, whole rows"], with_advantages=True)
+    methods: dict[str, Callable] = {name: lambda bare=bare: bare.step(micros) for name, bare in bares.items()}
+    methods |= {name: lambda share=share: update(share, PPOClip()) for name, share in shares.items()}
     if profile:
-        for name in ("bare", "ours, whole rows"):
-            profile_of(name, ways[name])
+        for name in ("bare", "mrl, whole rows"):
+            print_profile(name, methods[name])
     tokens = {name: plan.metrics["batch/computed_tokens"] for name, plan in plans.items()}
     counts = {name: len(share.micro_batches) for name, share in shares.items()}
     Console().print(f"micro-batches {counts}, response tokens {batch.response_lengths.sum()}")
-    return interleaved(ways, repeats), dict.fromkeys(bares, tokens["ours, whole rows"]) | tokens
+    return interleaved(methods, repeats), dict.fromkeys(bares, tokens["mrl, whole rows"]) | tokens
 
 
-def profile_of(name: str, way: Callable) -> None:
-    """Where a step's time goes, by Python function and by operator."""
-    way()
+def print_profile(name: str, method: Callable) -> None:
+    """Print the time of a step by Python function and by operator."""
+    method()
     python = cProfile.Profile()
-    python.runcall(way)
+    python.runcall(method)
     Console().rule(name)
     pstats.Stats(python).sort_stats("tottime").print_stats(25)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operators:
-        way()
+        method()
     print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=48))
 
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", choices=SIZES, default="model")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="say first where the time goes")
+    parser.add_argument("--profile", action="store_true", help="first print the time by function and operator")
     args = parser.parse_args()
     seconds, tokens = measure(SIZES[args.sizes], args.repeats, args.profile)
     table = Table("step", "tokens", "CPU-s", "of bare", "of bare, responses only", title=f"{SIZES[args.sizes]}")

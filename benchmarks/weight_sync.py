@@ -1,10 +1,10 @@
-"""What a weight sync costs: bytes over the least possible, time against copying memory, differences against everything.
+"""Measures a weight sync: bytes over the smallest possible number, time against a memory copy, size of the differences.
 
-    python benchmarks/weight_sync.py bytes                    layouts of published sizes, by plan: arithmetic
-    python benchmarks/weight_sync.py speed [--pushes 5]       a 0.5B-parameter model from Megatron into a real engine
-    python benchmarks/weight_sync.py delta [--steps 20]       real training runs that send differences
+    python benchmarks/weight_sync.py bytes                    transfer plans for layouts of published models: arithmetic
+    python benchmarks/weight_sync.py speed [--pushes 5]       pushes of a 0.5B-parameter model from Megatron to a real engine
+    python benchmarks/weight_sync.py delta [--steps 20]       training runs that send only differences
 
-`speed` needs 8 GiB of memory and a minute; `delta` trains the quickstart twice.
+`speed` needs 8 GiB of memory and a minute; `delta` trains the quickstart three times.
 """
 
 import argparse
@@ -42,7 +42,7 @@ LAYOUTS = [
 
 
 def config_of(name: str) -> dict:
-    """A config.json of that size."""
+    """Return a config.json with the sizes of this model."""
     architecture, s = MODELS[name]
     moe = {}
     if "experts" in s:
@@ -69,7 +69,7 @@ def config_of(name: str) -> dict:
 
 
 def count_bytes(arguments: argparse.Namespace) -> None:
-    """Bytes that arrive over bytes that engines hold, by plan."""
+    """Print the bytes that the transfer plan sends over the bytes that engines hold, for each layout."""
     from models.families import family_of
     from models.hf_config import HFConfig
     from mrl.weight_sync.engine_layout import EngineLayout, Topology
@@ -82,7 +82,7 @@ def count_bytes(arguments: argparse.Namespace) -> None:
     )
     from parallel.dims import ParallelDims
 
-    table = Table("model", "trainer", "engines", "sent over least", "busiest sender", "messages", "GB", "plan, s")
+    table = Table("model", "trainer", "engines", "sent over held", "busiest sender", "messages", "GB", "plan, s")
     for name, axes, engine, count in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config_of(name)))
@@ -93,17 +93,17 @@ def count_bytes(arguments: argparse.Namespace) -> None:
         layout = EngineLayout.of(family, arch, Topology(**engine))
         owned = trainer_shards(layout.rows, arch.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
         plan = compile_transfer_plan(owned, layout, count, lambda _: ("bfloat16", 2), 512 << 20)
-        found = estimate_transfer_cost(plan, dims.world_size, LinkSpeeds(25.0, 25.0, 50.0), shared=False)
+        cost = estimate_transfer_cost(plan, dims.world_size, LinkSpeeds(25.0, 25.0, 50.0), shared=False)
         seconds = time.perf_counter() - start
-        messages = sum(sender.messages for sender in found.senders)
+        messages = sum(sender.messages for sender in cost.senders)
         each = "x".join(f"{k}{v}" for k, v in engine.items())
-        cells = [f"{found.ratio:.5f}", f"{found.imbalance:.3f}", f"{messages:,}", f"{found.sent_bytes / 1e9:.1f}"]
+        cells = [f"{cost.ratio:.5f}", f"{cost.imbalance:.3f}", f"{messages:,}", f"{cost.sent_bytes / 1e9:.1f}"]
         table.add_row(name, str(dims), f"{count} of {each}", *cells, f"{seconds:.1f}")
     CONSOLE.print(table)
 
 
 def write_half_billion(folder: Path) -> None:
-    """A random Qwen2-0.5B in bfloat16, written tensor by tensor."""
+    """Write a random Qwen2-0.5B in bfloat16."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -114,7 +114,7 @@ def write_half_billion(folder: Path) -> None:
 
 
 def copy_seconds(nbytes: int) -> float:
-    """Median time of a plain copy of so many bytes, from one piece of memory into another, both touched before."""
+    """Return the median seconds of a memory copy of this size; both arrays are in memory before."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     found = []
     for _ in range(7):
@@ -125,7 +125,7 @@ def copy_seconds(nbytes: int) -> float:
 
 
 def measure_speed(arguments: argparse.Namespace) -> None:
-    """Time of pushes of a 0.5B model, each transport, against copying the same bytes."""
+    """Print the seconds of pushes of a 0.5B model by transport and bucket size, against a memory copy of the same bytes."""
     from parallel import device
 
     device.patch_megatron_for_cpu()
@@ -182,7 +182,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
 
 
 def measure_delta(arguments: argparse.Namespace) -> None:
-    """Bytes of differences over bytes of weights, in real training runs."""
+    """Print the bytes of differences over the bytes of the weights, in training runs."""
     runs = {
         "float32, learning rate of the quickstart": [],
         "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
@@ -213,7 +213,7 @@ def measure_delta(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Parse the arguments and run one of the three measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(required=True)
     kinds.add_parser("bytes").set_defaults(run=count_bytes)

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Makes .venv with everything in a lock, and nothing twice: where .venv is up to date this takes milliseconds and no network.
+# Creates or updates .venv from a lock. If .venv is up to date, this takes milliseconds and needs no network.
 #   scripts/setup.sh [LOCK]     LOCK: requirements.txt (default), or requirements-gpu.txt on a cluster
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lock=${1:-requirements.txt}
 stamp=.venv/.set-up
-export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} # trust what the machine trusts, say a company's proxy
+export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} # use the certificates of the machine, for example those of a company's proxy
 
 say() { echo "setup: $*" >&2; }
 
-# What .venv was made from, and where: a moved checkout needs a new one.
-wanted() {
+# Prints what .venv is made from and its place; a checkout that was moved needs a new .venv.
+fingerprint() {
     pwd
     cat "$lock" setup.py | cksum
 }
 
-# Prints the path of interpreter $1 if it is Python $2 (say 3.12, or any 3). It is run: a pyenv shim may exist and yet fail.
-works() {
+# Prints the path of interpreter $1 if it is Python $2 (3.12, or 3 for any). It runs the interpreter, because a pyenv shim may exist and fail.
+is_python() {
     "$1" -c 'import sys; print(sys.executable) if sys.version.startswith(sys.argv[1] + ".") else sys.exit(1)' "$2" 2>/dev/null
 }
 
@@ -25,7 +25,7 @@ find_uv() {
     if command -v uv; then return; fi
     if [ ! -x .uv/bin/uv ]; then
         say "no uv on PATH: installing one into .uv"
-        python=$(find_python || works python3 3) || return 1
+        python=$(find_python || is_python python3 3) || return 1
         "$python" -m venv .uv && echo '*' >.uv/.gitignore &&
             .uv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt >&2 || return 1
     fi
@@ -35,23 +35,23 @@ find_uv() {
 find_python() {
     local candidate
     for candidate in python3.12 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12*/bin/python; do
-        works "$candidate" 3.12 && return
+        is_python "$candidate" 3.12 && return
     done
     return 1
 }
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(wanted)" ]; then exit 0; fi
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then exit 0; fi
 
 uv=$(find_uv) || { say "needs uv, and could not install it with pip; install uv and run this again"; exit 1; }
 python=$(find_python || "$uv" python find --system 3.12 2>/dev/null || { "$uv" python install 3.12 >&2 && "$uv" python find --system 3.12; }) ||
     { say "needs Python 3.12: none on PATH, in pyenv or from uv; install one and run this again"; exit 1; }
 
-if ! works .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(head -1 "$stamp")" != "$(pwd)" ]; }; then
+if ! is_python .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(head -1 "$stamp")" != "$(pwd)" ]; }; then
     "$uv" venv --quiet --clear --python "$python" .venv
 fi
 say "installing $lock into .venv with $("$python" --version)"
-# A package that is built here compiles against the locked torch. Byte code is made now, once: a dozen processes per run import
-# these packages, some where Python may not write it. Nothing is installed whose bytes are not those that the lock names.
+# Packages that are built here compile against the locked torch. Byte code is compiled now, because a dozen processes per run import
+# these packages, and some of them cannot write it. A file whose hash is not in the lock is refused.
 "$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --require-hashes --build-constraints "$lock" -r "$lock"
 "$uv" pip install --quiet --python .venv/bin/python --no-deps --build-constraints "$lock" -e .
-wanted >"$stamp"
+fingerprint >"$stamp"
