@@ -1,11 +1,12 @@
-"""Balances a batch over data-parallel replicas and splits each share into micro-batches, from sequence lengths alone.
+"""Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
     unit   rows packed together: one response, or several responses that share one computed prompt
     part   the units of one data-parallel replica; parts have nearly equal cost
     pack   the units of one micro-batch, within a token budget; the packs of a part have nearly equal cost
 
-One two-step search assigns units to parts, units to packs, and rows to the pieces of a large group. It assigns greedily
-(`_assign_greedily`), then moves and swaps units as long as the heaviest part becomes lighter (`_rebalance`).
+Only sequence lengths are needed. The same search assigns units to parts, units to packs, and rows to the pieces of a
+large group: it assigns greedily (`_assign_greedily`), then moves and swaps units as long as the heaviest part becomes
+lighter (`_rebalance`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,9 @@ Rows = NDArray[np.int64]
 
 UNBOUNDED = np.inf
 EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this times the mean
-CANDIDATES = (256, 4096)  # units of the heaviest part, and of the others, that one search step compares; bounds memory
-# Cost limits of an uncut group, relative to the mean cost of a part. Some are above 1: a cut computes a prompt twice, and the
-# mean counts it once.
+CANDIDATES = (256, 4096)  # units of the heaviest part, and of other parts, that a search step compares; limits memory
+# Cost limits above which a group is cut, relative to the mean cost of a part. Some are above 1, because a cut computes the
+# prompt twice but the mean counts it once.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
@@ -45,7 +46,7 @@ class PackingUnit:
     group: int = -1  # group whose prompt is shared; -1: not shared
 
 
-def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides over cuts
+def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings of the cuts
     prompt_lengths: NDArray[np.int64],
     response_lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
@@ -57,10 +58,10 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides 
 ) -> list[PackingUnit]:
     """Return the units of `rows`. Lengths (tokens) and groups are columns [B] of the whole batch.
 
-    Without `share_prompts` every row is a unit. With it, a group is a unit of P + sum R_i tokens. A group is cut into
-    several units, each of which computes the prompt, if it exceeds `max_tokens`, or if its cost would make the `parts`
-    uneven. Each cut computes a prompt once more. Therefore the function takes the coarsest of GROUP_LIMITS whose
-    heaviest part is as light as with any other limit.
+    Without `share_prompts`, every row is a unit. With `share_prompts`, a group is a unit of P + sum R_i tokens. A group
+    is cut into several units if it exceeds `max_tokens`, or if its cost would make the `parts` uneven. Each of these
+    units computes the prompt again. Therefore the function uses the largest of GROUP_LIMITS for which the heaviest part
+    is nearly as light as with the best limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -72,9 +73,9 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and what decides 
     def cut(limit: float) -> list[PackingUnit]:
         return [
             _shared_unit(piece, group, prompt_lengths, response_lengths, cost)
-            for group, of_group in sorted(members.items())
+            for group, group_rows in sorted(members.items())
             for piece in _split_group(
-                of_group, int(prompt_lengths[of_group[0]]), response_lengths, cost, max_tokens, limit
+                group_rows, int(prompt_lengths[group_rows[0]]), response_lengths, cost, max_tokens, limit
             )
         ]
 
@@ -96,10 +97,10 @@ def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[Packi
 
 
 def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None = None) -> list[list[PackingUnit]]:
-    """Distribute units over packs of at most `max_tokens` and nearly equal cost. A larger unit gets a pack of its own.
+    """Distribute units over packs of at most `max_tokens` and nearly equal cost. A unit with more tokens gets its own pack.
 
-    Without `count`, the number of packs is that of first-fit-decreasing. With `count`, exactly so many packs are
-    returned; some may be empty.
+    Without `count`, first-fit-decreasing decides the number of packs. With `count`, exactly `count` packs are returned;
+    some may be empty.
 
     Raises:
         ValueError: the units do not fit into `count` packs.
@@ -112,7 +113,8 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
     if assignment is None:
         needed = _count_packs(units, max_tokens)
         raise ValueError(
-            f"{tokens.sum()} tokens need {needed} micro-batches of {max_tokens}, not {count}; raise one of them"
+            f"{tokens.sum()} tokens need {needed} micro-batches of {max_tokens} tokens, but only {count} are "
+            "allowed; raise the number of micro-batches or the token budget"
         )
     return _collect(units, assignment, count)
 
@@ -120,11 +122,12 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
 def plan_micro_batches(
     units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
 ) -> list[tuple[Rows, ...]]:
-    """Return, for each of `parts` data-parallel replicas, the rows of its micro-batches. Each row is in exactly one.
+    """Return the rows of each micro-batch, for each of `parts` data-parallel replicas. Each row is in one micro-batch.
 
     Args:
         equal_counts: give every replica as many micro-batches as the replica that needs most.
-        multiple_of: round the counts up to a multiple of this; a virtual pipeline needs it. Zero stays zero.
+        multiple_of: round the numbers of micro-batches up to a multiple of this, as a virtual pipeline requires. 0 stays
+            0.
 
     Micro-batches added to reach a count are empty.
     """
@@ -160,10 +163,10 @@ def _shared_unit(
 def _split_group(
     rows: list[int], prompt: int, response_lengths: NDArray[np.int64], cost: CostModel, max_tokens: int, limit: float
 ) -> list[list[int]]:
-    """Split a group into the fewest even pieces within `max_tokens` and a cost of `limit`.
+    """Split a group into the fewest pieces of nearly equal cost within `max_tokens` and a cost of `limit`.
 
-    A row that alone exceeds either bound is a piece of its own. A piece is not split for its cost when half of that
-    cost is the prompt, because every split adds the prompt again.
+    A row that exceeds a bound without other rows is its own piece. A piece is not split for its cost if the prompt is at
+    least half of its cost, because every split computes the prompt again.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
@@ -178,15 +181,15 @@ def _split_group(
         pieces = _collect(range(len(rows)), assignment, count)
         if all(len(piece) == 1 or costs[piece].sum() <= limit for piece in pieces):
             return too_long + [[rows[i] for i in piece] for piece in pieces if piece]
-    assert not rows, f"rows {rows} of at most {max_tokens} tokens with their prompt of {prompt} found no piece"
+    assert not rows, f"rows {rows} are in no piece (max_tokens={max_tokens}, prompt of {prompt} tokens)"
     return too_long
 
 
 def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
-    """Return the part of each unit [U], with nearly equal costs and at most `capacity` tokens per part; None if none is found.
+    """Return the part of each unit [U], with nearly equal costs and at most `capacity` tokens per part; None if it fails.
 
-    The costliest unit goes first, to the lightest part. If that runs out of room, first-fit-decreasing by tokens is
-    tried, which needs the least room.
+    Units are assigned in order of falling cost, each to the lightest part. If the parts are too full for a unit,
+    first-fit-decreasing by tokens is tried, which fits more units.
     """
     assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
     if assignment is None:
@@ -198,9 +201,9 @@ def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, c
 def _assign_greedily(
     order: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Rows | None:
-    """Assign each unit, in `order`, to the lightest part with room; the first part wins ties. Return [U], or None without room.
+    """Assign each unit, in `order`, to the lightest part with room. Return the parts [U], or None if a unit has no room.
 
-    An empty part has room for a unit of any size.
+    Among equally light parts, the first one is used. An empty part has room for a unit of any size.
     """
     loads, used = np.zeros(parts), np.zeros(parts, np.int64)
     assignment = np.zeros(len(order), np.int64)
@@ -218,7 +221,7 @@ def _assign_greedily(
 def _rebalance(
     assignment: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Rows:
-    """Return the assignment [U] after the best moves and swaps with the heaviest part, repeated while its load falls."""
+    """Return the assignment [U] after repeated moves and swaps that reduce the load of the heaviest part."""
     assignment, count = assignment.copy(), len(assignment)
     # One empty unit per part, after the real units: a swap with an empty unit is a move.
     costs, tokens = np.append(costs, np.zeros(parts)), np.append(tokens, np.zeros(parts, np.int64))
@@ -243,15 +246,15 @@ def _rebalance(
 
 
 def _thin(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
-    """Return selected indices: about `most` evenly spaced ones of the first `count`, and all later ones."""
+    """Return selected indices: about `most` evenly spaced indices below `count`, and all indices from `count` on."""
     units = np.flatnonzero(selected[:count])
     return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))
 
 
 def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
-    """Return the number of packs of first-fit-decreasing.
+    """Return the number of packs that first-fit-decreasing needs.
 
-    It is at most 2 T / max_tokens + 1 for T tokens, because two neighbouring packs together hold more than
+    For T tokens the number is at most 2 T / max_tokens + 1, because two neighbouring packs together hold more than
     `max_tokens`.
     """
     tokens = np.array([unit.tokens for unit in units], dtype=np.int64)
@@ -287,5 +290,5 @@ def _total_cost(units: Iterable[PackingUnit]) -> float:
 
 
 def _heaviest(units: Sequence[PackingUnit], parts: int) -> float:
-    """Return the cost of the heaviest of `parts` after partition_units."""
+    """Return the cost of the heaviest of `parts` parts after partition_units."""
     return max(map(_total_cost, partition_units(units, parts)))

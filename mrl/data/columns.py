@@ -27,11 +27,11 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of a file's columns. A dotted name is a field inside a column. The defaults are the common five columns.
+    """Names of the columns of a file. A dotted name is a field inside a column. The defaults are the common five columns.
 
-    A column that the user names must exist in every row (`named`). Without the default column, `data_source` is the
-    name of the source and `extra_info` is empty. None means that the file has no such column; the ground truth is then
-    an empty text.
+    A column that the user names (`named`) must exist in every row. If a row lacks the default column of `data_source`,
+    the data source is the name of the source; if it lacks the default column of `extra_info`, the extra info is empty.
+    None means that the file has no such column; the ground truth is then an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
@@ -42,16 +42,16 @@ class Columns:
 
     @classmethod
     def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
-        """Return `base` (or the default) with the columns that the config sets at `key`. Raises ValueError."""
-        ours = [f.name for f in fields(cls) if f.name != "named"]
-        for name, theirs in node.items():
-            if name not in ours:
-                near = difflib.get_close_matches(name, ours, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ours)}."
+        """Return `base` (default: the default columns) with the columns that the config sets at `key`. Raises ValueError."""
+        known = [f.name for f in fields(cls) if f.name != "named"]
+        for name, column in node.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
                 raise ValueError(f"{key}.{name}: no such column of a prompt; {hint}")
-            several = name == "extra_info" and isinstance(theirs, list) and all(isinstance(t, str) for t in theirs)
-            if not (isinstance(theirs, str) or several or (theirs is None and name != "prompt")):
-                raise ValueError(f"{key}.{name}={theirs!r}: expected the name of a column of your file.")
+            several = name == "extra_info" and isinstance(column, list) and all(isinstance(c, str) for c in column)
+            if not (isinstance(column, str) or several or (column is None and name != "prompt")):
+                raise ValueError(f"{key}.{name}={column!r}: expected the name of a column of your file.")
         chosen: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in node.items()
         }
@@ -60,7 +60,7 @@ class Columns:
         return replace(base, **chosen, named=named)
 
     def __call__(self, row: Row, source: str, system: str | None = None) -> PromptExample:
-        """Return the prompt of a row. `source` and `system` are used if the row has no data_source or no system message.
+        """Return the prompt of a row. `source` is the default data source, `system` the default system message.
 
         Raises:
             RowError: a column is missing or has an invalid value.
@@ -72,13 +72,13 @@ class Columns:
             self._extra_info(row),
         )
 
-    def _has(self, row: Row, ours: str) -> bool:
-        return ours in self.named or str(vars(self)[ours]).partition(".")[0] in row
+    def _has(self, row: Row, name: str) -> bool:
+        return name in self.named or str(vars(self)[name]).partition(".")[0] in row
 
     def _extra_info(self, row: Row) -> dict[str, Any]:
         name = self.extra_info
         if isinstance(name, tuple):
-            return {one: column_value(row, one) for one in name}
+            return {column: column_value(row, column) for column in name}
         if name is None or not self._has(row, "extra_info"):
             return {}
         value = column_value(row, name)

@@ -1,4 +1,4 @@
-"""Prompt data sets for RL: checked and tokenised rows, and the endless stream in which they are drawn."""
+"""Prompt data sets for RL: checked and tokenised rows, and an endless stream that draws them."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ CHUNK = 4096  # prompts tokenised at once; the tokenizer library needs many time
 
 @dataclass(frozen=True)
 class PromptConstraints:
-    """Bounds on the tokens of a prompt, and the chat template that makes them."""
+    """Limits on the tokens of a prompt, and the chat template that renders prompts."""
 
     max_prompt_tokens: int
-    vocab_size: int  # number of tokens that the model knows
+    vocab_size: int  # size of the model's vocabulary
     chat: ChatTemplate = field(default_factory=ChatTemplate)
 
 
@@ -40,7 +40,7 @@ class SourceShare:
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """The usable rows of all sources, numbered from 0, source after source. They are tokenised once, in flat arrays."""
+    """The usable rows of all sources, numbered from 0, source after source. Rows are tokenised once, into flat arrays."""
 
     examples: list[PromptExample]  # [R]
     numbers: NDArray[np.int64]  # [R] row number in its own file, from 0
@@ -56,8 +56,8 @@ class PromptDataset:
     ) -> "PromptDataset":
         """Read and tokenise every row of every source.
 
-        Bad and overlong rows are left out and listed in `report`; enforce_row_policies decides whether the config
-        allows them.
+        Bad and overlong rows are omitted and listed in `report`; enforce_row_policies checks whether the config allows
+        them.
 
         Raises:
             ValueError: a file cannot be read; the tokenizer or its chat template cannot be used.
@@ -88,16 +88,16 @@ class PromptDataset:
         )
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the rows left out to `path`, and raise if a policy forbids them. A policy is "error" or "skip".
+        """Write the omitted rows to `path`, and raise if a policy forbids them. A policy is "error" or "skip".
 
         Raises:
-            ValueError: a row was left out under the policy "error", or a source has no usable row.
+            ValueError: a row was omitted under the policy "error", or a source has no usable row.
         """
         self.report.enforce_row_policies(path, bad_rows=bad_rows, overlong=overlong)
         for share in self.shares:
             if not share.rows:
-                of = f"source {share.name!r}" if share.name else "the files"
-                raise ValueError(f"{of}: no row is left ({self.report}); {path} lists the reasons.")
+                source = f"source {share.name!r}" if share.name else "the files"
+                raise ValueError(f"{source}: no row is left ({self.report}); {path} lists the reasons.")
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -125,7 +125,7 @@ class PromptDataset:
         return self.examples[row].extra_info
 
     def sets(self) -> dict[str, range]:
-        """Return the row numbers of each source, by its name; `""` for a source without a name."""
+        """Return the row numbers of each source by name; a source without a name has the key `""`."""
         ends = list(accumulate(share.rows for share in self.shares))
         return {share.name: range(end - share.rows, end) for share, end in zip(self.shares, ends, strict=True)}
 
@@ -193,7 +193,7 @@ def _check_text(column: str, value: Any) -> None:
 
 
 def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
-    """Return why the model cannot take these tokens as a prompt (empty: it can), and whether the only reason is their number."""
+    """Return (why these tokens cannot be a prompt, whether they are only too many); the reason is empty if they can."""
     if not ids:
         return "the chat template gave no tokens.", False
     if max(ids) >= constraints.vocab_size:
@@ -203,7 +203,7 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
         ), False
     if len(ids) > constraints.max_prompt_tokens:
         return (
-            f"{len(ids)} tokens are more than the {constraints.max_prompt_tokens} that leave room for the response; shorten or "
+            f"{len(ids)} tokens; at most {constraints.max_prompt_tokens} leave room for the response; shorten or "
             "remove the row, lower rollout.max_response_tokens, or use a model with more context."
         ), True
     return "", False
@@ -212,9 +212,10 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
 class PromptStream:
     """Endless stream of row numbers in batches. A batch may span two epochs, so every row is drawn in every epoch.
 
-    With weight fraction w, a source has given fewer than w n + 1 of the first n rows, and w n on average. Each source
-    has its own epochs. The order within an epoch depends only on (seed, epoch, source), and the choice of the next
-    source only on the number of rows drawn from each. So the position of a stream is one number per source.
+    A source with a fraction w of the total weight has on average w n of the first n rows, and always fewer than
+    w n + 1. Each source has its own epochs. The order within an epoch depends only on (seed, epoch, source), and the
+    choice of the next source depends only on the number of rows drawn from each source. So the position of a stream is
+    one number per source.
     """
 
     def __init__(
@@ -226,17 +227,19 @@ class PromptStream:
         shares: Sequence[SourceShare] = (),
         fingerprint: str = "",
     ) -> None:
-        """`shares`: the sources, whose rows are numbered one after another; empty: one source. `fingerprint` of the rows."""
+        """Start at the first row.
+
+        `shares` are the sources, in the order of their rows; empty: one source. `fingerprint` identifies the data set.
+        """
         if num_rows < 1:
             raise ValueError("a stream needs at least one row, got none.")
         self.shares = tuple(shares) or (SourceShare("", num_rows),)
-        assert sum(share.rows for share in self.shares) == num_rows, f"{self.shares} have not {num_rows} rows"
+        assert sum(share.rows for share in self.shares) == num_rows, f"{self.shares} do not have {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.fingerprint = fingerprint
         self.drawn = [0] * len(self.shares)  # rows drawn from each source so far
-        self._orders: dict[
-            int, tuple[int, NDArray[np.int64]]
-        ] = {}  # source -> its current epoch and the order of its rows
+        # source -> (its current epoch, order of its rows in this epoch)
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return self
@@ -255,7 +258,7 @@ class PromptStream:
         return batch
 
     def _next_sources(self, count: int) -> NDArray[np.int64]:
-        """Return the source of each of the next `count` rows: the one furthest behind its weight; the first one among equals."""
+        """Return the source of each of the next `count` rows: the one that is furthest behind its weight (first of equals)."""
         if len(self.shares) == 1:
             return np.zeros(count, np.int64)
         total = sum(share.weight for share in self.shares)
@@ -289,7 +292,7 @@ class PromptStream:
         return self._orders[source][1]
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a position depends on; it is valid only for a stream with the same values."""
+        """Return the properties on which a position depends; a position is valid only for a stream with the same values."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -312,12 +315,12 @@ class PromptStream:
         for name, ours in self._identity().items():
             if name not in state or state[name] != ours:
                 raise ValueError(
-                    f"the position in the prompts belongs to other {name}: it has {state.get(name)!r:.200}, this run "
-                    f"{ours!r:.200}; go on with the same data, weights and run.seed, or start a new run."
+                    f"the saved position in the prompts belongs to other {name}: it has {state.get(name)!r:.200}, this run "
+                    f"has {ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
                 )
         drawn = state.get("drawn")
         if not isinstance(drawn, list) or len(drawn) != len(self.drawn) or min(drawn) < 0:
             raise ValueError(
-                f"the position in the prompts is {drawn!r:.200}; expected {len(self.drawn)} counts of rows."
+                f"the saved position in the prompts is {drawn!r:.200}; expected {len(self.drawn)} counts of rows."
             )
         self.drawn = list(drawn)

@@ -22,7 +22,7 @@ def gsm8k(row: Row) -> Answer:
 
 
 def math(row: Row) -> Answer:
-    r"""Convert a MATH row: `problem`, and `solution` with the answer in its last \boxed{...}. Keep level, type and subject."""
+    r"""Convert a MATH row: `problem`, and `solution` with the answer in the last \boxed{...}. Keeps level, type, subject."""
     solution = text_value(row, "solution")
     answer = last_boxed(solution)
     if answer is None:
@@ -34,7 +34,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \fbox{...}; None without a complete one. Braces inside may nest.
+    r"""Return the content of the last \boxed{...} or \fbox{...}; None if its braces are not closed. Nested braces are allowed.
 
     \boxed may also be followed by a single character: \boxed 7.
     """
@@ -60,7 +60,7 @@ class Recipe:
     convert: Callable[[Row], Answer]  # raises RowError
     data_source: str
     instruction: str  # added to each problem
-    source_columns: str  # what `convert` reads, for --help
+    source_columns: str  # columns that `convert` reads, for --help
 
 
 RECIPES = {
@@ -84,8 +84,9 @@ def prepare(
 ) -> int:
     """Convert the rows of `source` to prompts in the parquet file `target`, and return their number.
 
-    Raises: ValueError: the recipe does not exist, or rows cannot be used. The message has their number, and file, row,
-    column and reason of the first. Nothing is written.
+    Raises:
+        ValueError: the recipe does not exist, or rows cannot be used; no file is then written. The message has the
+            number of these rows, and file, row, column and reason for the first rows.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

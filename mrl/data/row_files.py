@@ -1,6 +1,6 @@
 """Reads rows of jsonl and parquet files and of saved data sets, and reports rows that cannot be used.
 
-A row that cannot be used is left out, with its file, row number, column and the reason.
+A row that cannot be used is omitted, and reported with its file, row number, column and the reason.
 """
 
 import difflib
@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-SHOWN = 5  # rows in an error message; the report file lists all
+SHOWN = 5  # bad rows in an error message; the report file lists all
 
 
 class RowError(ValueError):
-    """A row cannot be used. `column` is empty if the whole row is at fault. The reader turns it into a BadRow."""
+    """A row cannot be used. `column` is empty if the whole row is invalid. The reader turns the error into a BadRow."""
 
     def __init__(self, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}" if column else reason)
@@ -24,13 +24,13 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is left out. Row numbers start at 0; in jsonl files, blank lines count."""
+    """A row that is omitted. Row numbers start at 0; in jsonl files, blank lines are counted."""
 
     file: str
     row: int
     column: str  # empty: the whole row
     reason: str
-    overlong: bool = False  # its length is the only fault
+    overlong: bool = False  # the row is valid, but too long
 
     def __str__(self) -> str:
         where = f"{self.file}, row {self.row}" + (f", column {self.column!r}" if self.column else "")
@@ -39,7 +39,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class RowReport:
-    """Counts the rows of a data set: rows = kept + bad + overlong."""
+    """Counts of the rows of a data set (rows = kept + bad + overlong), and the omitted rows."""
 
     rows: int
     kept: int
@@ -63,7 +63,7 @@ class RowReport:
         return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the rows left out to `path`, one JSON object per line. Write no file if there are none.
+        """Write the omitted rows to `path`, one JSON object per line. Write no file if there are none.
 
         Raises:
             ValueError: bad_rows="error" and there are bad rows, or overlong="error" and there are overlong rows.
@@ -92,12 +92,12 @@ Row = dict[str, Any]
 
 EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-MAX_DEPTH = 100  # of nested JSON, because rows are walked and pickled recursively
+MAX_DEPTH = 100  # largest nesting of JSON values, because rows are traversed and pickled recursively
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of one file. Row numbers start at 0; in jsonl files, blank lines count, but are no rows."""
+    """The rows of one file. Row numbers start at 0; in jsonl files, blank lines have a number but are not rows."""
 
     file: str
     rows: list[Row]
@@ -112,7 +112,7 @@ def read_table(path: str | Path) -> RowTable:
     """Read all rows of a file.
 
     Raises:
-        ValueError: the file does not exist, is of an unknown kind, cannot be read, or has no rows.
+        ValueError: the file does not exist, has an unsupported type, cannot be read, or has no rows.
     """
     path = Path(path)
     if path.is_dir():
@@ -120,7 +120,7 @@ def read_table(path: str | Path) -> RowTable:
     elif not path.is_file():
         raise ValueError(f"{path}: no such file; expected {EXPECTED}.")
     elif path.suffix not in READERS:
-        raise ValueError(f"{path}: files of kind {path.suffix!r} are not read; expected {EXPECTED}.")
+        raise ValueError(f"{path}: files of type {path.suffix!r} are not supported; expected {EXPECTED}.")
     else:
         table = READERS[path.suffix](path)
     if not len(table):
@@ -129,10 +129,11 @@ def read_table(path: str | Path) -> RowTable:
 
 
 def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
-    """Return `convert(number, row)` of every row of a file. No row may be left out.
+    """Return `convert(number, row)` of every row of a file. Every row must be valid.
 
-    Raises: ValueError: the file cannot be read, or some rows cannot be read or converted. The message has their number
-    and the first of them.
+    Raises:
+        ValueError: the file cannot be read, or some rows cannot be read or converted. The message has the number of
+            these rows and describes the first ones.
     """
     table = read_table(path)
     made, bad = convert_rows(table, convert)
@@ -142,7 +143,7 @@ def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
 
 
 def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
-    """Return `convert(number, row)` of each row, and the bad rows: unreadable, or refused with RowError."""
+    """Return (`convert(number, row)` of each valid row, the bad rows). `convert` raises RowError for a bad row."""
     made, bad = [], list(table.bad)
     for number, row in zip(table.numbers, table.rows, strict=True):
         try:
@@ -153,10 +154,10 @@ def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[
 
 
 def column_value(row: Row, name: str) -> Any:
-    """Return the value of a column. `a.b` is the column named `a.b`, or else field b of column a.
+    """Return the value of a column. `a.b` is the column `a.b` if it exists, otherwise field `b` of column `a`.
 
     Raises:
-        RowError: the column does not exist; the message has the most similar name.
+        RowError: the column does not exist; the message suggests the most similar name.
     """
     if name in row:
         return row[name]
@@ -178,7 +179,7 @@ def text_value(row: Row, name: str) -> str:
     return value
 
 
-@lru_cache(1024)  # in most files, the same message for every row
+@lru_cache(1024)  # most files give the same message for every row
 def _missing(name: str, found: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, found, n=1)
     hint = f"; did you name it {near[0]!r}?" if near else "."

@@ -14,7 +14,7 @@ from mrl.data.row_files import BadRow, Row, RowTable, read_table
 
 
 class UserDataset(Protocol):
-    """Interface of a user-defined data set (`data.dataset`): rows by number, such as a list of dicts or a Hugging Face Dataset.
+    """Interface of a user-defined data set (`data.dataset`), such as a list of dicts or a Hugging Face Dataset.
 
     A row has `prompt` (text or messages) and `ground_truth`, and optionally `data_source` and `extra_info`;
     `data.columns` may set other names. Rows are read once, in order, before any process starts, and are checked like
@@ -33,10 +33,10 @@ class PromptSource:
     files: tuple[str, ...] = ()
     columns: Columns = field(default_factory=Columns)
     system: str | None = None  # system message for prompts without one
-    name: str = ""  # in the mixture or of the test set; default data_source of its rows. Empty: the file's name
+    name: str = ""  # key in data.mixture or data.test_sets; it is the default data_source (empty: the file's name)
     weight: float = 1.0  # relative number of rows drawn from this source
     rows: UserDataset | None = None  # user-defined data set instead of files
-    origin: str = ""  # _target_ of the user-defined data set, for messages
+    origin: str = ""  # _target_ of the user-defined data set, for error messages
 
     def tables(self) -> Iterator[RowTable]:
         """Yield the rows, file by file. Raises ValueError at a file that cannot be read."""
@@ -50,7 +50,7 @@ class PromptSource:
         yield from ([replace(self, files=(file,)) for file in self.files] if self.files else [self])
 
     def data_source(self, table: RowTable) -> str:
-        """Return the data_source of rows that have none."""
+        """Return the default data_source of the rows of `table`."""
         return self.name or (Path(table.file).stem if self.files else "dataset")
 
 
@@ -61,10 +61,12 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
     if not chosen:
         raise ValueError(
             "data.train must name at least one parquet or jsonl file of prompts, or a folder (see docs/tutorials/data.md); "
-            "data.mixture and data.dataset may stand in its place."
+            "or set data.mixture or data.dataset instead."
         )
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} are set, one at most can be; empty the others: data.train=[].")
+        raise ValueError(
+            f"{' and '.join(chosen)} are set, at most one is allowed; empty the others, as in data.train=[]."
+        )
     if data.train:
         return [_source(dict(files=list(data.train)), "data.train", data)]
     if data.dataset:
@@ -84,17 +86,17 @@ def _named(name: str, node: Any, key: str, data: DataConfig) -> PromptSource:
 
 
 def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSource:
-    fits = ("files", "dataset", "weight", "columns", "system")
-    for unknown in node.keys() - set(fits):
-        near = difflib.get_close_matches(unknown, fits, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(fits)}."
+    known = ("files", "dataset", "weight", "columns", "system")
+    for unknown in node.keys() - set(known):
+        near = difflib.get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(known)}."
         raise ValueError(f"{key}.{unknown}: no such key of a source; {hint}")
     if bool(node.get("files")) == bool(node.get("dataset")):
         raise ValueError(f"{key}: expected either files or a dataset with a _target_, got {node}.")
     weight = node.get("weight", 1.0)
     if not isinstance(weight, int | float) or not (math.isfinite(weight) and weight > 0):
         raise ValueError(
-            f"{key}.weight={weight!r}: expected a number greater than 0; leave out what is not to be drawn."
+            f"{key}.weight={weight!r}: expected a number greater than 0; remove a source that should not be drawn."
         )
     base = Columns(ground_truth="ground_truth") if node.get("dataset") else Columns()
     columns = Columns.of(node.get("columns") or {}, f"{key}.columns", Columns.of(data.columns, "data.columns", base))
@@ -113,13 +115,13 @@ def _files(value: Any, key: str) -> tuple[str, ...]:
 
 
 def _construct_rows(node: Any, key: str) -> UserDataset:
-    """Return the user's object, or the result of the user's function. Raises ValueError if it is not a data set with rows."""
+    """Return the user's object, or the result of the user's function. Raises ValueError unless it is a data set with rows."""
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected a _target_ and its arguments.")
     built = instantiate(node, key)
     if callable(built) and not hasattr(
         type(built), "__getitem__"
-    ):  # a function, or a callable object, that returns the rows
+    ):  # a function or callable object that returns the rows
         built = _call(built, key, node["_target_"])
     for method in ("__len__", "__getitem__"):
         if not hasattr(type(built), method):
@@ -146,5 +148,5 @@ def _read_user_dataset(source: UserDataset, origin: str) -> RowTable:
             rows.append(dict(source[number]))
             numbers.append(number)
         except Exception as error:  # user code may raise anything; it is reported as a bad row
-            bad.append(BadRow(origin, number, "", f"expected a row, the data set raised {error!r:.200}"))
+            bad.append(BadRow(origin, number, "", f"expected a row, but the data set raised {error!r:.200}"))
     return RowTable(origin, rows, numbers, bad)

@@ -1,4 +1,4 @@
-"""Supervised data set: prompts with the responses to learn, of one turn or of several turns with tool results."""
+"""Supervised data set: prompts, and responses of one turn or of several turns with tool results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ class SftDataset:
     ) -> "SftDataset":
         """Read and check every row.
 
-        Raises: ValueError: a row is invalid or exceeds `max_tokens`, or the chat template cannot render the tool
-        results of a row. The message has file, row, column and reason.
+        Raises:
+            ValueError: a row is invalid or exceeds `max_tokens`, or the chat template cannot render the tool results of
+                a row. The message has file, row, column and reason.
         """
         tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else None
         rows = read_all(path, _read)
@@ -52,7 +53,7 @@ def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
 
 
 def _read_response(response: Any) -> ResponseMessages:
-    """Return a text, or messages alternating between assistant and tool, assistant first and last. Raises RowError otherwise."""
+    """Return a response: a text, or messages of assistant, tool, assistant, ..., assistant. Raises RowError for other values."""
     if isinstance(response, str):
         return response
     fits = isinstance(response, list) and len(response) % 2 == 1
@@ -70,7 +71,7 @@ def _read_response(response: Any) -> ResponseMessages:
 def _encode_responses(
     tokenizer: Any, responses: list[ResponseMessages], args: dict[str, Any] | None
 ) -> tuple[list[list[int]], list[list[bool]] | None]:
-    """Return the tokens of each response, and which of them are in the loss: the assistant's text and the ends of its turns."""
+    """Return the tokens of each response, and which tokens are in the loss: the assistant's text and its end-of-turn tokens."""
     texts = [response for response in responses if isinstance(response, str)]
     if len(texts) == len(responses):
         return [ids + [tokenizer.eos_token_id] for ids in encode_texts(tokenizer, texts)], None

@@ -1,6 +1,6 @@
 """Synthetic tasks and tiny models, created locally without a download.
 
-The doubling task is that of the quickstart, the calculator task that of the agent example. Both use one token per
+The quickstart uses the doubling task, the agent example uses the calculator task. Both tasks have one token per
 character.
 """
 
@@ -17,10 +17,10 @@ CONTEXT_TOKENS = 64
 
 
 def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") -> None:
-    """Create `folder` with train, test and sft parquet files and `model/`, unless it exists: doubling of four-digit numbers.
+    """Create the task of doubling four-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
 
-    The folder is created atomically, so several processes may call this at once. `model` is one of TINY_MODELS; each
-    needs its own folder.
+    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
+    time. `model` is one of TINY_MODELS; each model needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -83,11 +83,12 @@ CALCULATOR_TEMPLATE = (
 
 
 def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", calls: float = 0.15) -> None:
-    """Create `folder` with train, test and sft parquet files and `model/`, unless it exists: products of three-digit numbers.
+    """Create the task of multiplying three-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
 
-    The model can learn the products only by calling the calculator tool. `calls` is the fraction of supervised rows
-    that call it; the others answer without it, and always wrongly. The folder is created atomically, so several
-    processes may call this at once. `model` is one of TINY_MODELS; each needs its own folder.
+    Does nothing if `folder` exists. The model can answer correctly only by calling the calculator tool. `calls` is the
+    fraction of supervised rows that call the tool; the other rows give a wrong answer without it. The folder is
+    created atomically, so several processes may call this at the same time. `model` is one of TINY_MODELS; each model
+    needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -130,7 +131,7 @@ def _product_prompt(split: str, a: int, b: int) -> dict:
 
 
 def _product_demonstration(rng: random.Random, calls: float, a: int, b: int) -> dict:
-    """Return a supervised row. Its response calls the tool and repeats the result, or wrongly repeats the two numbers."""
+    """Return a supervised row. The response calls the tool and repeats its result, or gives the two factors as a wrong answer."""
     if rng.random() >= calls:
         turns = [("assistant", f" {a}{b}")]
     else:
@@ -157,7 +158,7 @@ TINY_EXPERTS = dict(
     mlp_only_layers=[],
 )
 TINY_MODELS: dict[str, dict[str, Any]] = {"qwen3": TINY_SIZES, "qwen3_moe": TINY_SIZES | TINY_EXPERTS}
-"""Model type of Transformers -> sizes. The dense model has 0.8 M parameters, the one with experts 2.6 M."""
+"""Sizes by model type of transformers. The dense model has 0.8 M parameters, the MoE model has 2.6 M."""
 
 
 def make_tiny_model(

@@ -11,6 +11,7 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "return_dict")
+"""Arguments of apply_chat_template that mrl passes itself; data.template_args cannot set them."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ def read_tokenizer(folder: str | Path) -> Any:
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
     """Return the fast tokenizer of a Hugging Face folder, with its own chat template or that of `chat`.
 
-    Raises: ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template
-    file of `chat` does not exist or cannot be parsed; the template does not read an argument of `chat`.
+    Raises:
+        ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template file of
+            `chat` does not exist or cannot be parsed; the template does not read an argument of `chat`.
     """
     chat = chat or ChatTemplate()
     tokenizer = read_tokenizer(folder)
@@ -47,7 +49,7 @@ def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
         tokenizer.chat_template = Path(chat.template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{folder}: the tokenizer has no chat template; prompts are messages and need one: name a file in "
+            f"{folder}: the tokenizer has no chat template, which renders the messages of a prompt; name a Jinja file in "
             "data.chat_template."
         )
     _check_template(tokenizer, chat, folder)
@@ -69,7 +71,7 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
     except TemplateSyntaxError as error:
         raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
     except TemplateError:
-        pass  # the template may refuse this test conversation; each row is checked later
+        pass  # the template may reject this test conversation; each row is checked later
 
 
 def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None) -> str:

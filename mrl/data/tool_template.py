@@ -13,8 +13,8 @@ class ToolTemplate:
     """The tokens between two turns of the assistant: end + before + result [+ between + result ...] + after."""
 
     tokenizer: Any
-    end: tuple[int, ...]  # token that ends the assistant's turn; some templates have none
-    before: tuple[int, ...]
+    end: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
+    before: tuple[int, ...]  # tokens before the first result
     between: tuple[int, ...]  # tokens between two results
     after: tuple[int, ...]  # tokens after the last result, up to the assistant's next turn
 
@@ -26,20 +26,21 @@ class ToolTemplate:
             role: role of the messages with tool results.
             args: variables of the template, the same as for the prompts.
 
-        Raises: ValueError: the template refuses the role, changes the user's message when a result follows, drops
-        results or puts nothing around them; or the tokens do not decode to its text.
+        Raises:
+            ValueError: the template rejects the role, changes the user's message if a result follows, drops results or
+                puts nothing around them; or the tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))
         around = _after_assistant(role, prompt, one).split(_RESULTS[0])
         head, found, rest = _after_assistant(role, prompt, two).partition(_RESULTS[0])
         middle, second, tail = rest.partition(_RESULTS[1])
         if len(around) != 2 or not found or not second:
-            raise _template_error(role, "each result should stand in it once", two)
+            raise _template_error(role, "it must render each result exactly once", two)
         if around != [head, tail]:
-            raise _template_error(role, "what stands around results depends on how many there are", two)
+            raise _template_error(role, "the text around results depends on their number", two)
         if not head + tail:
             raise _template_error(
-                role, "it puts nothing around a result, which would read as the assistant's own words", one
+                role, "it puts nothing around a result, so the result would look like the assistant's own text", one
             )
         before, between, after = (encode_text(tokenizer, text) for text in (head, middle, tail))
         _check_round_trip(tokenizer, role, [*before, *encode_text(tokenizer, _RESULTS[0]), *after], head, tail)
@@ -48,7 +49,7 @@ class ToolTemplate:
         return cls(tokenizer, tuple(end), tuple(before[len(end) :]), tuple(between), tuple(after))
 
     def encode(self, result: str, limit: int) -> list[int]:
-        """Return the tokens of a result, truncated to `limit`. The names of special tokens in it are encoded as plain text."""
+        """Return the tokens of a result, truncated to `limit`. Names of special tokens in a result are encoded as plain text."""
         ids = encode_text(self.tokenizer, result, split_special_tokens=True)
         if len(ids) <= limit:
             return ids
@@ -69,7 +70,7 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def _render(tokenizer: Any, role: str, num_results: int, args: Mapping[str, Any] | None) -> str:
-    """Render a user message, and with results also the assistant's turn and the results, up to the assistant's next turn."""
+    """Render a user message, and with `num_results` > 0 an assistant turn and results, up to the assistant's next turn."""
     from jinja2 import TemplateError  # comes with the tokenizer library
 
     messages = [dict(role="user", content=_USER)]
@@ -79,7 +80,7 @@ def _render(tokenizer: Any, role: str, num_results: int, args: Mapping[str, Any]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(args or {}))
     except TemplateError as error:
-        raise _template_error(role, f"it refuses messages of role {role!r} ({error})", "") from None
+        raise _template_error(role, f"it rejects messages of role {role!r} ({error})", "") from None
 
 
 def _after_assistant(role: str, prompt: str, text: str) -> str:
@@ -90,10 +91,12 @@ def _after_assistant(role: str, prompt: str, text: str) -> str:
     """
     user = prompt.rfind(_USER) + len(_USER)
     if not prompt[:user].endswith(_USER) or not text.startswith(prompt[:user]):
-        raise _template_error(role, "it is not append-only: once a result follows, the user's part is another", text)
+        raise _template_error(
+            role, "it is not append-only: the text of the user's message changes if a result follows", text
+        )
     _, found, rest = text[user:].partition(_ASSISTANT)
     if not found:
-        raise _template_error(role, "the assistant's turn before a result does not stand in it", text)
+        raise _template_error(role, "it does not render the assistant's turn before a result", text)
     return rest
 
 
@@ -112,7 +115,7 @@ def _check_round_trip(tokenizer: Any, role: str, ids: list[int], head: str, tail
     """Raise ValueError unless the separately encoded parts decode to the rendered text."""
     text, expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False), head + _RESULTS[0] + tail
     if text != expected:
-        raise _template_error(role, f"its parts do not survive the tokenizer, which makes {text!r} of them", expected)
+        raise _template_error(role, f"the tokens of its parts decode to another text, {text!r}", expected)
 
 
 def _template_error(role: str, why: str, text: str) -> ValueError:

@@ -100,7 +100,7 @@ def test_a_prompt_longer_than_the_context_is_named_with_its_length(inputs, tmp_p
     ("name", "content", "reason"),
     [
         ("none.parquet", None, "no such file"),
-        ("rows.csv", b"a,b", "files of kind '.csv' are not read"),
+        ("rows.csv", b"a,b", "files of type '.csv' are not supported"),
         ("rows.parquet", b"not parquet", "not a readable parquet file"),
         ("rows.jsonl", b'{"a": 1}\n{oops', "row 1: not a JSON object"),
         ("list.jsonl", b"[1]", "row 0: expected a JSON object, got list"),

@@ -192,7 +192,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
     ("keys", "message"),
     [
         ({}, "data.train must name at least one"),
-        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, one at most"),
+        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, at most one"),
         ({"train": ["a"], "columns": {"promt": "q"}}, "data.columns.promt: .*did you mean 'prompt'"),
         ({"train": ["a"], "columns": {"prompt": None}}, "columns.prompt=None: expected the name of a column"),
         ({"train": ["a"], "columns": {"ground_truth": 3}}, "columns.ground_truth=3: expected the name"),

@@ -87,7 +87,7 @@ REFUSED = {
         + "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ m['content'] }}{% endfor %}"
     ),
     "not append-only": "{{ messages | length }}" + CHATML,
-    "each result should stand in it once": LOOP
+    "it must render each result exactly once": LOOP
     + "{% if m['role'] != 'tool' %}{{ m['content'] }};{% endif %}{% endfor %}",
     "puts nothing around a result": LOOP + "{{ m['content'] }}{% endfor %}",
     "depends on how many": LOOP + COUNT + "{{ m['content'] }};{% endfor %}",
@@ -104,7 +104,7 @@ def test_a_template_that_cannot_render_results_is_refused(tokenizer, why):
 def test_a_tokenizer_that_loses_characters_is_refused(tokenizer):
     from mrl.data.tokenizer import character_tokenizer
 
-    with pytest.raises(ValueError, match="do not survive the tokenizer"):
+    with pytest.raises(ValueError, match="tokens of its parts decode to another text"):
         ToolTemplate.of(with_template(character_tokenizer(), CHATML))
 
 
