@@ -56,31 +56,20 @@ def run_forward_backward[O](
         if not forward_only:
             config.finalize_model_grads_func(chunks, force_all_reduce=all_reduce_gradients)
         return []
+    iterators = [iter(micro_batches) for _ in chunks]
     try:
-        return _run(chunks, micro_batches, head, loss_function, forward_only, all_reduce_gradients)
+        return get_forward_backward_func()(
+            forward_step_func=_forward_step(head, loss_function),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # ignored: each pack has its own length
+            micro_batch_size=1,
+            forward_only=forward_only,
+            force_all_reduce=all_reduce_gradients,
+        )
     finally:
         moe_router.stop_replay(chunks)
-
-
-def _run[O](
-    chunks: list[DistributedDataParallel],
-    micro_batches: Sequence[PackedMicroBatch],
-    head: OutputHead,
-    loss_function: LossFunction[O],
-    forward_only: bool,
-    all_reduce_gradients: bool,
-) -> list[O]:
-    iterators = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
-        forward_step_func=_forward_step(head, loss_function),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=1,  # ignored: each pack has its own length
-        micro_batch_size=1,
-        forward_only=forward_only,
-        force_all_reduce=all_reduce_gradients,
-    )
 
 
 def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callable:

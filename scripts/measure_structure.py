@@ -4,6 +4,11 @@
 
 It reads source text only and imports nothing of the project, so it also measures other revisions. Exit status 1: a limit
 is exceeded (only where CHECKOUT is this checkout's own tree, because the call paths are those of this revision).
+
+A call path (scripts/call_paths.json) follows one sample, or one weight. It has every function of ours that runs while the next
+one is called, and each helper that makes the kind of object in which the sample or the weight goes on: a request, a block, a
+batch. It does not have other helpers (lookups, parts of the same kind), nor branches that only read the sample (rewards, columns
+of scores, advantages, logs), nor functions of Megatron and SGLang.
 """
 
 import argparse
@@ -12,6 +17,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
@@ -115,23 +121,41 @@ def issubclass_of_section(node: ast.ClassDef) -> bool:
 
 
 def broken_links(root: Path, path: list[str]) -> list[str]:
-    """Return what is wrong with a call path, a list of `file.py:Class.method`.
+    """Return what is wrong with a call path, a list of `file.py:Class.method` in the order of the calls.
 
-    Every function must exist, and the text of each must contain the name of the next one (of a constructor: its class).
+    Every function must exist, and name the next one as a word: its name, the class of a `__call__`, or the function around a
+    nested one. After " -> " a link may say why it does not. "return": it returns, and an earlier function of the path names the
+    next one. Any other reason, such as a call through Ray, makes the link a jump, which is counted and not checked further.
     """
-    errors = []
-    for here, following in zip(path, [*path[1:], None], strict=True):
+    errors: list[str] = []
+    texts: list[str] = []  # of the functions up to here
+    links = [one.partition(" -> ") for one in path]
+    for (here, _, reason), following in zip(links, [*(link[0] for link in links[1:]), ""], strict=True):
         file, _, name = here.partition(":")
         functions = functions_of(ast.parse((root / file).read_text())) if (root / file).exists() else {}
         if name not in functions:
             errors.append(f"{here} does not exist")
-        elif following:
-            parts = following.partition(":")[2].split(".")
-            wanted = parts[-2] if parts[-1] in ("__init__", "__call__", "__enter__") else parts[-1]
-            text = ast.unparse(functions[name])
-            if wanted not in text and not (parts[-1] == "__call__" and "(" in text):
-                errors.append(f"{here} does not name {wanted}")
+            continue
+        texts.append(ast.unparse(functions[name]))
+        if not following or reason not in ("", "return"):
+            continue
+        is_named = partial(re.search, rf"\b({'|'.join(_names_of(following.partition(':')[2]))})\b")
+        if not any(map(is_named, texts if reason else texts[-1:])):
+            errors.append(f"{here} does not name {following}")
     return errors
+
+
+def _names_of(qualified: str) -> list[str]:
+    """Return the words that name a function `Class.method` or `outer.inner` where it is called or passed on."""
+    *outer, name = qualified.split(".")
+    if name in ("__init__", "__call__", "__enter__"):
+        return outer[-1:]
+    return [name, *(one for one in outer if not one.lstrip("_")[:1].isupper())]
+
+
+def jumps(path: list[str]) -> list[str]:
+    """Return the links of a call path that are jumps."""
+    return [link for link in path if " -> " in link and not link.endswith(" -> return")]
 
 
 def measure(root: Path) -> tuple[dict[str, int], list[str]]:
@@ -167,6 +191,7 @@ def measure(root: Path) -> tuple[dict[str, int], list[str]]:
     if root == HOME and PATHS_FILE.exists():
         for name, path in json.loads(PATHS_FILE.read_text()).items():
             numbers[f"functions from {name}"] = len(path)
+            numbers[f"jumps from {name}"] = len(jumps(path))
             details += [f"call path from {name}: {error}" for error in broken_links(root, path)]
     return numbers, details
 

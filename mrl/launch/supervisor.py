@@ -88,7 +88,15 @@ class _ChildWatcher:
         A signal that arrived before the child started is sent to it at once.
         """
         start = time.monotonic()
-        self.child, read_end = _start_child(module, argv)
+        read_end, write_end = os.pipe()
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
+            env=os.environ | {PIPE_VARIABLE: str(write_end)},
+            pass_fds=[write_end],
+            preexec_fn=end_with_parent,
+            process_group=0,  # Ctrl-C in a terminal reaches the supervisor only, which forwards it once
+        )
+        os.close(write_end)
         for number in self.signals[:1]:
             self.child.send_signal(number)
         status = self.child.wait()
@@ -121,16 +129,3 @@ def end_with_parent() -> None:
     """In a forked child, before exec: get SIGTERM when the parent dies, and restore the default handling of SIGINT."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it, and children inherit that
-
-
-def _start_child(module: str, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
-    read_end, write_end = os.pipe()
-    child = subprocess.Popen(
-        [sys.executable, "-m", module, *argv],
-        env=os.environ | {PIPE_VARIABLE: str(write_end)},
-        pass_fds=[write_end],
-        preexec_fn=end_with_parent,
-        process_group=0,  # Ctrl-C in a terminal reaches the supervisor only, which forwards it once
-    )
-    os.close(write_end)
-    return child, read_end

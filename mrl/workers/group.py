@@ -118,36 +118,38 @@ class WorkerGroup:
 
         Handles among the arguments reach the method as the objects that they refer to.
         """
-        return self._call_ranks(method, self.workers, self.timeout_s, *args, **kwargs)
+        return self._call_ranks(method, args, kwargs)
 
     def call_rank_0[W: TrainWorker, **P, R](
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Call a method of TrainWorker on rank 0 only."""
-        return self._call_ranks(method, self.workers[:1], self.timeout_s, *args, **kwargs)[0]
+        return self._call_ranks(method, args, kwargs, self.workers[:1])[0]
 
     def _call_ranks(
-        self, method: Callable, workers: Sequence[Any], timeout_s: float, *args: Any, **kwargs: Any
+        self,
+        method: Callable,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        workers: Sequence[Any] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
+        """Call a method on these ranks (default: all) and wait; return the results by rank.
+
+        Batches go in as a handle of one list with those of all replicas: they share columns [B], so together they are little
+        larger than one.
+        """
         name = method.__name__
         if must_be_loaded_first(method):
             self.before_device_use(self.role)
-        futures = [getattr(worker, name).remote(*args, **kwargs) for worker in workers]
-        return self._waiter.get(futures, timeout_s, f"{name}() on {self._description}")
+        futures = [getattr(worker, name).remote(*args, **options) for worker in workers or self.workers]
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        return self._waiter.get(futures, deadline_s, f"{name}() on {self._description}")
 
     @property
     def _description(self) -> str:
         name = self._waiter.group or "trainer"
         return f"{self.dims.world_size} {name} rank{'s' if self.dims.world_size > 1 else ''}"
-
-    def _call_with_batches(
-        self, method: Callable, block: Handle, rank_batches: Sequence[Any], options: Mapping[str, Any]
-    ) -> list[Any]:
-        """Call a method on every rank with the block and the batches of all replicas.
-
-        The batches are put into the object store once: they share columns [B], so together they are little larger than one.
-        """
-        return self._call_ranks(method, self.workers, self.timeout_s, block, ray.put(list(rank_batches)), **options)
 
     # Training.
 
@@ -167,7 +169,7 @@ class WorkerGroup:
         self, method: Callable, batch: TrainBatch, packing: Packing, options: Mapping[str, Any]
     ) -> list[Handle]:
         partition = partition_step(batch, self.dims, packing, "token_mean")
-        parts = self._call_with_batches(method, batch.block, partition.rank_batches, options)
+        parts = self._call_ranks(method, (batch.block, ray.put(partition.rank_batches)), options)
         return [part for part in parts if part is not None]
 
     def update(
@@ -188,7 +190,7 @@ class WorkerGroup:
         partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
         options = dict(columns=steps[0].columns, lrs=lrs, **options)
-        by_rank = self._call_with_batches(TrainWorker.update, steps[0].block, by_replica, options)
+        by_rank = self._call_ranks(TrainWorker.update, (steps[0].block, ray.put(by_replica)), options)
         by_step = zip(*by_rank, strict=True)
         return [self._combine(reports, part) for reports, part in zip(by_step, partitions, strict=True)]
 
@@ -215,18 +217,20 @@ class WorkerGroup:
 
     def trace_step(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
         """Trace one optimizer step, with one batch per replica; `options`: loss, lr, temperature, folder."""
-        return StepTrace.merge(self._call_with_batches(TrainWorker.trace_step, block, rank_batches, options))
+        return StepTrace.merge(self._call_ranks(TrainWorker.trace_step, (block, ray.put(list(rank_batches))), options))
 
     def trace_layers(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
         """Trace a step up to its gradients, layer by layer; `options`: loss, temperature, folder."""
-        return StepTrace.merge(self._call_with_batches(TrainWorker.trace_layers, block, rank_batches, options))
+        return StepTrace.merge(
+            self._call_ranks(TrainWorker.trace_layers, (block, ray.put(list(rank_batches))), options)
+        )
 
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], *, temperature: float
     ) -> dict[int, Any]:
         """Return row -> [R of the row] log-probabilities or values under the current weights."""
         options = dict(temperature=temperature)
-        parts = self._call_with_batches(TrainWorker.forward_outputs, block, rank_batches, options)
+        parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(rank_batches))), options)
         return {row: column for part in parts for row, column in part.items()}
 
     # Memory.
@@ -247,7 +251,7 @@ class WorkerGroup:
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
         """Take a snapshot of the model's state and start writing it."""
         deadline_s = timeout_s + RANK_PATIENCE_S
-        self._call_ranks(TrainWorker.begin_save, self.workers, deadline_s, folder, asynchronous)
+        self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
     def save_finished(self) -> bool:
         """Return whether every rank has written its part."""
@@ -255,7 +259,7 @@ class WorkerGroup:
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part; raises the error of a rank that failed."""
-        self._call_ranks(TrainWorker.finish_save, self.workers, timeout_s + RANK_PATIENCE_S, timeout_s)
+        self._call_ranks(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=timeout_s + RANK_PATIENCE_S)
 
     def abandon_save(self) -> None:
         """Stop the current save, if any."""

@@ -1,17 +1,58 @@
-"""Breadth has its price in files, not in branches."""
+"""The structure stays within its limits, and breadth has its price in files, not in branches."""
 
 import ast
+import json
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for package in ("mrl", "parallel", "models") for path in (ROOT / package).rglob("*.py"))
 ALGORITHMS = {path.stem for path in (ROOT / "conf/algorithm").glob("*.yaml")}
 
 
-def test_no_file_is_longer_than_600_lines():
-    tests = sorted((ROOT / "tests").rglob("*.py"))
-    lengths = {path: len(path.read_text().splitlines()) for path in [*FILES, *tests]}
-    assert len(FILES) > 150 and max(lengths.values()) <= 600, max(lengths, key=lengths.__getitem__)
+sys.path.insert(0, str(ROOT / "scripts"))
+import measure_structure  # noqa: E402
+from measure_structure import LIMITS, broken_links  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[dict[str, int], list[str]]:
+    return measure_structure.measure(ROOT)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_structure_is_within_its_limits(measured, name):
+    numbers, details = measured
+    assert numbers["modules"] > 150 and numbers[name] <= LIMITS[name], details
+
+
+def test_no_call_path_is_broken(measured):
+    assert not [detail for detail in measured[1] if detail.startswith("call path")]
+
+
+def test_a_call_path_whose_functions_do_not_name_each_other_is_broken():
+    stranger = "mrl/weight_sync/transports.py:choose_transport"
+    for path in json.loads(measure_structure.PATHS_FILE.read_text()).values():
+        called = [link for link in path[:-1] if " -> " not in link]
+        assert len(called) > len(path) / 2
+        for link in called:
+            assert broken_links(ROOT, [link, stranger]) == [f"{link} does not name {stranger}"]
+            assert broken_links(ROOT, [f"{link}_gone", stranger]) == [f"{link}_gone does not exist"]
+
+
+def test_a_call_path_may_return_only_to_a_function_that_names_the_next_one():
+    trainer = "mrl/controller/trainer.py:Trainer"
+    helper, caller, following = "mrl/cli.py:usage", f"{trainer}.fit", f"{trainer}._train"
+    assert broken_links(ROOT, [caller, f"{helper} -> return", following]) == [f"{caller} does not name {helper}"]
+    assert broken_links(ROOT, [f"{caller} -> Ray", f"{helper} -> return", following]) == []
+    assert broken_links(ROOT, [f"{helper} -> return", following]) == [f"{helper} does not name {following}"]
+
+
+def test_no_test_file_is_longer_than_600_lines():
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
+    assert max(lengths.values()) <= 600, max(lengths, key=lengths.__getitem__)
 
 
 def test_nothing_asks_for_the_name_of_an_algorithm():
