@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, and one preloaded parent that multi-process tests fork from."""
+"""Shared by all tests: one thread per process, and a fixture that forks the ranks of multi-process tests from this process."""
 
 import os
 
@@ -17,7 +17,7 @@ import pytest
 
 from mrl.rollout.engines.leases import PortLease
 
-# Tests run beside each other: how long an example takes says nothing.
+# Tests run concurrently, so the duration of an example means nothing.
 hypothesis.settings.register_profile(
     "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -28,8 +28,8 @@ hypothesis.settings.load_profile("shared cores")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of a parametrized test as extended, except those that `extended_except(*ids)` names."""
     for item in items:
-        kept = item.get_closest_marker("extended_except")
-        if kept and item.callspec.id not in kept.args:
+        exception = item.get_closest_marker("extended_except")
+        if exception and item.callspec.id not in exception.args:
             item.add_marker("extended")
 
 
@@ -49,21 +49,21 @@ def _rank_main(rank: int, dims, port: int, results, fn: Callable, args: tuple) -
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
-    os._exit(0)  # skip the parent's atexit hooks, which the fork inherited
+    os._exit(0)  # without the atexit hooks that the fork inherited
 
 
 @pytest.fixture(scope="session")
 def run_ranks():
-    """`run_ranks(dims, fn, *args)` -> [fn(rank, *args) of each rank], each rank a fork of this preloaded process."""
+    """`run_ranks(dims, fn, *args)` -> [fn(rank, *args) of each rank]. Each rank is a fork of this process."""
     from parallel import device
 
     device.patch_megatron_for_cpu()
-    # Once, before the forks: also what Megatron imports when a model is built.
+    # Import once, before the forks, what Megatron otherwise imports when a model is built.
     import megatron.core.models.mimo.optimizer  # noqa: F401
 
     import mrl.workers.parity_trace  # noqa: F401
 
-    gc.freeze()  # a collection in a rank would copy every page that it shares with this process
+    gc.freeze()  # a garbage collection in a rank would copy the memory pages that it shares with this process
 
     def run(dims, fn: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
         context = multiprocessing.get_context("fork")
@@ -74,38 +74,39 @@ def run_ranks():
         ]
         for process in ranks:
             process.start()
-        got: dict[int, Any] = {}
+        returned: dict[int, Any] = {}
         end = time.monotonic() + timeout_s
         try:
-            while len(got) < dims.world_size:
+            while len(returned) < dims.world_size:
                 rank, value, error = results.get(timeout=max(0.1, end - time.monotonic()))
                 assert error is None, f"rank {rank}:\n{error}"
-                got[rank] = value
+                returned[rank] = value
         except queue.Empty:
-            raise AssertionError(f"ranks {sorted(set(range(dims.world_size)) - set(got))} did not answer") from None
+            missing = sorted(set(range(dims.world_size)) - set(returned))
+            raise AssertionError(f"ranks {missing} did not return within {timeout_s} s") from None
         finally:
             lease.close()
             for process in ranks:
-                process.join(timeout=10 if len(got) == dims.world_size else 0)
+                process.join(timeout=10 if len(returned) == dims.world_size else 0)
                 if process.is_alive():
                     process.kill()
                     process.join()
-        return [got[rank] for rank in range(dims.world_size)]
+        return [returned[rank] for rank in range(dims.world_size)]
 
     return run
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory):
-    """A tiny random Qwen3 in Hugging Face form; `tiny_qwen3(vocab_size=..., tied=...)` -> folder."""
+    """`tiny_qwen3(vocab_size=..., tied=...)` -> folder with a tiny random Qwen3 in Hugging Face format."""
     from tiny_families import make_family
 
-    made = {}
+    folders = {}
 
     def make(vocab_size: int = 40, tied: bool = False):
-        if (vocab_size, tied) not in made:
+        if (vocab_size, tied) not in folders:
             folder = tmp_path_factory.mktemp(f"qwen3_{vocab_size}_{tied}")
-            made[vocab_size, tied] = make_family("qwen3", folder, vocab_size=vocab_size, tie_word_embeddings=tied)
-        return made[vocab_size, tied]
+            folders[vocab_size, tied] = make_family("qwen3", folder, vocab_size=vocab_size, tie_word_embeddings=tied)
+        return folders[vocab_size, tied]
 
     return make

@@ -1,4 +1,4 @@
-"""The command blocks of the documentation: ```bash fences of README.md and docs/, each with the commands in it."""
+"""Command blocks of the documentation: the commands in each ```bash fence of README.md and docs/."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ FENCE = re.compile(r"(?:<!-- needs: (?P<needs>[^>]+?) -->\n)?```bash\n(?P<text>.
 
 @dataclass(frozen=True)
 class Block:
-    """One fence; `needs` says what this machine lacks to run it, for example "a cluster"."""
+    """One fence. `needs`: what its commands need and a test machine lacks, for example "a cluster"; None: nothing."""
 
     page: str
     line: int

@@ -1,4 +1,4 @@
-"""Simulated hosts for tests of `mrl doctor`: network, mount and UTS namespaces of this machine, and faults to inject."""
+"""Simulated hosts for tests of `mrl doctor`: network, mount and UTS namespaces of this machine, with injected faults."""
 
 import json
 import os
@@ -24,7 +24,7 @@ mount -t tmpfs -o size=32g lab /dev/shm
 ip link set lo up; ip link add switch type bridge; ip link set switch up
 for i in $(seq 0 $((HOSTS - 1))); do
   ip netns add h$i
-  for n in 1 2 3; do ip -n h$i link add gone$n type bridge; ip -n h$i link del gone$n; done  # leaves low numbers free
+  for n in 1 2 3; do ip -n h$i link add gone$n type bridge; ip -n h$i link del gone$n; done  # makes low interface indices free
   ip link add port$i type veth peer name eth0 netns h$i; ip link set port$i master switch up
   ip -n h$i link set lo up; ip -n h$i addr add 10.9.0.$((i + 1))/24 dev eth0; ip -n h$i link set eth0 up
   ip -n h$i route add default dev eth0
@@ -38,7 +38,7 @@ done
 for one in $started; do wait ${one#*:} && echo 0 >$LAB/rc_${one%%:*} || echo $? >$LAB/rc_${one%%:*}; done
 """
 
-# The clock and the requirements can be set from outside; apart from them this is the real command.
+# The real command, except that environment variables can set its clock and its requirements.
 START = """
 import os, sys, time
 import msgspec
@@ -76,7 +76,7 @@ class DoctorRun:
 
 @dataclass(frozen=True)
 class Lab:
-    """Hosts of one run of `mrl doctor`, with a folder for its files."""
+    """Simulated hosts for one run of `mrl doctor`, and a folder for its files."""
 
     folder: Path
     hosts: int = 1
@@ -103,7 +103,7 @@ class Lab:
             _, problem = lab.communicate(timeout=TIMEOUT_S)
         finally:
             if lab.poll() is None:
-                lab.kill()  # kills everything in its process namespace too
+                lab.kill()  # this kills all processes of its namespace, too
                 lab.wait()
         assert lab.returncode == 0, problem
         errors = "".join((self.folder / f"err_{i}").read_text() for i in started)

@@ -1,4 +1,4 @@
-"""Small HTTP servers that answer like SGLang, and also fail in ways that a real server cannot be made to."""
+"""Small HTTP servers that answer like SGLang and can be made to fail in ways that a real server cannot."""
 
 import asyncio
 import threading
@@ -11,13 +11,13 @@ from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.spec import RolloutSpec
 
 BROKEN = 0
-"""Used as a status: the server breaks the connection."""
+"""Used in place of an HTTP status: the server breaks the connection."""
 
 
 class HttpEngine:
-    """HTTP server whose completion of each prompt is the prompt's first token plus one.
+    """HTTP server that completes each prompt with one token: the prompt's first token plus one.
 
-    `statuses`: HTTP statuses of the first answers; later ones have 200. `computing`: whether the heartbeat advances.
+    `statuses`: HTTP statuses of the first answers; later answers have status 200. `computing`: whether the heartbeat advances.
     """
 
     def __init__(self, *, delay_s: float = 0.01, statuses: tuple[int, ...] = (), computing: bool = True) -> None:
@@ -80,7 +80,7 @@ class HttpEngine:
         return {"output_ids": tokens, "meta_info": info}
 
     def stop(self) -> None:
-        """Close its connections and its port."""
+        """Close the connections and the port."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)

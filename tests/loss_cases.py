@@ -11,7 +11,7 @@ from mrl.algorithms.inputs import LossInputs, Responses
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of responses; arrays are [R]."""
+    """A batch of B responses with R tokens in all. Arrays are [R] except `lengths`."""
 
     lengths: np.ndarray  # [B]
     logprobs: np.ndarray
@@ -29,19 +29,19 @@ class Case:
         return [slice(end - n, end) for end, n in zip(ends, self.lengths, strict=True)]
 
     def select(self, rows) -> "Case":
-        """The case of these responses."""
+        """Return the batch of only these responses."""
         index = np.concatenate([np.arange(s.start, s.stop) for s in (self.spans()[r] for r in rows)]).astype(int)
         return replace(self.at(index), lengths=self.lengths[rows])
 
     def at(self, index) -> "Case":
-        """Only these tokens, of responses that stay as long as they are."""
+        """Return only these tokens; `lengths` stays unchanged."""
         names = ("logprobs", "old", "rollout", "advantages")
         columns = {name: values[index] for name, values in self.columns.items()}
         return replace(self, **{name: getattr(self, name)[index] for name in names}, columns=columns)
 
 
 def make_case(seed: int, lengths=(3, 1, 5, 2, 4), spread: float = 0.5, per_token: bool = False) -> Case:
-    """Ratios of pi / pi_old around 1 in both directions, advantages of both signs."""
+    """Return a batch whose ratios pi / pi_old lie above and below 1 and whose advantages have both signs."""
     rng, lengths = np.random.default_rng(seed), np.array(lengths)
     total = int(lengths.sum())
     old = -rng.exponential(1.0, total) - 0.1
@@ -56,7 +56,7 @@ def make_case(seed: int, lengths=(3, 1, 5, 2, 4), spread: float = 0.5, per_token
 
 
 def loss_inputs(case: Case, logprobs: torch.Tensor | None = None, index=None, reduce=None) -> LossInputs:
-    """The case as losses see it. `index`, `reduce`: which response each token belongs to, and how parts are added up."""
+    """Return the inputs of a loss. `index`: response of each token; `reduce`: sums over ranks. Both have defaults."""
     tensor = lambda x: torch.tensor(np.asarray(x), dtype=torch.float64)  # noqa: E731
     own = torch.tensor(case.rows if index is None else index)
     lengths = torch.tensor(case.lengths)
@@ -72,7 +72,7 @@ def loss_inputs(case: Case, logprobs: torch.Tensor | None = None, index=None, re
 
 
 def loss_and_gradient(loss, case: Case, weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """Weighted sum over the tokens, and its gradient by the log-probabilities."""
+    """Return the weighted sum of the loss over tokens, and its gradient with respect to the log-probabilities [R]."""
     logprobs = torch.tensor(case.logprobs, requires_grad=True)
     per_token, _ = loss(loss_inputs(case, logprobs))
     total = (per_token * torch.tensor(weights)).sum()
@@ -81,11 +81,11 @@ def loss_and_gradient(loss, case: Case, weights: np.ndarray) -> tuple[float, np.
 
 
 def slopes(function: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Central differences of a function of an array."""
-    found = np.empty(len(at))
+    """Return the gradient [R] of a function of an array, from central differences."""
+    gradient = np.empty(len(at))
     for k in range(len(at)):
         up, down = at.copy(), at.copy()
         up[k] += step
         down[k] -= step
-        found[k] = (function(up) - function(down)) / (2 * step)
-    return found
+        gradient[k] = (function(up) - function(down)) / (2 * step)
+    return gradient

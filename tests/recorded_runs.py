@@ -1,4 +1,4 @@
-"""Run directories whose recorded seconds are those of a simulation."""
+"""Run directories with the metrics and the ledger of a simulated run."""
 
 import json
 

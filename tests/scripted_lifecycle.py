@@ -1,4 +1,4 @@
-"""EngineLifecycle around functions of a test, in place of a rollout worker and trainer ranks."""
+"""An EngineLifecycle whose rollout worker and trainer ranks are replaced by functions of a test."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ Push = Callable[[int, bool], Sequence[Any]]  # (version, engines were offloaded)
 
 
 class ScriptedHost:
-    """A rollout worker with engines at fixed URLs; `replace` gives the URLs after a replacement."""
+    """A rollout worker with engines at fixed URLs. `replace(failed URLs)` returns the URLs after a replacement."""
 
     def __init__(self, urls: Sequence[str], replace: Callable[[Sequence[str]], Sequence[str]]) -> None:
         self.urls, self.replace_engines = urls, replace
@@ -26,7 +26,7 @@ class ScriptedHost:
         return True
 
     def restart(self) -> None:
-        raise AssertionError("no test restarts it")
+        raise AssertionError("tests do not restart the rollout worker")
 
     def set_paused(self, paused: bool) -> None:
         self.pauses.append(paused)
@@ -37,7 +37,7 @@ class ScriptedHost:
 
 
 class ScriptedRanks:
-    """Trainer ranks whose calls are functions."""
+    """Trainer ranks whose methods are functions of the test."""
 
     def __init__(self, **methods: Callable[..., list[Any]]) -> None:
         self.methods = methods
@@ -75,7 +75,7 @@ def scripted_lifecycle(
 
 
 class ScriptedModel:
-    """A model whose memory stays where it is."""
+    """A model that needs no offloading."""
 
     def offload(self, keep_weights: bool = False) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Published models on made-up clusters, for tests of the layout search and of its predictions."""
+"""Published models on imaginary clusters, for tests of the layout search and of its predictions."""
 
 import json
 from functools import cache
@@ -50,13 +50,13 @@ def _model_of(fields: str) -> tuple[Architecture, ModelShape]:
 
 
 def cluster_of(nodes: int, gpus_per_node: int = 8, **changes) -> GpuCluster:
-    """A cluster of nodes with H100 GPUs."""
+    """Return a cluster with H100 GPUs; `changes` replaces fields of the hardware."""
     hardware = HardwareConfig(**H100 | changes)
     return GpuCluster.of(ClusterConfig(nodes=nodes, gpus_per_node=gpus_per_node, hardware=hardware), PlanConfig())
 
 
 def small_moe() -> dict:
-    """A model of four layers with experts, whose sizes divide in several ways over few GPUs."""
+    """Return the config of a mixture of experts with four layers, whose sizes are divisible by many parallel sizes."""
     sizes = dict(
         num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, num_attention_heads=8, num_key_value_heads=4
     )

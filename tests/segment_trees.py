@@ -1,4 +1,4 @@
-"""Packs of segments by brute force: what a token may see, and attention over it with one dense mask."""
+"""Reference implementation of packs of segments: visibility of tokens, positions, and attention with one dense mask."""
 
 import numpy as np
 import torch
@@ -9,42 +9,42 @@ from parallel.packing import Segment
 
 
 def ancestors(segments: list[Segment], number: int) -> list[int]:
-    """The segment's parent, that one's parent, and so on."""
+    """Return the segment's parent, the parent of that segment, and so on."""
     parent = segments[number].parent
     return [] if parent is None else [parent, *ancestors(segments, parent)]
 
 
 def tokens_of(segments: list[Segment]) -> list[tuple[int, int]]:
-    """[S] (segment, place in it) of every token."""
+    """Return (segment, index in the segment) of each token [S]."""
     return [(number, place) for number, segment in enumerate(segments) for place in range(segment.length)]
 
 
 def visible(segments: list[Segment]) -> NDArray[np.bool_]:
-    """[S queries, S keys]: every token of an ancestor, and of the own segment those up to the query itself."""
-    lines = [ancestors(segments, number) for number in range(len(segments))]
+    """Return the mask [S queries, S keys]. A token sees all tokens of ancestors, and its own segment up to itself."""
+    paths = [ancestors(segments, number) for number in range(len(segments))]
     tokens = tokens_of(segments)
-    return np.array([[k in lines[q] or (k == q and j <= i) for k, j in tokens] for q, i in tokens])
+    return np.array([[k in paths[q] or (k == q and j <= i) for k, j in tokens] for q, i in tokens])
 
 
 def positions(segments: list[Segment]) -> list[int]:
-    """[S] tokens before each in its own sequence."""
+    """Return the position of each token in its sequence [S]: the number of tokens before it."""
     starts = [sum(segments[s].length for s in ancestors(segments, number)) for number in range(len(segments))]
     return [starts[number] + place for number, place in tokens_of(segments)]
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], one head after the other."""
-    seen = torch.from_numpy(visible(segments))
+    """Return softmax(q k^T / sqrt(d)) v [S, n*d] of query [S, n, d], key and value [S, g, d], head by head."""
+    mask = torch.from_numpy(visible(segments))
     repeat = query.size(1) // key.size(1)
     heads = []
     for head in range(query.size(1)):
         scores = query[:, head] @ key[:, head // repeat].T / query.size(2) ** 0.5
-        heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value[:, head // repeat])
+        heads.append(scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value[:, head // repeat])
     return torch.cat(heads, dim=1)
 
 
 def random_segments(rng: np.random.Generator, most: int = 8, longest: int = 9) -> list[Segment]:
-    """A pack of trees of depth up to 3."""
+    """Return a random pack of segment trees with a depth of at most 3."""
     segments: list[Segment] = []
     for number in range(rng.integers(1, most + 1)):
         parents = [s for s in range(number) if len(ancestors(segments, s)) < 2]

@@ -1,18 +1,18 @@
-"""A tiny random model of every family, in Hugging Face form; in it no norm is all ones and no bias all zeros."""
+"""Tiny random models of every family in Hugging Face format. Norm weights and biases are random, too."""
 
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 SIZES = dict(
-    vocab_size=41,  # a prime: every tensor-parallel size pads it
+    vocab_size=41,  # a prime number: every tensor-parallel size needs padding
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
-    initializer_range=0.2,  # logits are of the order of 1
+    initializer_range=0.2,  # makes logits of the order of 1
     rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
 )
 LLAMA3_ROPE = dict(
@@ -21,7 +21,7 @@ LLAMA3_ROPE = dict(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
-    original_max_position_embeddings=16,  # some waves are longer, some shorter, some between
+    original_max_position_embeddings=16,  # some wavelengths are longer, some shorter, some in between
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=16)
 
@@ -44,7 +44,7 @@ DEEPSEEK_ROPE = dict(
     YARN_ROPE, factor=40.0, beta_fast=2, beta_slow=1, mscale=1.0, mscale_all_dim=0.707, rope_theta=500.0
 )
 
-# name -> (prefix of transformers' classes, fields of the config beside SIZES)
+# name -> (prefix of the class names in transformers, config fields in addition to SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(head_dim=16)),
     "llama_tied_multi_head": ("Llama", dict(num_key_value_heads=4, tie_word_embeddings=True)),
@@ -86,13 +86,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family(name: str, folder: str | Path, **overrides: Any) -> Path:
-    """Write the model of FAMILIES at `folder`; `overrides` are fields of its config. The same call writes the same weights."""
+    """Write a model of FAMILIES to `folder` and return it. `overrides`: config fields. Equal calls write equal weights."""
     import torch
     import transformers
 
     prefix, fields = FAMILIES[name]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{prefix}Config")(**deepcopy(SIZES | fields | overrides))  # some write into it
+    config = getattr(transformers, f"{prefix}Config")(
+        **deepcopy(SIZES | fields | overrides)
+    )  # some config classes change it
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -19,7 +19,7 @@ from mrl.placement.placement_groups import PlacementError, place_pools
 from mrl.placement.ray_cluster import ray_cluster
 from mrl.placement.resource_pools import SlotDemand, make_pools
 from mrl.rollout.client import EngineClient, SamplingParams
-from mrl.rollout.engines.hosts import HostedEngine
+from mrl.rollout.engines.hosts import RayEngine
 from mrl.rollout.engines.server_args import default_server_args
 
 pytestmark = pytest.mark.extended
@@ -70,9 +70,9 @@ def nodes(monkeypatch):
         made.shutdown()
 
 
-def hosted(places, number: int, folder, model) -> HostedEngine:
+def hosted(places, number: int, folder, model) -> RayEngine:
     arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=places.group_size)
-    return HostedEngine(partial(places.engine, number), arguments, folder / "engine_0.log", {})
+    return RayEngine(partial(places.engine, number), arguments, folder / "engine_0.log", {})
 
 
 def greedy(url: str) -> list[int]:

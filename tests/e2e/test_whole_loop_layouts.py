@@ -60,6 +60,7 @@ def test_a_mixture_of_experts_learns_with_routing_replay(start_mrl, tmp_path):
     )
 
 
+@pytest.mark.extended
 def test_a_parity_check_of_a_correct_layout_finds_no_difference(start_mrl, inputs):
     run = start_mrl(
         "certify", "experiment=quickstart", f"data.inputs.folder={inputs}", "parallel.tp=2", "parallel.pp=2"

@@ -1,4 +1,4 @@
-"""The fixtures of the end-to-end tests, for runs that take minutes."""
+"""Fixtures of the end-to-end tests, for training runs that take minutes."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every algorithm in conf/algorithm raises the quickstart's reward. Run with `-m learning`: minutes for each.
+"""Every algorithm in conf/algorithm raises the quickstart's reward. Run with `-m learning`; each takes minutes.
 
-Curves, and a table of them, are left in outputs/learning; docs/concepts/algorithms.md shows those of one such run.
+The reward curves and a table of them are written to outputs/learning; docs/concepts/algorithms.md shows an example.
 """
 
 import json
@@ -16,28 +16,30 @@ pytestmark = [pytest.mark.learning, pytest.mark.timeout(1200)]
 OUTPUT = hydra_entry.CONF.parent / "outputs/learning"
 ALGORITHMS = sorted(path.stem for path in (hydra_entry.CONF / "algorithm").glob("*.yaml"))
 LAYOUTS = {"ppo": ["parallel.tp=2"], "gspo": ["parallel.pp=2"], "cispo": ["parallel.cp=2"]}
-GOAL, MAX_STEPS, SEED = 0.6, 80, 0  # from a reward of about 0.06
+GOAL, MAX_STEPS, SEED = 0.6, 80, 0  # mean reward; about 0.06 after the warm start
 
 
 @pytest.fixture(scope="module")
 def teacher(start_mrl, inputs, warm) -> Path:
-    """A model that a run has taught most of the task."""
-    run = start_mrl("train", *common(inputs, warm), "trainer.stop_reward=0.9", "trainer.max_steps=150").finish(600)
+    """A model that was trained to a mean reward of 0.9."""
+    run = start_mrl(
+        "train", *common_overrides(inputs, warm), "trainer.stop_reward=0.9", "trainer.max_steps=150"
+    ).finish(600)
     assert run.process.returncode == 0, run.output()
     return run.folder / "hf"
 
 
 @pytest.fixture(scope="module")
 def curves():
-    """Algorithm -> its run's metrics by step; shown when all have run."""
-    found: dict[str, list[dict]] = {}
-    yield found
+    """Algorithm -> metrics of each step of its run. Table and curves are written when all have run."""
+    metrics: dict[str, list[dict]] = {}
+    yield metrics
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    (OUTPUT / "table.md").write_text(table(found))
-    draw(found, OUTPUT / "curves.png")
+    (OUTPUT / "table.md").write_text(table(metrics))
+    draw_curves(metrics, OUTPUT / "curves.png")
 
 
-def common(inputs: Path, warm: Path) -> list[str]:
+def common_overrides(inputs: Path, warm: Path) -> list[str]:
     return [
         *["experiment=quickstart", f"data.inputs.folder={inputs}", "sft.train=null", f"model.path={warm}"],
         *[f"run.seed={SEED}", "trainer.eval_rows=128"],
@@ -45,12 +47,12 @@ def common(inputs: Path, warm: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_quickstart_learns_with(start_mrl, inputs, warm, request, curves, algorithm):
+def test_every_algorithm_raises_the_reward(start_mrl, inputs, warm, request, curves, algorithm):
     own = LAYOUTS.get(algorithm, [])
     if algorithm == "distill":
         own = [f"teacher.path={request.getfixturevalue('teacher')}"]
     goal = [f"trainer.stop_reward={GOAL}", f"trainer.max_steps={MAX_STEPS}", "trainer.save=false"]
-    run = start_mrl("train", *common(inputs, warm), f"algorithm={algorithm}", *own, *goal).finish(1000)
+    run = start_mrl("train", *common_overrides(inputs, warm), f"algorithm={algorithm}", *own, *goal).finish(1000)
     assert run.process.returncode == 0, run.output()
     steps = run.metrics()
     curves[algorithm] = steps
@@ -59,13 +61,13 @@ def test_the_quickstart_learns_with(start_mrl, inputs, warm, request, curves, al
     first, last = (np.mean([step["reward/mean"] for step in part]) for part in (steps[:3], steps[-5:]))
     assert first < 0.2 and last >= GOAL, f"{algorithm}: {first:.3f} -> {last:.3f} in {len(steps)} steps"
     gaps = [step["mismatch/logprob_abs_max"] for step in steps if "mismatch/logprob_abs_max" in step]
-    assert max(gaps) <= 1e-4, "engines hold what was trained"
+    assert max(gaps) <= 1e-4, "engines have the trained weights"
 
 
 def table(curves: dict[str, list[dict]]) -> str:
-    """Markdown: reward at first, after 20 and 40 steps and in the end, steps until the goal, seconds a step."""
+    """Return a Markdown table: rewards of the first 3, 20th, 40th and last 5 steps, number of steps, seconds per step."""
     lines = [
-        "| algorithm | layout | first 3 | step 20 | step 40 | last 5 | steps | s a step |",
+        "| algorithm | layout | first 3 | step 20 | step 40 | last 5 | steps | s per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, steps in sorted(curves.items()):
@@ -81,8 +83,8 @@ def table(curves: dict[str, list[dict]]) -> str:
     return "\n".join([*lines, f"\nSeed {SEED}; runs end at a mean reward of {GOAL} over five steps.", ""])
 
 
-def draw(curves: dict[str, list[dict]], path: Path) -> None:
-    """All curves in one picture."""
+def draw_curves(curves: dict[str, list[dict]], path: Path) -> None:
+    """Draw the reward curves of all algorithms in one figure."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
