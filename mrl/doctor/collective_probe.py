@@ -1,6 +1,6 @@
-"""All-reduces with a deadline between the hosts. Each rank is a child process, which is killed if it does not finish.
+"""All-reduces between hosts, with a deadline. Each rank is a child process, which is killed if it does not finish.
 
-`python -m mrl.doctor.collective_probe SPEC` is the child: one rank, which prints a line of JSON for each event.
+`python -m mrl.doctor.collective_probe SPEC` runs one rank, which prints a line of JSON for each event.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class CollectivePlan:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank reported."""
+    """Report of one rank."""
 
     rank: int
     began: list[str] = field(default_factory=list)  # groups whose all-reduce began
@@ -59,7 +59,10 @@ class RankSpec:
 
 
 def spread_groups(groups: Mapping[str, Sequence[int]], host_of: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the process groups with ranks on several hosts, one for each distinct set of ranks; `host_of` [ranks]."""
+    """Return the process groups that have ranks on several hosts; of groups with equal ranks only the first.
+
+    `host_of`: [ranks] number of each rank's host.
+    """
     names: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():
         if max(ranks) < len(host_of) and len({host_of[rank] for rank in ranks}) > 1:
@@ -68,7 +71,7 @@ def spread_groups(groups: Mapping[str, Sequence[int]], host_of: Sequence[int]) -
 
 
 def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> list[RankResult]:
-    """Run these ranks on this host; their processes have ended when this returns."""
+    """Run these ranks on this host, and wait until their processes have ended."""
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     if plan.single_host:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -136,7 +139,7 @@ def combine_results(
 
 
 def run_rank(spec: RankSpec) -> None:
-    """Run the all-reduces of all groups that contain this rank, one after another; stops at the first that fails."""
+    """Run the all-reduces of all groups that contain this rank, one after another. Stops after the first failure."""
     import torch  # takes seconds, and only the child process needs it
     import torch.distributed as dist
 
@@ -164,7 +167,7 @@ def _print_event(**event: object) -> None:
 
 
 def _time_all_reduce(values, group, size: int) -> float:
-    """Return the seconds of the second of two all-reduces; raises ValueError if the sum is wrong."""
+    """Run two all-reduces and return the seconds of the second one. Raises ValueError if the sum is wrong."""
     import torch
     import torch.distributed as dist
 

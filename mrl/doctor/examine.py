@@ -1,4 +1,4 @@
-"""Preflight check of one host or of several hosts: gathers the facts, applies all checks, returns the findings."""
+"""Preflight check of one host or of several hosts: gathers facts, applies all checks to them, and returns findings."""
 
 import os
 import shutil
@@ -66,7 +66,7 @@ class ExamineOptions:
     """Options of a preflight check."""
 
     deadline_s: float = 60.0  # for all hosts to join, and again for the all-reduces
-    all_reduce: bool | None = None  # None: if several processes would take part
+    all_reduce: bool | None = None  # None: run all-reduces only if several processes would take part
     clock: Callable[[], float] = time.time
 
 
@@ -110,7 +110,7 @@ def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
 
 
 def _connect_to_cluster(address: str | None) -> str:
-    """Connect to an address HOST:PORT of a Ray cluster; returns the error, or "" also for other kinds of address."""
+    """Connect to a Ray cluster's address HOST:PORT. Returns the error; "" for success or for another form of address."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return ""
@@ -184,7 +184,7 @@ def _exchange_facts(
 
 
 def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
-    """Return the facts of the hosts that the first host has seen in time; None if the first host is gone.
+    """Return the facts of the hosts that sent them to the first host in time; None if the first host is gone.
 
     Host names that occur twice get the suffix #RANK.
     """
@@ -232,7 +232,7 @@ def _slurm_node_names(size: int) -> list[str]:
 def _run_collectives(
     rendezvous: Rendezvous, cluster: ClusterFacts, own: str, options: ExamineOptions
 ) -> list[CollectiveResult]:
-    """Run all-reduces over the hosts; none if no interface reaches all hosts, which other checks report."""
+    """Run all-reduces over the hosts. If no interface reaches all hosts, none runs; other checks report that problem."""
     if rendezvous.rank == 0:
         rendezvous.send("plan", to_plain(_plan_collectives(cluster)))
     received = rendezvous.receive("plan", [0], 2 * options.deadline_s).get(0)
@@ -248,7 +248,10 @@ def _run_collectives(
 
 
 def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
-    """Plan the all-reduces: one rank per GPU, or per host without GPUs; None for one host or without a reachable interface."""
+    """Plan the all-reduces: one rank for each GPU, or for each host without GPUs.
+
+    Returns None for one host, or if no interface of the first host is reachable.
+    """
     first = cluster.hosts[0]
     interfaces = network_checks.reachable_interfaces(cluster, first)
     if not interfaces or not cluster.multi_host:

@@ -27,29 +27,29 @@ class DoctorFinding:
 
     check: str  # name of the check in CHECKS; `run_checks` sets it
     severity: Severity
-    hosts: tuple[str, ...]  # affected hosts; empty if the problem is not one of a host
-    what: str  # the value found, and the value expected
+    hosts: tuple[str, ...]  # affected hosts; empty if the problem does not belong to a host
+    what: str  # the value that was found, and the expected value
     why: str  # the consequence for a run
-    fix: str  # a command, or whom to ask
+    fix: str  # a command, or the person to ask
 
 
-COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 INDENT = "         "
 MAX_SHOWN_HOSTS = 6
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
-    """Make a finding for a problem with which a run would fail, hang, or compute something else."""
+    """Return an error: because of this problem a run would fail, hang, or compute something else."""
     return DoctorFinding("", Severity.ERROR, tuple(hosts), what, why, fix)
 
 
 def warning(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
-    """Make a finding for a problem with which a run would work, but slowly or not for long."""
+    """Return a warning: despite this problem a run would work, but slowly or not for long."""
     return DoctorFinding("", Severity.WARNING, tuple(hosts), what, why, fix)
 
 
 def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
-    """Make a finding that is worth knowing."""
+    """Return a note: a fact that is worth knowing."""
     return DoctorFinding("", Severity.NOTE, tuple(hosts), what, why, fix)
 
 
@@ -83,7 +83,7 @@ def to_plain(value: Any) -> Any:
 def print_findings(console: Console, findings: Sequence[DoctorFinding], summary: str) -> None:
     """Print each finding in four lines, then the summary."""
     for finding in findings:
-        title = Text(f"{finding.severity.name:<8} ", COLOURS[finding.severity])
+        title = Text(f"{finding.severity.name:<8} ", SEVERITY_COLORS[finding.severity])
         where = f"{format_hosts(finding.hosts)}: " if finding.hosts else ""
         console.print(title.append(f"{where}{finding.what}  [{finding.check}]", "default"), soft_wrap=True)
         console.print(Text(f"{INDENT}why: {finding.why}"), soft_wrap=True)

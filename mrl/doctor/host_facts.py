@@ -1,6 +1,6 @@
-"""Facts that the preflight check gathers: about one host, about the cluster, and the requirements of a run.
+"""Facts that the preflight check gathers about hosts and about the cluster, and the requirements of a run.
 
-All are plain values: they travel between hosts as JSON, and a test can write them down.
+All facts are plain values. Hosts exchange them as JSON, and tests can construct them.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class SoftwareFacts:
     """Versions of the code that a run would import on this host."""
 
     python: str
-    packages: dict[str, str | None]  # distribution -> version; None: not installed. The packages of the tested matrix
+    packages: dict[str, str | None]  # distribution of the tested matrix -> version; None: not installed
     source_checksum: str  # over the code of mrl, models and parallel
     foreign_apex: str | None = None  # folder that `import apex` finds, if it is not NVIDIA's apex
 
@@ -89,7 +89,7 @@ class NetworkFacts:
     """Names, interfaces and ports of a host."""
 
     interfaces: list[NetworkInterface]
-    own_addresses: list[str]  # addresses that this host's name resolves to, as gloo resolves it; empty: none
+    own_addresses: list[str]  # addresses of this host's name, resolved in the same way as by gloo
     localhost: list[str]  # addresses that `localhost` resolves to
     route_address: str = ""  # source address of outgoing packets; Ray uses it as the address of its node
     ipv6_only: bool = False  # apart from loopback there is an IPv6 address but no IPv4 address
@@ -143,7 +143,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run needs from the hosts, derived from its config."""
+    """Requirements of a run for its hosts, derived from its config."""
 
     gpus: int = 0  # slots of its resource pools
     cuda: bool = False  # it cannot run without GPUs
@@ -152,7 +152,7 @@ class Requirements:
     model: str | None = None  # folder
     parameters: int = 0
     run_dir: str | None = None
-    checkpoint_bytes: int = 0  # checkpoints that are still to be written: those that are retained, and one in progress
+    checkpoint_bytes: int = 0  # of checkpoints that are not written yet: the kept ones, and one in progress
     address: str | None = None  # of an existing Ray cluster
     offloads_engines: bool = False  # engines share GPUs with trainers and release their GPU memory
     mistakes: list[str] = field(default_factory=list)  # errors in the config
@@ -171,11 +171,11 @@ class CollectiveResult:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Input of the rules: facts of all hosts in rank order, and what the hosts measured together."""
+    """Input of the checks: facts of all hosts in rank order, and results of measurements between hosts."""
 
     hosts: Sequence[HostFacts]
     requirements: Requirements | None = None
-    missing: list[str] = field(default_factory=list)  # names, or else ranks, of hosts that did not join
+    missing: list[str] = field(default_factory=list)  # hosts that did not join: names, or ranks if names are unknown
     collectives: list[CollectiveResult] = field(default_factory=list)
 
     @property
@@ -195,7 +195,7 @@ class ClusterFacts:
 
 
 def most_common[T: Hashable](values: Mapping[str, T]) -> T:
-    """Return the value that most hosts have; among equally common values the first."""
+    """Return the value that most hosts have. If several values are equally common, return the first."""
     return Counter(values.values()).most_common(1)[0][0]
 
 

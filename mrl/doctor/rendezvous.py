@@ -1,4 +1,4 @@
-"""Rendezvous of one process per host: they exchange JSON values through a shared folder or a TCP server of the first host."""
+"""Rendezvous of one process per host. The processes exchange JSON values through a shared folder or a TCP server."""
 
 import contextlib
 import errno
@@ -23,15 +23,15 @@ class RendezvousStore(Protocol):
     """Key-value store that all hosts reach. Each key is written by one process only."""
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Claim this rank, or the first free one; raises ValueError if it is taken."""
+        """Claim this rank, or the first free rank for None. Raises ValueError if no such rank is free."""
         ...
 
     def put(self, key: str, value: Any) -> None:
-        """Store a JSON value; it is lost without an error if the first host is gone."""
+        """Store a JSON value. If the first host is gone, the value is lost without an error."""
         ...
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return all keys with this prefix and their values; nothing if the first host is gone."""
+        """Return all keys with this prefix and their values; {} if the first host is gone."""
         ...
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Rendezvous:
     """One of `size` processes that exchange values in named stages."""
 
     def __init__(self, store: RendezvousStore, rank: int | None, size: int) -> None:
-        """Join with this rank, or with the first free one; raises ValueError if another check uses the store."""
+        """Join with this rank, or with the first free rank for None. Raises ValueError if another check uses the store."""
         self.store, self.size = store, size
         self.rank = store.claim_rank(rank, size)
 
@@ -52,7 +52,7 @@ class Rendezvous:
         self.store.put(f"{stage}/{self.rank}", value)
 
     def receive(self, stage: str, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
-        """Wait for the values of these ranks; returns those that arrived in time, by rank."""
+        """Wait for the values of these ranks. Returns the values that arrived in time, by rank."""
         deadline = time.monotonic() + timeout_s
         while True:
             values = {int(key.rpartition("/")[2]): value for key, value in self.store.get_prefix(f"{stage}/").items()}
@@ -61,7 +61,7 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def leave(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Leave; rank 0 waits up to the timeout for the others, which may still read values from it."""
+        """Leave. Rank 0 waits up to `timeout_s` until the other ranks have left, because they may still read values from it."""
         self.send("left", True)
         if self.rank == 0:
             self.receive("left", range(self.size), timeout_s)
@@ -100,7 +100,7 @@ class SharedFolderStore:
             os.replace(unfinished, self.folder / key.replace("/", "-"))
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Read the files that exist now; returns nothing if rank 0 has removed the folder."""
+        """Read the files that exist now. Returns {} if rank 0 has removed the folder."""
         start, values = prefix.replace("/", "-"), {}
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.folder):
@@ -142,7 +142,7 @@ class _RequestHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         """Read a request, one line of JSON, and write the answer."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not one of our clients: no answer
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the client is not mrl: no answer
             answer = self.server.state.answer(json.loads(self.rfile.readline(MAX_VALUE_BYTES)))
             self.wfile.write(json.dumps(answer).encode() + b"\n")
 
@@ -160,7 +160,7 @@ class TcpRendezvousStore:
     """RendezvousStore on a TCP server in the first process. Every process that reaches the port can read and write."""
 
     def __init__(self, address: str, port: int, rank: int | None, timeout_s: float) -> None:
-        """Start the server on rank 0, or without a rank if the address belongs to this host and the port is free.
+        """Start the server on rank 0. If `rank` is None, start it if the address belongs to this host and the port is free.
 
         `timeout_s`: longest wait for the server of another host. Raises ValueError if rank 0 cannot listen.
         """
@@ -187,7 +187,7 @@ class TcpRendezvousStore:
             return json.loads(lines.readline())
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Claim a rank at the first host's server; waits for the server up to the timeout.
+        """Claim a rank at the first host's server. Waits for the server up to the timeout.
 
         Raises ValueError if the server does not answer or the rank is taken.
         """
@@ -205,7 +205,8 @@ class TcpRendezvousStore:
             time.sleep(POLL_S)
         if claimed is None:
             raise ValueError(
-                f"--rendezvous: rank {'any' if rank is None else rank} of {size} is taken; start one process per host."
+                f"--rendezvous: {f'all {size} ranks are' if rank is None else f'rank {rank} of {size} is'} taken; "
+                "start one process per host."
             )
         return claimed
 
@@ -215,7 +216,7 @@ class TcpRendezvousStore:
             self._request(dict(put=key, value=value))
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Read values from the first host; returns nothing if that host is gone."""
+        """Read values from the first host. Returns {} if that host is gone."""
         try:
             return self._request(dict(prefix=prefix))
         except (OSError, ValueError):

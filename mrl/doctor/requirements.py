@@ -9,7 +9,7 @@ from mrl.config.schema import Config
 from mrl.controller.plan_models import build_pools, engine_layout, make_input_files, plan_models
 from mrl.doctor.host_facts import Requirements
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import checkpoints_at_once
+from mrl.planner.run_memory import max_checkpoints_on_disk
 from mrl.planner.trainer_state_bytes import checkpoint_bytes
 from parallel.dims import ParallelDims
 
@@ -31,7 +31,7 @@ def requirements_of(config: Config) -> Requirements:
     shapes = {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in models.items()}
     trained = [shapes[role] for role, model in models.items() if model.optimizer]
     num_parameters = shapes["actor"].num_parameters
-    needed = checkpoints_at_once(config) * checkpoint_bytes(trained, config.model.itemsize)
+    needed = max_checkpoints_on_disk(config) * checkpoint_bytes(trained, config.model.itemsize)
     return Requirements(
         gpus=pools.size,
         cuda=_needs_cuda(config, num_parameters),

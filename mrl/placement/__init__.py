@@ -1,1 +1,1 @@
-"""Where processes run: resource pools on Ray placement groups; and the phases of a step."""
+"""Placement of processes on devices: the Ray cluster, resource pools on placement groups, and device maps."""

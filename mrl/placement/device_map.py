@@ -1,4 +1,4 @@
-"""Device maps: which process is on which device, on a real or a planned cluster; and how they are drawn as text or PNG. Pure."""
+"""Device maps: which process is on which device of a real or planned cluster; with output as text and as PNG."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class DeviceMap:
 
     pools: Pools
     nodes: tuple[NodeDevices, ...]
-    unit: str  # what a slot is: GPU or CPU slot
+    unit: str  # name of a slot in messages: GPU or CPU slot
     warnings: tuple[str, ...]
 
 
@@ -82,8 +82,8 @@ def _cells(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator
         for role, demand in pool.needs.items():
             for rank, slot in enumerate(order_by_groups(nodes, demand.group_size)[: demand.slots]):
                 processes[slot][role] = _process_name(role, demand, rank)
-        for slot, (node, of_slot) in enumerate(zip(nodes, processes, strict=True)):
-            yield node, slot, DeviceCell(pool.name, of_slot)
+        for slot, (node, slot_processes) in enumerate(zip(nodes, processes, strict=True)):
+            yield node, slot, DeviceCell(pool.name, slot_processes)
 
 
 def _process_name(role: str, demand: SlotDemand, rank: int) -> str:
@@ -94,7 +94,7 @@ def _process_name(role: str, demand: SlotDemand, rank: int) -> str:
 
 
 def _fill_nodes(pools: Pools, gpus_per_node: int) -> dict[str, list[int]]:
-    """Return the node of every slot, by pool; in each pool the fullest node first."""
+    """Return the node of every slot, by pool. The slots of a pool are sorted: the node with the most of them comes first."""
     room = [gpus_per_node] * ceil(pools.size / gpus_per_node)
     node_of_slots = {}
     for pool in pools.strictest_first:
@@ -147,7 +147,7 @@ def _unused_slots(pools: Pools, unit: str) -> Iterator[str]:
                 engines = pool.size // demand.group_size
                 all_used = role == "engines" and engines * demand.group_size == pool.size
                 fix = f"; rollout.num_engines={engines} would use all" if all_used else ""
-                yield f"pool {pool.name}: {role} on {demand.slots} of its {pool.size} {unit}s, the others never serve it{fix}."
+                yield f"pool {pool.name}: {role} on {demand.slots} of its {pool.size} {unit}s and never on the others{fix}."
 
 
 def _idle_pools(pools: Pools, unit: str) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -
             groups = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
             if crossing := sum(len(group) > 1 for group in groups):
                 what = "engines are" if role == "engines" else f"tensor-parallel groups of the {role} are"
-                yield f"{crossing} of {len(groups)} {what} on more than one node: their traffic leaves it in every layer."
+                yield f"{crossing} of {len(groups)} {what} on more than one node: they communicate between nodes in every layer."
 
 
 ROLE_COLORS = {"engines": "#54A24B", "teacher": "#B279A2", "critic": "#F58518", "actor": "#4C78A8"}
@@ -247,7 +247,7 @@ def _pool_table(devices: DeviceMap) -> Table:
 
 
 def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
-    """Yield all nodes. With more than MAX_NODE_ROWS, neighbors with equal roles share a row, in which ranks are left out."""
+    """Yield all nodes. If there are more than MAX_NODE_ROWS, consecutive nodes with equal roles share a row without ranks."""
     if len(devices.nodes) <= MAX_NODE_ROWS:
         yield from devices.nodes
         return
@@ -264,7 +264,7 @@ def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
 
 
 def draw_device_map(path: Path, devices: DeviceMap, *, title: str) -> None:
-    """Draw nodes and devices above, pools and phases below, into a PNG file."""
+    """Draw a PNG file: nodes and devices at the top, pools and phases below them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
     from matplotlib.figure import Figure
 

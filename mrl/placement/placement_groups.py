@@ -36,12 +36,12 @@ class BundleLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """A pool and its placement group. It is sent to processes that start others."""
+    """A pool and its placement group. It is sent to the processes that start other processes."""
 
     pool: Pool
     group: PlacementGroup
     gpus: bool  # slots are GPUs
-    timeout_s: float  # for Ray to place the group, also after the loss of a node
+    timeout_s: float  # longest wait until Ray has placed the group, also after the loss of a node
     _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # (bundle, node) -> GPU, filled by probes
 
     def locations(self) -> dict[int, BundleLocation]:
@@ -64,13 +64,13 @@ class PlacedPool:
         free = ray.available_resources()
         gpus = f"{free.get('GPU', 0):g} GPUs and " if self.gpus else ""
         return (
-            f"Ray found no place for pool {self.pool}, {self.pool.strategy}, in cluster.start_timeout_s={self.timeout_s:g} s: "
-            f"free now are {gpus}{free.get('CPU', 0):g} CPUs, and a slot takes {'one of each' if self.gpus else 'one'}. Free "
-            "some, or bring nodes back."
+            f"Ray did not place pool {self.pool}, {self.pool.strategy}, within cluster.start_timeout_s={self.timeout_s:g} s: "
+            f"{gpus}{free.get('CPU', 0):g} CPUs are free, and a slot needs {'one of each' if self.gpus else 'one'}. Stop other "
+            "processes, or restart lost nodes."
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return the GPU of each bundle. A probe in the bundle asks Ray for it once, and again after the bundle has moved."""
+        """Return the GPU of each bundle. A probe task in the bundle asks Ray for it once, and again if the bundle has moved."""
         if not self.gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]
@@ -110,20 +110,22 @@ class RolePlacement:
     """The slots of one role, in the order of its ranks."""
 
     placed: PlacedPool
-    bundles: tuple[int, ...]  # by rank; fixed for the run: after the loss of a node other processes stay where they are
+    bundles: tuple[
+        int, ...
+    ]  # bundle of each rank; fixed for the run, so after the loss of a node other ranks do not move
     group_size: int  # consecutive ranks that should be on one node: for engines, the ranks of one engine
-    hosted: bool  # the cluster has GPUs or several nodes, so an engine runs on the node of its own slots
+    hosted: bool  # engines must run on the node of their slots, because the cluster has GPUs or several nodes
 
     @classmethod
     def of(cls, placed: PlacedPool, role: str, hosted: bool) -> Self:
-        """Assign bundles to the ranks of a role. Groups are on one node as far as possible."""
+        """Assign bundles to the ranks of a role. As many groups as possible are on one node."""
         locations, demand = placed.locations(), placed.pool.needs[role]
         order = sort_bundles(locations)
         ranks = order_by_groups([locations[bundle].node for bundle in order], demand.group_size)[: demand.slots]
         return cls(placed, tuple(order[rank] for rank in ranks), demand.group_size, hosted)
 
     def slots(self) -> list[DeviceSlot]:
-        """Return the current slots by rank. Raises PlacementError if Ray has no room for them before the timeout."""
+        """Return the current slots by rank. Raises PlacementError if Ray has not placed them before the timeout."""
         locations = self.placed.locations()
         return [DeviceSlot(*locations[bundle], self._options(bundle)) for bundle in self.bundles]
 
@@ -145,7 +147,8 @@ class RolePlacement:
 def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacement]]:
     """Place the pools on the connected cluster; yields the placement of each role. Removes the placement groups on exit.
 
-    Raises ValueError at once if the pools do not fit on the empty cluster, PlacementError if there is no room for `timeout_s`.
+    Raises ValueError immediately if the pools do not fit on the empty cluster. Raises PlacementError if Ray has not placed them
+    after `timeout_s`.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = any(node.get("GPU", 0) for node in nodes)
@@ -166,17 +169,21 @@ def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacem
 
 def current_device_map(pools: Pools, placements: Mapping[str, RolePlacement]) -> DeviceMap:
     """Return which process of the run is on which device now. `placements`: by role."""
-    locations = {one.placed.pool.name: one.placed.locations() for one in placements.values()}
-    names = _node_names({(at.node, at.host) for of_pool in locations.values() for at in of_pool.values()})
+    placed_pools = {placement.placed.pool.name: placement.placed for placement in placements.values()}
+    by_pool = {name: placed.locations() for name, placed in placed_pools.items()}
+    names = _node_names({(where.node, where.host) for bundles in by_pool.values() for where in bundles.values()})
     devices = {
-        pool: [(names[of_pool[bundle].node], of_pool[bundle].device) for bundle in sort_bundles(of_pool)]
-        for pool, of_pool in locations.items()
+        pool: [(names[bundles[bundle].node], bundles[bundle].device) for bundle in sort_bundles(bundles)]
+        for pool, bundles in by_pool.items()
     }
-    gpus = any(one.placed.gpus for one in placements.values())
+    gpus = any(placed.gpus for placed in placed_pools.values())
     return actual_device_map(pools, devices, "GPU" if gpus else "CPU slot")
 
 
 def _node_names(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each (Ray id, address), by id: the address, with a part of the id if several nodes share it."""
+    """Return the name of each node by Ray id: its address, followed by a part of the id if several nodes share the address.
+
+    `nodes`: (Ray id, address) of each node.
+    """
     hosts = Counter(host for _, host in nodes)
     return {node: host if hosts[host] == 1 else f"{host} {node[:6]}" for node, host in nodes}

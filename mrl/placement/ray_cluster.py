@@ -1,6 +1,7 @@
-"""The Ray cluster of a run: connects to one, or starts one on this machine. As a program: waits until all nodes have joined.
+"""Connection to the Ray cluster of a run, or start of a cluster on this machine.
 
-`python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` is the program; Slurm jobs run it before the driver.
+`python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` waits until all nodes have joined the cluster. Slurm jobs run it
+before the driver.
 """
 
 import logging
@@ -30,11 +31,11 @@ POLL_INTERVAL_S = 0.5  # between reads of the list of nodes
 
 @contextmanager
 def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
-    """Connect to the cluster at `address`, or start one on this machine. Yields Ray actor options for a process in no pool.
+    """Connect to the cluster at `address`, or start one on this machine. Yields Ray actor options for processes outside of pools.
 
     The options request a GPU if the cluster has any, else no resource. `num_slots`: slots that the run's pools need on this
-    machine. Ray counts a slot as one CPU, however many cores there are. Raises ProcessesLostError if a cluster on this machine
-    does not start.
+    machine. Ray counts each slot as one CPU, independently of the number of cores. Raises ProcessesLostError if a cluster on this
+    machine does not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     engine_key()  # generated here once, for every process of the run
@@ -65,11 +66,11 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
 
 
 def _restrict_to_loopback() -> None:
-    """Make the local cluster and its gloo sockets listen on loopback only, and Ray require a token.
+    """Restrict the local cluster and its gloo sockets to loopback, and set a token for Ray.
 
-    Ray's switch is meant for firewalls of other systems. It is read when Ray is imported, so it is set here and for every child
-    process. Ray requires a token unless RAY_AUTH_MODE says otherwise. If none is set, Ray would write one to a file that other
-    users can read.
+    Ray has a setting that binds a cluster to loopback because of the firewalls of Windows and macOS. Ray reads it on import, so
+    it is set in Ray's module here and in the environment of child processes. Ray requires a token, unless RAY_AUTH_MODE disables
+    it. Without RAY_AUTH_TOKEN, Ray would write a token to a file that other users can read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -89,7 +90,7 @@ def _key_setter() -> Callable[[], None]:
 
 
 def missing_nodes(expected: Collection[str], alive: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
-    """Wait until all expected nodes are alive. Returns the names of those that are not alive after `timeout_s`."""
+    """Wait until all expected nodes are alive. Returns the names of the nodes that are not alive after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while (missing := set(expected).difference(alive())) and time.monotonic() < end:
         time.sleep(POLL_INTERVAL_S)
@@ -111,7 +112,7 @@ def _alive_nodes_at(address: str) -> Callable[[], set[str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Wait until all nodes have joined. Returns exit status 1 if some have not by then."""
+    """Wait until all nodes have joined. Returns the exit status: 1 if a node has not joined before the timeout."""
     address, timeout_s, *nodes = argv
     start = time.monotonic()
     if missing := missing_nodes(nodes, _alive_nodes_at(address), float(timeout_s)):

@@ -1,4 +1,4 @@
-"""Resource pools: which roles of a run are on which devices, computed from the config alone. Pure, without Ray.
+"""Resource pools: which roles of a run are on which devices, computed from the config without Ray.
 
 A slot is a device: a GPU if the cluster has any, else one process on a CPU. A pool has as many slots as the largest of its roles
 needs. The roles of a pool time-share its slots.
@@ -17,7 +17,7 @@ KEY = "placement.pools"
 ROLES = {
     "actor": "trains the policy; the reference is in its processes",
     "critic": "trains the value function",
-    "teacher": "is distilled from",
+    "teacher": "computes the log-probabilities that distillation needs",
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -29,9 +29,7 @@ class SlotDemand:
     """Slots that one role needs in its pool."""
 
     slots: int  # one for each of its processes, or for each rank of an engine
-    group_size: int = (
-        1  # consecutive slots that should be on one node: a tensor-parallel group, or the ranks of an engine
-    )
+    group_size: int = 1  # consecutive slots that should be on one node: a tensor-parallel group, or an engine's ranks
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Pool:
     """Slots, and the roles that time-share them."""
 
     name: str
-    needs: Mapping[str, SlotDemand]  # by role; only roles of this run
+    needs: Mapping[str, SlotDemand]  # role -> slots that it needs; only roles of this run
     size: int  # slots
     strategy: str = "PACK"  # Ray's strategy of distributing the slots over nodes
 
@@ -91,9 +89,10 @@ def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> di
 
 
 def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pools:
-    """Build the pools of the config's `placement.pools` for a run with these roles. Without pools each role gets its own.
+    """Build the pools of the config's section `placement.pools`. If the section is empty, each role gets a separate pool.
 
-    Raises ValueError for an unknown role or key, for a role of the run in no pool or in two, and for a pool that is too small.
+    `demands`: slots of the run's roles. Raises ValueError for an unknown role or key, for a role of the run that is in no pool or
+    in two pools, and for a pool that is too small.
     """
     specs = {name: _checked_spec(name, spec) for name, spec in (section or {role: [role] for role in ROLES}).items()}
     pool_names: dict[str, str] = {}
@@ -114,7 +113,7 @@ def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) ->
 
 
 def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
-    """Return the roles, gpus and strategy of a pool as the config has it. Raises ValueError."""
+    """Return the fields of a pool in the config (roles, gpus, strategy) with defaults. Raises ValueError for a wrong field."""
     key = f"{KEY}.{name}"
     fields = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
     for field in fields:
@@ -126,7 +125,7 @@ def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
     for role in roles:
         if role not in ROLES:
             note = " (the reference is in the actor's processes)" if role == "reference" else ""
-            raise ValueError(f"{key}: {role!r} is no role{note}; expected {_listed(ROLES)}{_hint(role, ROLES)}")
+            raise ValueError(f"{key}: {role!r} is not a role{note}; expected {_listed(ROLES)}{_hint(role, ROLES)}")
     if (strategy := fields.setdefault("strategy", "PACK")) not in STRATEGIES:
         hint = _hint(str(strategy).upper(), STRATEGIES)
         raise ValueError(f"{key}.strategy={strategy!r}: expected {_listed(STRATEGIES)}{hint}")
@@ -169,7 +168,7 @@ def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
     for pool in pools.pools:
         key = f"{KEY}.{pool.name}.strategy={pool.strategy}"
         if pool.strategy == "STRICT_PACK" and pool.size > largest:
-            raise ValueError(f"{key}: its {pool.size} {unit}s are not on one node, as {cluster}; use PACK.")
+            raise ValueError(f"{key}: its {pool.size} {unit}s do not fit on one node, and {cluster}; use PACK.")
         if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
             raise ValueError(f"{key}: it needs {pool.size} nodes, and {cluster}; use SPREAD.")
 
@@ -180,15 +179,15 @@ def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return the config with `nodes` set; by default to as many as the pools need."""
+    """Return the config with `nodes` set. If the config has none, it is the number of nodes that the pools need."""
     if cluster.nodes:
         return cluster
-    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # the rest is on the other components of the job
+    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that are not on the job's other components
     return replace(cluster, nodes=max(1, ceil(missing / cluster.gpus_per_node)) if cluster.gpus_per_node else 1)
 
 
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
-    """Return the GPUs of each node in the config; one node if the config does not say how many."""
+    """Return the number of GPUs of each node in the config. If the config has no number of nodes, there is one."""
     first = dict(nodes=cluster.nodes or 1, gpus_per_node=cluster.gpus_per_node)
     components = [first, *(first | dict(nodes=1) | component for component in cluster.components)]
     return [int(part["gpus_per_node"]) for part in components for _ in range(int(part["nodes"]))]

@@ -1,12 +1,13 @@
-"""Bytes of activations that a trainer rank keeps of one micro-batch for its backward pass, counted tensor by tensor.
+"""Bytes of the activations that a trainer rank keeps for the backward pass of one micro-batch, counted tensor by tensor.
 
-The account follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
+The count follows Korthikanti et al. 2022 (arXiv:2205.05198), "Reducing Activation Recomputation in Large Transformer Models".
 Its equation 1 counts the saved inputs of a layer (34 s b h, without attention scores), equations 2 to 4 divide them over tensor
-and sequence parallelism, and section 5 recomputes them. This module counts the same for what mrl trains: gated MLPs, grouped and
-latent attention, experts, packed sequences, and attention kernels that keep no scores (so the term 5 a s^2 b does not occur).
+and sequence parallelism, and section 5 describes recomputation. This module counts the saved inputs of the layers that mrl
+trains: gated MLPs, grouped and latent attention, experts, packed sequences, and attention kernels that keep no scores (so the
+term 5 a s^2 b does not occur).
 
-Shapes: s tokens of a pack on one context-parallel rank; r rows of them between a layer's matrices: s / tp under sequence
-parallelism, else s.
+Shapes: s is the number of tokens of a pack on one context-parallel rank. r is the number of rows of hidden states outside of
+tensor-parallel matrices: s / tp with sequence parallelism, else s.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 from mrl.planner.model_shape import ModelShape
 from parallel.dims import ParallelDims
 
-INDEX_BYTES = 8  # of an index in torch
+INDEX_BYTES = 8  # of one int64 index
 STATISTIC_BYTES = 4  # of one statistic of a norm or a softmax, kept in float32
 
 BytesByTensor = dict[str, int]
-"""Bytes by the name of the tensor that is kept."""
+"""Bytes of each kept tensor, by the tensor's name."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which tensors a machine's kernels keep beyond their inputs."""
+    """Properties of a machine's kernels that determine which tensors are kept."""
 
     fused_norm: bool = True  # a norm keeps only its input; torch on a CPU keeps the normalized values too
     fused_mlp: bool = True  # the gated activation is one kernel that keeps its input, as in Transformer Engine
@@ -44,9 +45,11 @@ class Recompute:
     """Megatron's settings of activation recomputation."""
 
     granularity: str | None = None  # full: whole layers; selective: modules
-    method: str | None = None  # of full: uniform (all layers) or block (the first num_layers of a virtual stage)
-    num_layers: int = 1  # of uniform: how many layers are recomputed from one kept input
-    modules: frozenset[str] = frozenset()  # of selective: Megatron's names
+    method: str | None = None  # with full: uniform (all layers) or block (the first num_layers of a virtual stage)
+    num_layers: int = (
+        1  # with uniform: number of layers that are recomputed from one kept input; with block: see method
+    )
+    modules: frozenset[str] = frozenset()  # with selective: Megatron's names of the recomputed modules
     distributed: bool = False  # kept inputs are sharded over tensor-parallel ranks
 
     @classmethod
@@ -77,18 +80,18 @@ class MicroBatchShape:
     cp: int = 1
     sequence_parallel: bool = False
     keys_per_token: float = 1.0  # keys that attention reads per token; above 1 where responses share a prompt
-    imbalance: float = 1.0  # tokens that reach the rank's experts, over the mean of all ranks
+    imbalance: float = 1.0  # tokens that reach the rank's experts, divided by the mean of all ranks
     kernels: Kernels = GPU_KERNELS
 
     @classmethod
     def of(cls, dims: ParallelDims, tokens: int, itemsize: int, **fields: Any) -> MicroBatchShape:
-        """Shape of one rank's part of a pack; `tokens` counts the pack over all context-parallel ranks."""
+        """Return the shape of one rank's part of a pack. `tokens`: of the whole pack, over all context-parallel ranks."""
         layout = dict(tp=dims.tp, etp=dims.expert_tp, cp=dims.cp, sequence_parallel=dims.sequence_parallel)
         return cls(-(-tokens // dims.cp), itemsize, **layout, **fields)
 
     @property
     def rows(self) -> int:
-        """r: rows of hidden states between a layer's matrices."""
+        """r: rows of hidden states outside of tensor-parallel matrices."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
@@ -100,19 +103,19 @@ class MicroBatchShape:
     def keys(self) -> int:
         """Rows of keys that attention reads.
 
-        Under context parallelism a rank has two of a sequence's 2 cp chunks, and these two read 2 cp + 1 chunks of keys together.
+        Context parallelism cuts a sequence into 2 cp chunks. A rank has two of them, which together read 2 cp + 1 chunks of keys.
         """
         zigzag = 1 + 1 / (2 * self.cp) if self.cp > 1 else 1
         return int(self.tokens * self.cp * self.keys_per_token * zigzag)
 
     def expert_rows(self, topk: int) -> int:
-        """Rows that reach the rank's experts, where every token chooses `topk` experts."""
+        """Return the number of rows that reach the rank's experts, if each token has `topk` experts."""
         return int(self.rows * topk * self.etp * self.imbalance)
 
 
 @lru_cache(maxsize=65536)
 def layer_bytes(shape: ModelShape, moe: bool, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> int:
-    """Return the bytes that one layer keeps. `recomputed`: modules that are computed again, by Megatron's names."""
+    """Return the bytes that one layer keeps. `recomputed`: Megatron's names of the recomputed modules."""
     parts = attention_bytes(shape, batch, recomputed) | (expert_bytes if moe else mlp_bytes)(shape, batch, recomputed)
     return sum(parts.values())
 
@@ -120,7 +123,7 @@ def layer_bytes(shape: ModelShape, moe: bool, batch: MicroBatchShape, recomputed
 def attention_bytes(
     shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()
 ) -> BytesByTensor:
-    """Return what a layer's attention keeps, with its norm and residual."""
+    """Return the bytes that a layer's attention keeps, with its norm and residual."""
     e = batch.itemsize
     kept = norm_bytes("attention", shape.hidden, batch.rows, batch)
     kept["attention norm's output"] = batch.rows * shape.hidden * e
@@ -136,12 +139,12 @@ def attention_bytes(
 
 
 def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
-    """Return the bytes of queries, keys and values. A view keeps the whole projection that it is a view of."""
+    """Return the bytes of queries, keys and values. A view keeps the whole projection in memory."""
     e, s, d = batch.itemsize, batch.tokens, shape.head_dim
     q, kv = shape.num_heads * d // batch.tp, shape.num_kv_heads * d // batch.tp
     keys = batch.keys
     kept: BytesByTensor = {}
-    if shape.qk_norm or not batch.is_gathered:  # the norms' inputs, or the values, are views of it
+    if shape.qk_norm or not batch.is_gathered:  # the norms' inputs or the values are views of it
         kept["qkv projection"] = s * (q + 2 * kv) * e
     if shape.qk_norm:
         heads, several_groups = (shape.num_heads + shape.num_kv_heads) // batch.tp, shape.num_kv_heads // batch.tp > 1
@@ -165,7 +168,7 @@ def _grouped_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fr
 
 
 def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str]) -> BytesByTensor:
-    """Return what multi-head latent attention keeps: the compressed vectors, and what is projected up from them."""
+    """Return the bytes that multi-head latent attention keeps: compressed vectors and their up-projections."""
     e, s, r = batch.itemsize, batch.tokens, batch.rows
     heads = shape.num_heads // batch.tp
     kept: BytesByTensor = {}
@@ -187,20 +190,20 @@ def _latent_attention(shape: ModelShape, batch: MicroBatchShape, recomputed: fro
 
 
 def mlp_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return what a dense layer's MLP keeps, with its norm and residual."""
+    """Return the bytes that a dense layer's MLP keeps, with its norm and residual."""
     if "mlp" in recomputed:
         return {"mlp's input": batch.rows * shape.hidden * batch.itemsize}
     kept = norm_bytes("mlp", shape.hidden, batch.rows, batch)
     kept["mlp norm's output"] = batch.rows * shape.hidden * batch.itemsize
-    return kept | _between_matrices("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
+    return kept | _intermediate_bytes("mlp", shape, batch.tokens, shape.ffn // batch.tp, batch)
 
 
-def _between_matrices(
+def _intermediate_bytes(
     name: str, shape: ModelShape, rows: int, width: int, batch: MicroBatchShape, scaled: bool = False
 ) -> BytesByTensor:
-    """Return what is kept between the two matrices of an MLP of this `width` on this rank.
+    """Return the bytes that are kept between the two matrices of an MLP.
 
-    `scaled`: the activation is multiplied by the router's weight of each token.
+    `width`: intermediate size of the MLP on this rank. `scaled`: the activation is multiplied by each token's router weight.
     """
     projected = {f"{name} projection": rows * width * batch.itemsize * (2 if shape.gated else 1)}
     unfused = 0 if batch.kernels.fused_mlp or not shape.gated else 2 + scaled  # silu(gate), up, and the scaled product
@@ -208,7 +211,10 @@ def _between_matrices(
 
 
 def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozenset[str] = frozenset()) -> BytesByTensor:
-    """Return what a layer with experts keeps. Tokens are sent to the ranks of their experts, so rows are those received."""
+    """Return the bytes that the MLP of a layer with experts keeps, with its norm and residual.
+
+    Each token is sent to the ranks of its experts, so the tensors of experts have one row for each token that the rank receives.
+    """
     e, r = batch.itemsize, batch.rows
     kept = norm_bytes("mlp", shape.hidden, r, batch)
     kept["mlp norm's output"] = r * shape.hidden * e
@@ -216,18 +222,18 @@ def expert_bytes(shape: ModelShape, batch: MicroBatchShape, recomputed: frozense
         return kept
     if "layernorm" in recomputed:
         del kept["mlp norm's output"]
-    kept |= _routing(shape, batch)
+    kept |= _routing_bytes(shape, batch)
     received = batch.expert_rows(shape.topk)
     kept["tokens of experts"] = received * (shape.hidden * e + STATISTIC_BYTES)
-    kept |= _between_matrices("experts", shape, received, shape.moe_ffn // batch.etp, batch, scaled=True)
+    kept |= _intermediate_bytes("experts", shape, received, shape.moe_ffn // batch.etp, batch, scaled=True)
     if "moe_act" in recomputed:
         del kept["experts activation"]
     if shape.shared_ffn and "shared_experts" not in recomputed:
-        kept |= _between_matrices("shared experts", shape, batch.tokens, shape.shared_ffn // batch.tp, batch)
+        kept |= _intermediate_bytes("shared experts", shape, batch.tokens, shape.shared_ffn // batch.tp, batch)
     return kept
 
 
-def _routing(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
+def _routing_bytes(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
     """Return the bytes of the chosen experts, their weights, and the order in which tokens are sent."""
     chosen = shape.topk * (2 * INDEX_BYTES + STATISTIC_BYTES)
     order = shape.num_experts * INDEX_BYTES
@@ -237,7 +243,7 @@ def _routing(shape: ModelShape, batch: MicroBatchShape) -> BytesByTensor:
 
 
 def norm_bytes(name: str, width: int, rows: int, batch: MicroBatchShape) -> BytesByTensor:
-    """Return the bytes of a norm's input and statistics. Its output is counted with the module that reads it."""
+    """Return the bytes of a norm's input and statistics. The norm's output is counted in the module that reads it."""
     copies = 1 if batch.kernels.fused_norm else 2
     return {
         f"{name} norm's input": rows * width * batch.itemsize * copies,
@@ -246,13 +252,13 @@ def norm_bytes(name: str, width: int, rows: int, batch: MicroBatchShape) -> Byte
 
 
 def end_bytes(shape: ModelShape, batch: MicroBatchShape, is_first: bool, is_last: bool) -> int:
-    """Return the bytes that the ends of the model keep: token ids on the first stage, the final norm's input on the last."""
+    """Return the bytes that are kept outside of layers: token ids on the first stage, the final norm's tensors on the last."""
     kept = batch.tokens * INDEX_BYTES if is_first else 0
     return kept + (sum(norm_bytes("final", shape.hidden, batch.rows, batch).values()) if is_last else 0)
 
 
 def virtual_stage_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
-    """Return the bytes that the layers of one virtual stage keep of one micro-batch. `moe`: [layers] which have experts."""
+    """Return the bytes that one virtual stage keeps for one micro-batch. `moe`: [layers] whether the layer has experts."""
     dense_layers, moe_layers = len(moe) - sum(moe), sum(moe)
     if recompute.granularity != "full":
         modules = recompute.modules if recompute.granularity == "selective" else frozenset()

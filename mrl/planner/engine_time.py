@@ -1,4 +1,4 @@
-"""Seconds of sampling and of pushing weights to engines; and EngineQueue, an engine as a queue with continuous batching. Pure."""
+"""Predicted seconds of sampling and of weight pushes, and EngineQueue, which simulates an engine with continuous batching."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineTime:
     cluster: GpuCluster
     tp: int
     memory_fraction: float = MEM_FRACTION  # of a GPU's memory, for weights and KV cache
-    max_requests: int | None = None  # requests that run at one time; None: as many as the KV cache holds
+    max_requests: int | None = None  # most requests that run together; None: as many as the KV cache holds
     kv_itemsize: int = WEIGHT_BYTES  # bytes of a cached element
 
     @cached_property
@@ -37,7 +37,7 @@ class EngineTime:
         return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
     def max_running(self, lengths: LengthDistribution) -> int:
-        """Return the number of requests that run at one time; 0 if the longest sequence does not fit."""
+        """Return the number of requests that can run together; 0 if the longest sequence does not fit in the KV cache."""
         if self.memory.tokens < lengths.longest:
             return 0
         room = int(self.memory.tokens / (lengths.prompt_tokens + lengths.mean))
@@ -61,21 +61,22 @@ class EngineTime:
 
     @property
     def _compute_s(self) -> float:
-        """Seconds of one token in matrices."""
+        """Seconds of the matrix multiplications of one token."""
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops
 
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of two all-reduces per layer.
 
-        Their latency is counted on one GPU, too: it stands for the time to launch the kernels of the layer.
+        The latency is counted for one GPU, too: there it represents the time to launch the layer's kernels.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes(self.tp) + self.cluster.latency_s)
 
     def speeds(self, lengths: LengthDistribution, requests: int) -> EngineSpeeds:
-        """Return the speeds that the rollout simulator takes, for an engine that has `requests` requests at one time.
+        """Return the speeds of an engine with `requests` requests, as the rollout simulator needs them.
 
-        A decoding step is linear in the running requests: the line through one request and the most that run.
+        The seconds of a decoding step are a linear function of the running requests. They are exact for one running request and
+        for the largest number of running requests.
         """
         most = self.max_running(lengths)
         full = max(2, min(most, requests))
@@ -90,10 +91,10 @@ class EngineTime:
 class RolloutTime:
     """Seconds that engines take to sample one step's responses, as a function of the trainers' seconds."""
 
-    staleness: int  # K: steps that sampling is ahead of training
-    tail_s: float  # of the decoding steps that the longest response needs if it has an engine for itself
-    shared_s: float  # that all responses of an engine add to its steps, with prefill and with what pushes interrupt
-    full_s: float  # of engines that always have as many responses as they can run
+    staleness: int  # K: number of steps that sampling is ahead of training
+    tail_s: float  # fixed seconds of all decoding steps of the longest response
+    shared_s: float  # seconds that all responses of an engine add: decoding, prefill, and prefill repeated after pushes
+    full_s: float  # seconds of a step if the engines always run as many responses as they can
 
     @classmethod
     def of(cls, speeds: EngineSpeeds, work: StepWorkload, num_engines: int, staleness: int) -> RolloutTime:
@@ -109,11 +110,11 @@ class RolloutTime:
         return cls(staleness, steps * speeds.step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
-        """Return the seconds of a step, without the push, if training takes `train_s`.
+        """Return the seconds of a step without the weight push, if training takes `train_s`.
 
-        The samples of step s are requested after step s - (K + 1) was trained, and training of step s waits for them. So sampling
-        may take the time of K + 1 steps minus one training. The longest response takes the time of its decoding steps, which the
-        other running responses make longer: tail / (1 - shared / step).
+        The samples of step s are requested after the training of step s - (K + 1). The training of step s waits for them. So
+        sampling may take the time of K + 1 steps minus one training. The other running responses make the decoding steps of the
+        longest response longer: it takes tail_s / (1 - shared_s / step_s) seconds.
         """
         if not self.staleness:
             return train_s + self.tail_s + self.shared_s
@@ -124,9 +125,9 @@ class RolloutTime:
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
-    """Return the decoding steps until an engine has finished `requests` requests, of which `running` run at one time.
+    """Return the number of decoding steps until an engine has finished `requests` requests, if `running` of them run together.
 
-    A step waits for the longest of the `responses` of all engines.
+    The training step waits for the longest of the `responses` of all engines.
     """
     longest = lengths.longest_of(responses)
     if requests <= running:
@@ -138,9 +139,9 @@ def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, r
 def push_s(
     shape: ModelShape, cluster: GpuCluster, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
 ) -> float:
-    """Return the seconds of pushing weights from `trainers` GPUs to engines on other GPUs: those of the busier side.
+    """Return the seconds of a weight push from `trainers` GPUs to engines on other GPUs: the maximum of both sides' seconds.
 
-    Trainers send equal shares, and every engine receives its own copy (mrl/weight_sync/transfer_plan.py).
+    All trainers send equally many bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py).
     """
     weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
@@ -150,7 +151,7 @@ def push_s(
 
 
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
-    """Return the seconds of a push within one node, where engines read what the trainers have written once."""
+    """Return the seconds of a push within one node. The trainers write the weights once, and all engines read them."""
     weights = WEIGHT_BYTES * shape.num_weights
     return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes
 
@@ -161,8 +162,8 @@ class EngineSpeeds:
 
     step_s: float  # a: fixed part of a decoding step
     request_s: float  # c: additional seconds of a decoding step for each running request
-    prefill_s: float  # d: for each token that is prefilled; no request decodes meanwhile
-    max_running: int  # requests; others wait in order
+    prefill_s: float  # d: seconds for each prefilled token; no request decodes during prefill
+    max_running: int  # most requests that run together; the others wait in order
 
     def token_s(self, running: int) -> float:
         """Return the seconds of one decoding step of `running` requests."""
@@ -173,19 +174,19 @@ class EngineSpeeds:
 class SimulatedRequest:
     """A response that an engine decodes, with the progress of its decoding."""
 
-    key: Hashable  # chosen by the caller, to find its requests again
-    prompt: Hashable  # equal for requests that share a prompt: only the first of them prefills it
+    key: Hashable  # chosen by the caller, to identify the request
+    prompt: Hashable  # equal for requests with the same prompt; only the first of them prefills it
     prompt_tokens: int
     response_tokens: int
-    decoded: float = 0.0  # tokens, as of when it last left the running batch
+    decoded: float = 0.0  # tokens that were decoded when the request last left the running batch
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at its first admission
     started: bool = False  # it was admitted at least once
-    _admitted_at: float = 0.0  # decoding steps of the engine at its last admission
+    _admitted_at: float = 0.0  # number of decoding steps that the engine had run at the request's last admission
 
 
 @dataclass(eq=False)
 class EngineQueue:
-    """One engine: first come, first served, at most `max_running` requests at a time. Time only moves forward.
+    """Simulation of one engine. Requests start in order of arrival, and at most `max_running` of them run together.
 
     A pause with mode `retract` moves running requests to the end of the queue, as SGLang does. Their tokens are kept, and are
     prefilled again at the next admission.
@@ -198,9 +199,8 @@ class EngineQueue:
     busy_s: float = 0.0  # seconds in which at least one request ran
     request_seconds: float = 0.0  # integral of the number of running requests over time
     prefilled_tokens: int = 0
-    _running: list[tuple[float, int, SimulatedRequest]] = field(
-        default_factory=list
-    )  # heap of (decoding step at which it ends, order of admission, request)
+    # Heap of (decoding step at which the request ends, order of admission, request)
+    _running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     _steps: float = 0.0  # decoding steps so far
     _prefill_left_s: float = 0.0  # prefill that must end before decoding continues
     _cached: set[Hashable] = field(default_factory=set)  # prompts in the prefix cache
@@ -238,7 +238,7 @@ class EngineQueue:
         return finished
 
     def decoded(self, request: SimulatedRequest) -> int:
-        """Return the whole tokens that a request has so far."""
+        """Return the number of whole tokens that a request has decoded so far."""
         running = any(other is request for _, _, other in self._running)
         return int(request.decoded + (self._steps - request._admitted_at if running else 0.0) + 1e-9)
 
@@ -248,7 +248,7 @@ class EngineQueue:
         self._admit()
 
     def pause(self, mode: PauseMode) -> list[SimulatedRequest]:
-        """Stop until `resume`. Returns the aborted requests with the tokens that they have (mode `abort` only)."""
+        """Stop until `resume`. Returns the aborted requests with their decoded tokens; [] unless `mode` is `abort`."""
         self.paused = True
         aborted = self.abort(lambda _: True) if mode is PauseMode.abort else []
         if mode is PauseMode.retract:
@@ -266,7 +266,7 @@ class EngineQueue:
         self._cached.clear()
 
     def abort(self, chosen: Callable[[SimulatedRequest], bool]) -> list[SimulatedRequest]:
-        """Remove the chosen requests and return them. Their `decoded` says how many tokens they have."""
+        """Remove the chosen requests and return them. The field `decoded` of each has its number of decoded tokens."""
         aborted = [request for request in [*self.running, *self.waiting] if chosen(request)]
         self._remove_running(aborted)
         ids = {id(request) for request in aborted}
@@ -279,7 +279,7 @@ class EngineQueue:
         return self._running[0][0] - self._steps
 
     def _decode(self, seconds: float) -> None:
-        """Prefill and decode for `seconds`, in which no request finishes."""
+        """Prefill and decode for `seconds`. No request may finish in this time."""
         if self.paused or not self._running or seconds <= 0:
             return
         self._count_busy(seconds)
@@ -292,7 +292,7 @@ class EngineQueue:
         self.request_seconds += seconds * len(self._running)
 
     def _admit(self) -> None:
-        """Start waiting requests while there is room. Each prefills its prompt, unless cached, and its earlier tokens."""
+        """Start waiting requests while there is room. Each prefills its prompt, if it is not cached, and its earlier tokens."""
         while self.waiting and not self.paused and len(self._running) < self.speeds.max_running:
             request = self.waiting.popleft()
             cached = request.prompt_tokens - 1 if request.prompt in self._cached else 0

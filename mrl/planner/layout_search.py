@@ -1,7 +1,8 @@
-"""Search for the layout, placement and division of GPUs with the shortest predicted step: exact over its space, deterministic.
+"""Search for the layout, placement and division of GPUs with the shortest predicted step. The result is the exact optimum.
 
-The seconds of trainers depend only on their layout and their GPUs, those of engines only on their own. So each side is evaluated
-by itself for every number of GPUs, and divisions of the GPUs are compared last. Pure.
+The seconds of trainers depend only on the trainers' layout and GPUs. The seconds of engines depend only on the engines' layout
+and GPUs. So the search evaluates trainers and engines separately for every number of GPUs, then compares divisions of the GPUs.
+It is deterministic.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerSettings, trainer_
 from mrl.planner.trainer_time import PARTS, WEIGHT_BYTES, FloatArray, IntArray, TrainerTime
 
 STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
-"""Steps that sampling is ahead of training, by rollout.mode."""
+"""Number of steps that sampling is ahead of training, by rollout.mode."""
 
 FitsInMemory = Callable[[ReplicaLayout, int], bool]
 """Whether a GPU's memory holds a trainer of this layout with this number of replicas. More replicas never need more memory."""
 
 
 def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
-    """Return a check that the busiest rank fits in its busiest phase, by the account of `mrl plan memory`."""
+    """Return a function that tells whether the busiest rank fits in its busiest phase. It counts like `mrl plan memory`."""
     room = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
 
     @cache
@@ -79,7 +80,7 @@ class RunCandidate:
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of sampling if training took no time."""
+        """Seconds of sampling in a step, as if training took no time."""
         return self.rollout.step_s(0.0)
 
     @property
@@ -94,7 +95,7 @@ class RunCandidate:
 
     @property
     def kind(self) -> tuple:
-        """Equal for candidates that differ only in how many GPUs trainers and engines have."""
+        """Key that is equal for candidates that differ only in the numbers of GPUs of trainers and engines."""
         return self.placement, self.mode, self.trainers.layout, self.engine_tp
 
     @property
@@ -109,7 +110,7 @@ class RunCandidate:
 class SearchResult:
     """The best candidates, and what the search evaluated and excluded."""
 
-    best: list[RunCandidate]  # fastest first, each of another kind
+    best: list[RunCandidate]  # fastest first; no two have the same `kind`
     best_of_each: list[RunCandidate]  # the fastest of each placement and mode
     evaluated: int  # pairs of a trainer layout and a number of replicas whose seconds were computed
     excluded: Counter[str]  # reason -> layouts
@@ -150,7 +151,7 @@ class LayoutSearch:
     def _fastest_trainers(
         self, count: int
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
-        """Return the fastest `count` trainers by number of GPUs: (on GPUs of their own, on GPUs shared with engines)."""
+        """Return the fastest `count` trainers by number of GPUs: (on separate GPUs, on GPUs shared with engines)."""
         timed = list(self._timed_layouts())
         if not timed:
             return {}, {}
@@ -199,7 +200,10 @@ class LayoutSearch:
         return TrainerTime(self.space.shape, layout, self.space.cluster, self.work)
 
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
-        """Return the numbers of replicas to evaluate: whole nodes if there are several; at least one response per replica."""
+        """Return the numbers of replicas to evaluate. Each replica has at least one response.
+
+        On more than one node, the replicas must fill whole nodes.
+        """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches
         most = min(cluster.gpus // layout.gpus, max(layout.replica_step, responses))
@@ -242,7 +246,7 @@ class LayoutSearch:
         return engines
 
     def _num_engines(self, engine: EngineTime, gpus: int) -> int:
-        """Return the number of engines on `gpus` GPUs; 0 if none fits, or not as many as plan.fix requires."""
+        """Return the number of engines on `gpus` GPUs; 0 if no engine fits, or fewer engines than plan.fix requires."""
         count = min(gpus // engine.tp, self.work.responses)
         fixed = self.space.fixed.get("num_engines", count)
         return fixed if fixed <= count else 0
@@ -288,16 +292,16 @@ class LayoutSearch:
         return EngineTime(space.shape, space.cluster, tp, self.memory_fraction, self.max_requests, self.kv_itemsize)
 
     def engine_load(self, candidate: RunCandidate) -> tuple[int, int]:
-        """Return (responses that an engine can run at one time, responses that it is asked for at one time)."""
+        """Return (responses that one engine can run together, responses that one engine has requests for)."""
         requested = self._requests_per_engine(candidate.num_engines, candidate.mode)
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
     def parts(self, candidate: RunCandidate) -> dict[str, float]:
-        """Return the seconds of a step by where they go: PARTS of the trainers, rollout, push, switch."""
+        """Return the seconds of each part of a step: PARTS of the trainers, rollout, push, switch."""
         trainers = candidate.trainers
-        of_trainers = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
+        trainer_parts = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
         others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)
-        return {name: of_trainers[name] for name in PARTS} | others
+        return {name: trainer_parts[name] for name in PARTS} | others
 
 
 PART_MEANING = dict(
@@ -340,8 +344,8 @@ def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
         return f"sampling: the KV cache of an engine holds {running:,} of {requested:,} responses at one time"
     longest = search.work.lengths.longest_of(search.work.responses)
     return (
-        f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest, of "
-        f"{longest:,.0f} tokens"
+        f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest response, "
+        f"which has {longest:,.0f} tokens"
     )
 
 

@@ -1,4 +1,4 @@
-"""A GPU cluster in plain units, and every layout of a model that its GPUs allow. Pure arithmetic."""
+"""Search space of layouts: the speeds of a GPU cluster, and all layouts of a model that are possible on its GPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from mrl.planner.trainer_memory import cached_pipeline_stages
 from parallel.dims import ParallelDims
 
 PROCESSES_PER_GPU = 2  # a trainer and an engine; each keeps plan.reserve_gb
-MIN_CP_TOKENS = (
-    1024  # of the longest sequence on each context-parallel rank; shorter parts are not worth their messages
-)
+# Fewest tokens of the longest sequence on each context-parallel rank. With fewer tokens, messages take longer than they save.
+MIN_CP_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class GpuCluster:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """How one replica of the trainers is partitioned over GPUs. `dims` adds the number of replicas."""
+    """Layout of one data-parallel replica of the trainers. `dims` adds the number of replicas."""
 
     tp: int = 1
     pp: int = 1
@@ -97,7 +96,7 @@ class ReplicaLayout:
 
     @property
     def replica_step(self) -> int:
-        """The number of replicas is a multiple of this, because experts are spread over whole replicas."""
+        """The number of replicas must be a multiple of this number, because experts are spread over whole replicas."""
         expert_ranks = self.ep * self.etp
         return expert_ranks // gcd(expert_ranks, self.tp * self.cp)
 
@@ -129,7 +128,7 @@ class ReplicaLayout:
         return keys | {f"megatron.{name}": value for name, value in self.megatron().items()}
 
     def stages(self, moe: tuple[bool, ...]) -> list[tuple[int, int]]:
-        """Return (dense layers, layers with experts) of each pipeline stage. `moe`: [layers] which have experts."""
+        """Return (dense layers, layers with experts) of each pipeline stage. `moe`: [layers] whether the layer has experts."""
         stages = cached_pipeline_stages(len(moe), self.pp, self.vpp, self.uneven)
         counts = [(sum(v.layers for v in stage), sum(v.moe_layers(moe) for v in stage)) for stage in stages]
         return [(layers - with_experts, with_experts) for layers, with_experts in counts]
@@ -143,7 +142,7 @@ class ReplicaLayout:
 
 @dataclass
 class LayoutSpace:
-    """All layouts of one model on one cluster, by the closed form of the layout rules."""
+    """All layouts of one model on one cluster that the layout rules allow."""
 
     arch: Architecture
     shape: ModelShape
@@ -153,7 +152,7 @@ class LayoutSpace:
     excluded: Counter[str] = field(default_factory=Counter)  # reason -> layouts of one replica that it excludes
 
     def layouts(self) -> Iterator[ReplicaLayout]:
-        """Yield all layouts without recomputation, in a fixed order. Counts the excluded ones."""
+        """Yield all layouts without recomputation, in a fixed order. Counts the excluded layouts."""
         for tp in self._tensor_sizes():
             for pp, vpp, last in self._pipeline_sizes():
                 for cp in self._context_sizes():
@@ -165,7 +164,10 @@ class LayoutSpace:
                             yield layout
 
     def engine_tps(self) -> list[int]:
-        """Return the possible GPUs of one engine by the rules of mrl/weight_sync/engine_layout.py: nodes, or parts of one."""
+        """Return the possible numbers of GPUs of one engine: whole nodes or equal parts of one node.
+
+        The rules are those of mrl/weight_sync/engine_layout.py.
+        """
         t, per_node = self.arch.transformer, self.cluster.per_node
         heads = t["num_attention_heads"]
         groups = heads if self.arch.is_latent else t["num_query_groups"]
@@ -196,7 +198,7 @@ class LayoutSpace:
         common = gcd(t["num_attention_heads"], t["num_query_groups"], *widths)
         for tp in self._allowed("tp", _divisors(common)):
             if tp > self.cluster.per_node or self.cluster.per_node % tp:
-                self.excluded["tensor parallelism beyond a node"] += 1
+                self.excluded["tensor parallelism over more than one node"] += 1
             else:
                 yield tp
 
@@ -207,7 +209,7 @@ class LayoutSpace:
             per_stage = -(-layers // pp)
             last = layers - per_stage * (pp - 1)
             if last < 1:
-                self.excluded["layers do not divide into so many stages"] += 1
+                self.excluded["too many pipeline stages for the layers"] += 1
             elif last != per_stage:
                 if self.fixed.get("vpp", 1) == 1:
                     yield pp, 1, last
@@ -221,10 +223,10 @@ class LayoutSpace:
             if cp <= most or "cp" in self.fixed:
                 yield cp
             else:
-                self.excluded["sequences too short to cut"] += 1
+                self.excluded["sequences too short for context parallelism"] += 1
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """Yield (ep, etp). Experts are sharded like everything else (etp = tp), or not at all."""
+        """Yield (ep, etp). Experts are sharded like all other weights (etp = tp), or not sharded (etp = 1)."""
         if not self.arch.num_experts:
             yield 1, tp
             return

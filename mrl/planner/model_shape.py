@@ -1,6 +1,7 @@
-"""A model in numbers: widths, layers and every parameter's shape. All bytes and seconds of the planner are computed from it.
+"""Sizes of one model: widths, number of layers, and the shape of every parameter.
 
-It is read once from the family's conversion table, so that thousands of layouts can be counted quickly. Pure arithmetic.
+The planner computes bytes and seconds from these sizes. They are read once from the conversion table of the model family, so
+that a search can evaluate thousands of layouts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping, VocabMapping
 
 ParameterLocation = Literal["first", "layer", "expert", "last"]
-"""first: the embedding; layer: once per layer; expert: once per expert of a layer; last: final norm and output layer."""
+"""first: embedding; layer: once in each layer; expert: once for each expert of a layer; last: final norm and output layer."""
 HeadKind = Literal["vocabulary", "value"]
 
 MODULE_ORDER = (
@@ -41,19 +42,19 @@ MODULE_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc2.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers. It decides at which parameter a replica's part begins."""
+"""Order of a layer's parameters in Megatron's flat buffers. It determines at which parameter the shard of each replica begins."""
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter (or buffer) of a layer, of an expert, or of an end of the model."""
+    """One parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
 
     name: str  # Megatron's name within its layer
     location: ParameterLocation
     shape: tuple[int, ...]  # before tensor parallelism; dim 0 counts the rows of all tensors that it fuses
     is_sharded: bool  # over (expert) tensor-parallel ranks
-    where: str  # which layers have it: always, dense or moe
-    is_vocabulary: bool = False  # its rows are padded to a multiple of the ranks
+    where: str  # layers that have it: always (all layers), dense or moe
+    is_vocabulary: bool = False  # the number of rows is padded to a multiple of the number of ranks
 
     @property
     def numel(self) -> int:
@@ -71,14 +72,14 @@ class ParameterShape:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Sizes of one model. Instances compare by identity, so that results can be cached by them."""
+    """Sizes of one model. Instances are hashed by identity, so that `lru_cache` can use them as keys."""
 
     moe: tuple[bool, ...]  # [layers] whether the layer has experts
     hidden: int
-    num_heads: int  # of queries
+    num_heads: int  # query heads
     num_kv_heads: int
-    head_dim: int  # of queries and keys
-    value_dim: int
+    head_dim: int  # width of a query head and of a key head
+    value_dim: int  # width of a value head
     ffn: int  # width of a dense layer's MLP
     num_experts: int
     topk: int  # experts of one token
@@ -86,15 +87,15 @@ class ModelShape:
     shared_ffn: int  # width of all shared experts together
     vocab: int
     qk_norm: bool
-    q_lora: int = (
-        0  # latent attention: width that queries are projected up from; 0: they are projected from hidden states
+    q_lora: int = 0  # latent attention: width of the compressed queries; 0: queries are not compressed
+    kv_lora: int = 0  # latent attention: width of the compressed keys and values; 0: attention is not latent
+    rotary_dim: int = (
+        0  # channels of a head with a rotary embedding; in latent attention all heads share one rotary key
     )
-    kv_lora: int = 0  # latent attention: width that keys and values are projected up from; 0: attention is not latent
-    rotary_dim: int = 0  # channels with a rotary embedding, per head; in latent attention all heads share one key part
     sigmoid_router: bool = False
-    router_groups: int = 0  # groups of experts among which the router chooses first
+    router_groups: int = 0  # groups of experts; the router chooses groups first, then experts in these groups
     tied: bool = False  # the output layer is the embedding
-    gated: bool = True
+    gated: bool = True  # MLPs have a gate
     dropout: bool = False
     parameters: tuple[ParameterShape, ...] = ()  # trainable
     buffers: tuple[ParameterShape, ...] = ()  # correction biases of routers: float32, no optimizer updates them
@@ -148,22 +149,25 @@ class ModelShape:
 
     @cached_property
     def num_weights(self) -> int:
-        """Parameters and correction biases of the model, without padding: what engines receive."""
+        """Parameters and correction biases of the model, without padding. Engines receive all of them."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
     def dense_weights(self) -> int:
-        """Weights of everything but routed experts."""
+        """All weights except those of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
         return ends + sum(map(self.layer_weights, self.moe))
 
     def layer_weights(self, moe: bool) -> int:
-        """Weights of one layer without its routed experts. Apart from norms this is also a token's multiply-adds in them."""
+        """Return the number of weights of one layer without its routed experts.
+
+        One token needs the same number of multiply-adds in these weights, if norms are neglected.
+        """
         return self._layer_weights[moe]
 
     @cached_property
     def _layer_weights(self) -> tuple[int, int]:
-        """(of a dense layer, of a layer with experts)"""
+        """Number of weights: (of a dense layer, of a layer with experts). Routed experts are not counted."""
         per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
         dense, moe = (sum(p.numel for p in per_layer if p.where in ("always", kind)) for kind in ("dense", "moe"))
         return dense, moe
@@ -179,7 +183,7 @@ class ModelShape:
 
     @cached_property
     def token_macs(self) -> int:
-        """Multiply-adds of one token in matrices: all but attention scores and their products with values."""
+        """Multiply-adds of one token in all matrices, without attention scores and their products with values."""
         layers = sum(self.layer_weights(moe) + moe * self.topk * self.parameters_per_expert for moe in self.moe)
         return layers + self.output_macs
 
@@ -212,7 +216,7 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
     location: ParameterLocation = "expert" if "{expert}" in name else "layer"
     if "{layer}" not in row.megatron:
         location = "first" if name.startswith("embedding.") else "last"
-    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: expected its {len(shapes)} tensors stacked along dim 0"
+    assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
     where = row.where if row.where in ("dense", "moe") else "always"
     return ParameterShape(name, location, fused, row.axis is not None, where, isinstance(row, VocabMapping))

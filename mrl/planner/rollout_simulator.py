@@ -1,7 +1,7 @@
 """Discrete-event simulation of a run's rollouts, training and weight pushes, and comparison of scenarios. Starts no process.
 
-The code that admits groups, chooses them for a step and splits them over engines is the code that runs use. Engines are queues
-of mrl.planner.engine_time. So the schedule is predicted exactly, given how long tokens take.
+Real runs and the simulation use the same code to admit groups, to choose the groups of a step and to split groups over engines.
+EngineQueue of mrl.planner.engine_time simulates each engine. So the schedule is exact if the seconds per token are exact.
 """
 
 from collections import Counter
@@ -28,12 +28,12 @@ from mrl.rollout.trajectory import StepGroups
 
 @dataclass(frozen=True)
 class RunSpeeds:
-    """How fast the parts of a run are."""
+    """Speeds of a run's engines, trainers and weight pushes."""
 
     engine: EngineSpeeds
     train_s: float  # fixed seconds of a step's training
     train_token_s: float  # additional seconds per token of prompts and responses
-    push_s: float  # of a weight push; engines are paused meanwhile
+    push_s: float  # of a weight push, during which engines are paused
 
     def training(self, tokens: float, scale: float) -> float:
         """Return the seconds of training `tokens`, with trainers that take `scale` times as long per token."""
@@ -42,22 +42,20 @@ class RunSpeeds:
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """Batch, engines and asynchrony of a run."""
+    """Batch size, engines and asynchrony of a run."""
 
     prompts_per_step: int  # N
     num_engines: int
     staleness: int  # K: 0 synchronous, 1 one step off
     in_order: bool = False  # steps train groups in the order in which they were drawn
-    extra: int = 0  # groups in flight beyond what steps need: over-sampling
-    train_scale: float = (
-        1.0  # seconds per trained token over those of the measured run, because of more or fewer trainers
-    )
+    extra: int = 0  # over-sampling: groups in flight in addition to those that steps need
+    train_scale: float = 1.0  # seconds per trained token divided by those of the measured run, which had other trainers
     colocated: bool = False  # engines and trainers time-share the same GPUs
 
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the groups that a run draws, in order. After the last one, groups are drawn from them at random."""
+    """Lengths of the groups that a run draws, in order. After the last group, random groups of this list are drawn."""
 
     responses: NDArray[np.int64]  # [T, G] tokens
     prompts: NDArray[np.int64]  # [T] tokens
@@ -96,11 +94,11 @@ class Prediction:
 
     step_s: NDArray[np.float64]  # [steps]
     tokens: NDArray[np.int64]  # [steps] trained response tokens
-    best_possible_s: float  # of a mean step if engines were always full, or trainers always busy
-    engine_idle_fraction: float  # of the engines' time, in which nothing runs
-    occupancy: float  # mean number of running requests over the largest possible one
-    ages: dict[int, int]  # weight versions from admission to training -> number of groups
-    selection_ratio: float  # mean length of trained responses over that of all drawn ones
+    best_possible_s: float  # mean seconds of a step if engines were always full or trainers always busy
+    engine_idle_fraction: float  # fraction of the engines' time in which they run no request
+    occupancy: float  # mean number of running requests divided by the largest possible number
+    ages: dict[int, int]  # number of weight versions from admission to training -> number of groups
+    selection_ratio: float  # mean length of trained responses divided by the mean length of all drawn responses
     dropped: int  # groups dropped by over-sampling
 
     def seconds(self, skip: int = 0) -> float:
@@ -120,7 +118,7 @@ def simulate(groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, steps
 def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: RolloutSetup) -> float:
     """Return a lower bound for the seconds of a step with `tokens` response tokens and `train_s` seconds of training.
 
-    Engines are always full, or trainers always busy, except during one push. On shared GPUs both times add up.
+    Either the engines are always full or the trainers always busy, except during one push. On shared GPUs both times add up.
     """
     full = speeds.engine.max_running
     engine_s = tokens * speeds.engine.token_s(full) / (full * setup.num_engines)
@@ -130,7 +128,7 @@ def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: Rol
 
 @dataclass
 class _StepLog:
-    """What the simulated steps did so far."""
+    """Record of the steps that have been simulated so far."""
 
     ends: list[float] = field(default_factory=list)  # [steps] s
     tokens: list[int] = field(default_factory=list)  # [steps] response tokens
@@ -141,7 +139,7 @@ class _StepLog:
 
 @dataclass(eq=False)
 class _EngineRequest:
-    """One request to an engine: groups that finish together."""
+    """One call of an engine, with groups that finish together."""
 
     engine: int
     work: float  # expected response tokens (or responses, if synchronous)
@@ -151,7 +149,7 @@ class _EngineRequest:
 
 @dataclass(eq=False)
 class _SimulatedRun:
-    """The loop of a simulated run, with the steps of mrl.controller.trainer."""
+    """Loop of a simulated run, with the same phases as mrl.controller.trainer."""
 
     groups: GroupLengths
     speeds: RunSpeeds
@@ -226,7 +224,7 @@ class _SimulatedRun:
         self._update_next_finish()
 
     def _split(self, numbers: Sequence[int]) -> Iterator[tuple[list[int], float]]:
-        """Yield (groups, expected work) of each request, as runs form them."""
+        """Yield (groups, expected work) of each request, formed in the same way as in a run."""
         if self.setup.staleness or self.setup.extra:
             for number in longest_first(numbers, self._expected_length):
                 yield [number], len(self.groups.of(number)[1]) * self._expected_length(number)
@@ -328,12 +326,12 @@ class GpuCounts:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A setup of a run, and what it would do."""
+    """A setup of a run, and its predicted result."""
 
     name: str
     setup: RolloutSetup
     prediction: Prediction
-    skip: int  # first steps that are left out of the means: the buffer fills, and its surplus is used up
+    skip: int  # number of first steps that the means leave out, because the staleness buffer is not in steady state yet
 
     @property
     def seconds(self) -> float:
@@ -347,9 +345,10 @@ class Scenario:
 
     @property
     def share_of_best(self) -> float:
-        """Best possible over predicted seconds, of all steps.
+        """Best possible seconds divided by predicted seconds, over all steps.
 
-        The first steps are not left out: later steps may train what these have sampled, and may then be faster than possible.
+        The first steps are included, because later steps may train groups that the first steps have sampled. Without the first
+        steps, the share could exceed 1.
         """
         return self.prediction.best_possible_s / self.prediction.seconds()
 
@@ -357,14 +356,14 @@ class Scenario:
 def compare_scenarios(
     groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, gpus: GpuCounts, steps: int
 ) -> list[Scenario]:
-    """Simulate the run as it is, then with one change in each scenario."""
+    """Simulate the unchanged run first, then scenarios that change one property of its setup each."""
     skip = steps // 2
     named = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
     return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in named]
 
 
 def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
-    """Yield other values of staleness; none on shared GPUs, where engines do not sample during training."""
+    """Yield setups with other values of staleness. On shared GPUs there are none: engines do not sample during training."""
     for staleness in () if setup.colocated else STALENESS_VALUES:
         ordered = setup.in_order if setup.staleness > 1 else staleness < 2
         changed = replace(setup, staleness=staleness, in_order=ordered and not setup.extra)
@@ -380,7 +379,7 @@ def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 
 
 def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
-    """Yield other divisions of the same GPUs. A trainer's seconds per token are inversely proportional to its GPUs."""
+    """Yield other divisions of the same GPUs. The trainers' seconds per token are inversely proportional to their GPUs."""
     disaggregated = gpus.total(setup.num_engines)
     total = max(gpus.trainer, disaggregated - gpus.trainer) if setup.colocated else disaggregated
     possible = [engines for engines in range(1, total) if total - engines * gpus.engine > 0]

@@ -1,7 +1,7 @@
-"""Memory of a whole run, against what its machines have: GPUs in each phase of a step, host memory, and disk. Pure arithmetic.
+"""Memory that a run needs and that its machines have: GPU memory in each phase of a step, host memory, and disk.
 
-A row of the account is one GPU of a resource pool during one phase. It counts the role that works in this phase, and what the
-offloaded roles of the same pool leave on the GPU.
+A GpuPhase is the memory of one GPU of a resource pool during one phase. It counts the memory of the role that works in this
+phase, and the memory that the offloaded roles of the same pool keep on the GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from mrl.weight_sync.engine_layout import VOCAB_PADDING, Topology
 from parallel.dims import ParallelDims
 
 GIB = 1 << 30
-CPU_KV_TOKENS = 65536  # of an engine's KV cache on a CPU, unless sglang.max_total_tokens is set
-PROCESS_BYTES = (
-    3 << 30
-)  # host memory of a process with torch, CUDA and its libraries; an assumption, not measured with GPUs
+CPU_KV_TOKENS = 65536  # size of an engine's KV cache on a CPU if sglang.max_total_tokens is not set
+# Host memory of a process with torch, CUDA and its libraries. The number is assumed; it is not measured with GPUs.
+PROCESS_BYTES = 3 << 30
 ROLLOUT_TOKEN_BYTES = 24  # of a sampled token in Ray's object store: id, log-probability, mask, and columns added later
 
 
@@ -47,7 +46,7 @@ class GpuPhase:
     phase: str
     parts: Mapping[str, int]  # bytes by kind
     limit: int  # bytes of the GPU; 0: unknown
-    where: str = ""  # which rank needs most
+    where: str = ""  # rank that needs the most memory
 
     @property
     def total(self) -> int:
@@ -91,7 +90,7 @@ class RunMemory:
 
     @cached_property
     def problems(self) -> list[str]:
-        """What does not fit, one line each."""
+        """One line for each part of the run that does not fit."""
         return [*self._gpu_problems(), *self._kv_cache_problems(), *self._host_problems(), *self._cluster_problems()]
 
     @property
@@ -113,13 +112,14 @@ class RunMemory:
     def _kv_cache_problems(self) -> Iterator[str]:
         if self.engine and self.engine.tokens < self.sequence:
             yield (
-                f"engines: the KV cache holds {self.engine.tokens:,} tokens, one response and its prompt may have "
+                f"engines: the KV cache holds {self.engine.tokens:,} tokens, but one prompt with its response may have "
                 f"{self.sequence:,}"
             )
 
     def _host_problems(self) -> Iterator[str]:
         if self.host_limit and self.host.total > self.host_limit:
-            yield f"host memory: {self.host.total / GIB:.0f} GiB of {self.host_limit / GIB:.0f} GiB of a node"
+            need, limit = self.host.total / GIB, self.host_limit / GIB
+            yield f"host memory: the run needs {need:.0f} GiB on a node that has {limit:.0f} GiB"
 
     def _cluster_problems(self) -> Iterator[str]:
         if self.available and self.gpus > self.available:
@@ -148,7 +148,7 @@ def run_memory(
 ) -> RunMemory:
     """Count the memory of the run that `config` describes.
 
-    `topology`: of the engines, None if the run starts none. `reference`: whether the actor keeps the reference weights.
+    `topology`: layout of an engine; None if the run starts no engine. `reference`: whether the actor keeps the reference weights.
     """
     trainers = {role: trainer_memory(m.shape, m.dims, m.settings) for role, m in models.items()}
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
@@ -159,18 +159,18 @@ def run_memory(
         phases=tuple(phases),
         engine=engine,
         sequence=sequence_tokens(config, actor.context),
-        host=_host(config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference),
+        host=_host_memory(config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(config.cluster.hardware.host_memory_gb * GIB),
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
         available=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
-        disk=checkpoint * checkpoints_at_once(config),
+        disk=checkpoint * max_checkpoints_on_disk(config),
         worst_experts=_worst_expert_bytes(actor, trainers["actor"]),
     )
 
 
-def checkpoints_at_once(config: Config) -> int:
-    """Count the checkpoints that exist at one time: those that are kept, and one that is being written.
+def max_checkpoints_on_disk(config: Config) -> int:
+    """Return the largest number of checkpoints on disk: the kept ones, and one that is being written.
 
     A run without periodic checkpoints (checkpoint.every=0) writes one at its end if trainer.save is set.
     """
@@ -188,7 +188,10 @@ def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
 
 
 def trainer_settings(config: Config, context: int, **fields: Any) -> TrainerSettings:
-    """Read the settings of a trainer's memory from a config. `context`: of the model, tokens; `fields`: further settings."""
+    """Read the settings of a trainer's memory from a config.
+
+    `context`: tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
+    """
     return TrainerSettings.with_megatron(
         config.megatron,
         max_tokens=max(config.trainer.max_tokens_per_micro_batch, sequence_tokens(config, context)),
@@ -230,7 +233,7 @@ def _reserve(config: Config) -> int:
 
 
 def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Pools) -> EngineRankMemory:
-    """Return the memory of an engine rank. It starts while the trainers that share its GPU are offloaded."""
+    """Return the memory of an engine rank. The trainers that share its GPU are offloaded when it starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
     free = limit - len(pools.by_role["engines"].needs) * _reserve(config)
@@ -244,7 +247,7 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
 
 
 def kv_itemsize(config: Config, itemsize: int) -> int:
-    """Return the bytes of one element of the KV cache; by default those of an element of the model."""
+    """Return the bytes of one element of the KV cache. The default is `itemsize`, the bytes of one weight."""
     return 1 if "fp8" in str(config.sglang.get("kv_cache_dtype", "auto")) else itemsize
 
 
@@ -288,7 +291,7 @@ def _rank_name(memory: TrainerMemory, rank: TrainerRankMemory) -> str:
     return f"stage {rank.stage}" if len(memory.stages) > 1 else "each"
 
 
-def _host(
+def _host_memory(
     config: Config,
     models: Mapping[str, RoleModel],
     trainers: Mapping[str, TrainerMemory],
@@ -296,7 +299,7 @@ def _host(
     checkpoint: int,
     reference: bool,
 ) -> HostMemory:
-    """Return the host memory of the busiest node: it has as many ranks of each role as a node can hold."""
+    """Return the host memory of the busiest node, which has as many ranks of each role as a node can have."""
     per_node = slots_per_node(config.cluster, pools)
     on_node = {role: min(per_node, pool.needs[role].slots) for role, pool in pools.by_role.items()}
     shared = {role for roles in pools.colocated_roles for role in roles}
@@ -320,7 +323,7 @@ def _host(
     )
 
 
-MEM_FRACTION = 0.8  # of a GPU, for an engine's weights and KV cache, unless sglang.mem_fraction_static is set
+MEM_FRACTION = 0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
 
 
 @dataclass(frozen=True)
@@ -328,8 +331,8 @@ class EngineRankMemory:
     """Bytes of one engine rank on its GPU."""
 
     weights: int
-    kv_cache: int  # pool of keys and values; negative where the weights alone are too large
-    token: int  # keys and values of one token
+    kv_cache: int  # bytes for keys and values; negative if the weights alone are too large
+    token: int  # bytes of one token's keys and values
 
     @property
     def tokens(self) -> int:
@@ -345,9 +348,9 @@ class EngineRankMemory:
 def engine_memory(
     shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
 ) -> EngineRankMemory:
-    """Return the memory of a rank that finds `free` bytes and takes `fraction` of them for weights and KV cache.
+    """Return the memory of a rank that has `free` bytes on its GPU and uses a `fraction` of them for weights and KV cache.
 
-    `fraction` is sglang.mem_fraction_static. The rest is left for activations and CUDA graphs.
+    `fraction`: sglang.mem_fraction_static. The rest of the memory is for activations and CUDA graphs.
     """
     token = kv_bytes(shape, topology, kv_itemsize or itemsize)
     weights = engine_weights(shape, topology, itemsize)
@@ -357,8 +360,8 @@ def engine_memory(
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     """Return the bytes of one token's keys and values on one rank, over all layers.
 
-    Key/value heads are replicated if there are fewer of them than ranks. Latent attention caches one compressed vector per token,
-    and every rank has a full copy of it.
+    If there are fewer key/value heads than ranks, several ranks have the same head. Latent attention caches one compressed vector
+    per token, and every rank has a full copy of it.
     """
     if shape.is_latent:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
@@ -386,7 +389,7 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
 
 
 def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
-    """Count the elements of a parameter on one rank. Data-parallel attention shards over fewer ranks."""
+    """Count the elements of a parameter on one rank. Data-parallel attention shards its parameters over fewer ranks."""
     if not p.is_sharded:
         return p.numel
     in_attention = p.name.startswith("self_attention.") or p.location == "first"

@@ -1,4 +1,4 @@
-"""What a run has recorded of itself, as the rollout simulator takes it: lengths of groups, and speeds fitted to its steps."""
+"""Records of a run as input of the rollout simulator: the lengths of its groups, and speeds that are fitted to its steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
 
-MIN_STEPS = 4  # for a fit
-MAX_ROUNDS = 20  # of fitting and finding out which engine is the slowest
+MIN_STEPS = 4  # smallest number of steps for a fit
+MAX_ROUNDS = 20  # most repetitions of fitting and choosing the slowest engine
 END_OF_TIME = 1e18  # s
 
 
@@ -38,8 +38,8 @@ class SpeedFit:
     """Fitted speeds, and how well they explain the seconds of the steps."""
 
     speeds: RunSpeeds
-    engine_error: float  # root mean square error over the mean
-    train_error: float
+    engine_error: float  # root mean square error of the engines' seconds, divided by their mean
+    train_error: float  # the same for the trainers' seconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def fit_steps(steps: Sequence[RecordedStep], num_engines: int, max_running: int)
 
 
 def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int) -> tuple[EngineSpeeds, float]:
-    """Fit the speeds of an engine by least squares; also returns the error (see SpeedFit).
+    """Fit the speeds of an engine by least squares. Returns (speeds, SpeedFit.engine_error).
 
     A step waits for its slowest engine. That engine takes a x decoding steps + c x response tokens + d x prefilled tokens. The
     numbers of steps and tokens follow from the lengths alone. Which engine is the slowest depends on a, c and d, so fitting and
@@ -100,7 +100,7 @@ def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int
 
 
 def _work_of_engines(step: RecordedStep, num_engines: int, max_running: int) -> NDArray[np.float64]:
-    """Return [E, 3]: for each engine's share of the step, the factors of a, c - d and d in its seconds."""
+    """Return [E, 3]: for each engine, the numbers by which a, c - d and d are multiplied to get its seconds."""
     engines = [EngineQueue(EngineSpeeds(1.0, 0.0, 0.0, max_running)) for _ in range(num_engines)]
     for group in split_over_engines(range(len(step.prompts)), num_engines, step.responses.shape[1]):
         engine = min(engines, key=lambda one: one.pending)
@@ -114,7 +114,7 @@ def _work_of_engines(step: RecordedStep, num_engines: int, max_running: int) -> 
 
 
 def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return non-negative coefficients, and the root mean square error over the mean of `seconds`."""
+    """Return (non-negative coefficients, root mean square error divided by the mean of `seconds`)."""
     scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
     coefficients = nnls(features / scale, seconds)[0] / scale
     error = np.sqrt(np.mean((features @ coefficients - seconds) ** 2)) / max(seconds.mean(), 1e-12)
@@ -122,15 +122,15 @@ def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) 
 
 
 def read_run(run_dir: Path) -> RunTrace:
-    """Read a run directory. Raises ValueError if it is none, or has no step."""
-    begun, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
-    if begun is None or not ledger:
+    """Read a run directory. Raises ValueError if the folder is not a run directory or has no step."""
+    run_record, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
+    if run_record is None or not ledger:
         raise ValueError(
             f"run.dir={run_dir}: expected a run directory, with run.json and a ledger.jsonl that has steps."
         )
     if any("lengths" not in line for line in ledger):
         raise ValueError(f"run.dir={run_dir}: its ledger.jsonl has no response lengths; an older mrl wrote it.")
-    config = begun["config"]
+    config = run_record["config"]
     by_step = {line["step"]: line for line in _read_lines(run_dir / "metrics.jsonl") if "time/step_s" in line}
     colocated = _is_colocated(config.get("placement", {}).get("pools", {}))
     setup = replace(_setup(config["rollout"]), colocated=colocated)
@@ -148,7 +148,7 @@ def read_run(run_dir: Path) -> RunTrace:
 
 
 def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
-    """Read the setup from the config's section `rollout` as it was written."""
+    """Build the setup from the section `rollout` of the recorded config."""
     fields = RolloutConfig.__dataclass_fields__
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
     extra = math.ceil(known.over_sample_rate * known.prompts_per_step)
@@ -156,7 +156,7 @@ def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
 
 
 def _is_colocated(pools: Mapping[str, Any]) -> bool:
-    """Whether the actor and its engines share GPUs."""
+    """Return whether the actor and the engines share GPUs."""
     roles = [pool["roles"] if isinstance(pool, Mapping) else pool for pool in pools.values()]
     return any({"actor", "engines"} <= set(of_pool) for of_pool in roles)
 
@@ -180,7 +180,10 @@ def _groups(ledger: Iterable[Mapping[str, Any]]) -> GroupLengths:
 
 
 def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
-    """Read groups from a JSON Lines file: each line is a list of response lengths, all equally long. Raises ValueError."""
+    """Read groups from a JSON Lines file. Each line is a list with the response lengths of one group.
+
+    All lists must have the same number of responses. Raises ValueError if the file cannot be read or a line is invalid.
+    """
     try:
         lengths = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, orjson.JSONDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The work of one step: prompts, responses, and the distribution of their lengths. Pure and deterministic."""
+"""Workload of one step: prompts, responses, and the distribution of their lengths. All results are deterministic."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-QUANTILES = 4096  # of a log-normal distribution
+QUANTILES = 4096  # number of equally likely lengths that represent a log-normal distribution
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Lengths of prompts and responses. All prompts are equally long; each of the listed response lengths is equally likely."""
+    """Lengths of prompts and responses. All prompts have the same length. All listed response lengths are equally likely."""
 
     prompt_tokens: int
-    responses: NDArray[np.float64]  # [Q] tokens, ascending
+    responses: NDArray[np.float64]  # [Q] lengths of responses in tokens, ascending
 
     @classmethod
     def log_normal(cls, prompt_tokens: int, median: float, sigma: float, longest: int) -> LengthDistribution:
-        """Log-normal response lengths, truncated at `longest` tokens. `sigma`: of the logarithm."""
+        """Return log-normal response lengths, truncated at `longest` tokens.
+
+        `sigma`: standard deviation of the logarithm; 0: all responses have the median length.
+        """
         normal = NormalDist(log(median), sigma) if sigma else None
         shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
         quantiles = [exp(normal.inv_cdf(share)) for share in shares] if normal else [median] * QUANTILES
@@ -30,7 +33,7 @@ class LengthDistribution:
 
     @classmethod
     def of(cls, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> LengthDistribution:
-        """Lengths of recorded groups: prompts [T], responses [T, G]."""
+        """Return the distribution of recorded groups: prompt lengths [T], response lengths [T, G]."""
         return cls(round(float(prompts.mean())), np.sort(responses.astype(np.float64), axis=None))
 
     @cached_property
@@ -62,13 +65,13 @@ class LengthDistribution:
 
     @cached_property
     def _remaining(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(remaining tokens [Q], probability [Q]) of a response that is observed at a random time during its decoding."""
+        """(remaining tokens [Q], probability [Q]) of a response that is looked at in a random step of its decoding."""
         steps = np.diff(self.responses, prepend=0.0)
         alive = 1 - np.arange(len(steps)) / len(steps)
         return self.responses - steps / 2, steps * alive / self.mean
 
     def remaining_of(self, count: int) -> tuple[float, float]:
-        """Return the expected (mean, largest) remaining tokens of `count` responses that are being decoded in steady state."""
+        """Return the expected (mean, maximum) of the remaining tokens of `count` responses that are decoded in steady state."""
         if count not in self._remaining_by_count:
             tokens, probability = self._remaining
             largest = _expected_max(tokens, probability, count)
@@ -89,18 +92,20 @@ def _expected_max(values: NDArray[np.float64], shares: NDArray[np.float64], coun
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """What one step of a run samples, scores and trains."""
+    """Prompts, responses and passes of one step of a run."""
 
     lengths: LengthDistribution
     prompts: int  # N
     responses_per_prompt: int  # G
-    max_tokens: int  # of a pack of sequences: trainer.max_tokens_per_micro_batch
+    max_tokens: int  # token budget of a pack: trainer.max_tokens_per_micro_batch
     share_prompts: bool = True  # a prompt is computed once for all responses in a pack
     mini_batches: int = 1  # optimizer steps per epoch
     epochs: int = 1  # passes over the step's samples
-    scoring_passes: int = 0  # additional forward passes: old log-probabilities, the reference's
-    critic: bool = False  # a critic of the actor's size: one pass for values, and as many optimizer steps as the actor
-    mode: str = "sync"
+    scoring_passes: int = 0  # additional forward passes, for old log-probabilities and for those of the reference
+    critic: bool = (
+        False  # a critic of the actor's size is trained: one more pass for values, and as many optimizer steps
+    )
+    mode: str = "sync"  # rollout.mode
 
     @property
     def responses(self) -> int:
@@ -114,12 +119,12 @@ class StepWorkload:
 
     @cached_property
     def _fills_pack(self) -> NDArray[np.bool_]:
-        """[Q] whether a response of this length with its prompt needs a pack of its own."""
+        """[Q] whether a response of each length, together with its prompt, exceeds the token budget of a pack."""
         return self.lengths.responses + self.lengths.prompt_tokens > self.max_tokens
 
     @cached_property
     def prompt_copies(self) -> float:
-        """How often each prompt is computed in one pass."""
+        """Number of times that each prompt is computed in one pass."""
         if not self.share_prompts:
             return float(self.responses_per_prompt)
         alone = self.responses_per_prompt * float(self._fills_pack.mean())
@@ -134,7 +139,7 @@ class StepWorkload:
 
     @cached_property
     def packs(self) -> float:
-        """Least number of micro-batches of one pass, over all replicas."""
+        """Minimum number of micro-batches of one pass, over all replicas."""
         alone = self.responses * float(self._fills_pack.mean())
         sequences = self.lengths.responses + self.lengths.prompt_tokens
         tokens_alone = self.responses * float((sequences * self._fills_pack).mean())
@@ -142,7 +147,7 @@ class StepWorkload:
 
     @cached_property
     def squares(self) -> float:
-        """Sum of L**2 over the sequences of one pass; prompts count as often as they are computed."""
+        """Sum of L**2 over the sequences of one pass. A prompt counts once for each time that it is computed."""
         prompt, response = self.lengths.prompt_tokens, self.lengths.responses
         return float(
             self.prompts * self.prompt_copies * prompt**2

@@ -1,4 +1,4 @@
-"""GPU memory of trainer ranks by phase of a step, in closed form per pipeline stage. Cheap enough for a search over layouts."""
+"""GPU memory of trainer ranks in each phase of a step, in closed form for each pipeline stage: fast enough to search layouts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ FLOAT32_BYTES = 4  # of a logit, and of a gradient that is summed in float32
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What a trainer's memory depends on in addition to its model and its layout."""
+    """Settings that determine a trainer's memory, together with the model and the layout."""
 
     max_tokens: int = 8192  # of one micro-batch, over all context-parallel ranks
     itemsize: int = 2  # bytes of a weight and of an activation
     head: HeadKind = "vocabulary"
     trained: bool = True
-    logprob_chunk: int = 1024  # tokens whose logits exist at one time
+    logprob_chunk: int = 1024  # number of tokens whose logits are in memory together
     entropy: bool = False  # the loss needs entropies: one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
     micro_batches: int | None = None  # of one optimizer step on a replica; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads per token; above 1 where responses share a prompt
-    imbalance: float = 1.0  # tokens that reach the busiest rank's experts, over the mean
+    imbalance: float = 1.0  # tokens that reach the busiest rank's experts, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # of the weight sync
     kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
@@ -77,7 +77,7 @@ class TrainerRankMemory:
         return self.state.weights + self.buckets
 
     def phases(self) -> dict[str, int]:
-        """Return the bytes by phase of a step, on GPUs that are not shared."""
+        """Return the bytes in each phase of a step, on GPUs that no other role shares."""
         return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.buckets)
 
 
@@ -90,12 +90,12 @@ class TrainerMemory:
 
     @property
     def peak(self) -> TrainerRankMemory:
-        """The stage that needs most."""
+        """The stage that needs the most memory in any phase."""
         return max(self.stages, key=lambda rank: max(rank.phases().values()))
 
 
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
-    """Return the bytes of the busiest rank of each stage, by phase. Architecture.check_layout must have accepted the layout."""
+    """Return the bytes of the busiest rank of each stage, by phase. The layout must satisfy Architecture.check_layout."""
     batch = MicroBatchShape.of(
         dims,
         settings.max_tokens,
@@ -134,28 +134,28 @@ def _rank_memory(
     saved = working = 0
     if settings.trained:
         kept = max(
-            _kept(shape, batch, moe, settings.recompute) + end_bytes(shape, batch, v.is_first, v.is_last)
+            _kept_bytes(shape, batch, moe, settings.recompute) + end_bytes(shape, batch, v.is_first, v.is_last)
             for moe, v in zip(moe_by_stage, stage, strict=True)
         )
         saved = kept * in_flight(dims, number, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
-        working = max(head, _backward(shape, batch, moe_by_stage, settings.recompute))
-    widest = max((_forward(shape, batch, moe) for moe in moe_by_stage), default=0)
+        working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
+    widest = max((_forward_bytes(shape, batch, moe) for moe in moe_by_stage), default=0)
     scoring = max(widest, head_bytes(shape, batch, settings, gradients=False) if is_last else 0)
     return TrainerRankMemory(number, state, saved, working, scoring, SENDER_BUCKETS * settings.bucket_bytes)
 
 
 @lru_cache(maxsize=65536)
-def _kept(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
+def _kept_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
     return virtual_stage_bytes(shape, batch, moe, recompute)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
-    """Count the forward passes on pipeline rank `stage` that await their backward pass at one time.
+    """Return the largest number of forward passes on pipeline rank `stage` whose backward pass has not run yet.
 
-    The 1F1B schedule keeps pp - stage micro-batches. The interleaved one has vpp passes per micro-batch, and runs
-    2 (pp - stage - 1) + (vpp - 1) pp of them before the first backward pass (Korthikanti et al. 2022, section 4.2.3): on the
-    first stage activations of L (1 + (p - 1) / (p m)) layers.
+    The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp passes per micro-batch. It runs
+    2 (pp - stage - 1) + (vpp - 1) pp passes before the first backward pass (Korthikanti et al. 2022, section 4.2.3). The first
+    stage then keeps the activations of L (1 + (p - 1) / (p m)) layers, where L is the number of layers, p is pp and m is vpp.
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage
@@ -165,12 +165,12 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 
 
 @lru_cache(maxsize=65536)
-def _backward(
+def _backward_bytes(
     shape: ModelShape, batch: MicroBatchShape, moe_by_stage: tuple[tuple[bool, ...], ...], recompute: Recompute
 ) -> int:
-    """Return the temporary bytes of a backward pass: gradients inside one layer, and the layers that are recomputed at once."""
+    """Return the temporary bytes of a backward pass: gradients inside one layer, and the layers that are recomputed together."""
     kinds = {is_moe for moe in moe_by_stage for is_moe in moe}
-    gradients = max((_layer_gradients(shape, batch, is_moe) for is_moe in kinds), default=0)
+    gradients = max((_layer_gradient_bytes(shape, batch, is_moe) for is_moe in kinds), default=0)
     if recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         group = min(group, max(map(len, moe_by_stage), default=0))
@@ -183,10 +183,10 @@ def _backward(
     return gradients
 
 
-def _layer_gradients(shape: ModelShape, batch: MicroBatchShape, moe: bool) -> int:
-    """Return the bytes of gradients while an MLP or experts run backward.
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, moe: bool) -> int:
+    """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
-    These are gradients between the matrices, of the input, and (of a dense MLP) of the weights.
+    They are the gradients of the activations between the matrices, of the input and, for a dense MLP, of the weights.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and its gradient before it is scattered
@@ -198,7 +198,7 @@ def _layer_gradients(shape: ModelShape, batch: MicroBatchShape, moe: bool) -> in
 
 
 @lru_cache(maxsize=65536)
-def _forward(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
+def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
     """Return the bytes of a pass without gradients: the tensors of the largest layer and its input."""
     largest = max((layer_bytes(shape, is_moe, batch) for is_moe in set(moe)), default=0)
     return largest + batch.rows * shape.hidden * batch.itemsize

@@ -1,9 +1,9 @@
-"""Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints: what Megatron allocates, to the byte.
+"""Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, exactly as Megatron allocates them.
 
 Parameters and fp32 gradients lie in flat buffers. Each virtual stage has one buffer for its dense parameters and one for its
 experts. In a buffer every parameter begins at a multiple of 64 elements, and the buffer ends at a multiple of 128 and of the
-number of ranks that share its optimizer state. A rank keeps AdamW's moments for its part of each buffer, and fp32 main weights
-where the weights have 16 bits.
+number of ranks that share its optimizer state. A rank keeps AdamW's moments for its shard of each buffer, and fp32 main weights
+if the weights have 16 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER_ALIGNMENT = 128  # elements; a buffer ends at a multiple of it
 GRADIENT_BYTES = 4  # of one parameter's summed gradient
 MOMENT_BYTES = 8  # of one parameter's two AdamW moments
 MAIN_WEIGHT_BYTES = 4  # of one fp32 main weight
-BIAS_BYTES = 4  # of one correction bias, which is float32 in a model of any dtype
+BIAS_BYTES = 4  # of one correction bias, which is float32 whatever the model's dtype is
 PINNED_BLOCK = 1 << 26  # bytes; an offloaded model takes pinned memory in such blocks (parallel.offload)
 
 UnevenStages = Mapping[str, Any]
@@ -58,7 +58,7 @@ class StateBytes:
 
     @property
     def offloaded(self) -> int:
-        """Pinned host memory that the model takes while it is offloaded; gradients are dropped."""
+        """Bytes of pinned host memory that the offloaded model takes. Gradients are dropped instead of offloaded."""
         return sum(_round_up(part, PINNED_BLOCK) for part in (self.weights, self.optimizer))
 
 
@@ -70,15 +70,15 @@ def optimizer_bytes_per_parameter(itemsize: int) -> int:
 def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     """Return the bytes of one checkpoint on disk: weights, main weights and moments of the trained models, without padding.
 
-    Megatron's distributed optimizer writes an fp32 main weight for every parameter, also where the weights are fp32 themselves.
+    Megatron's distributed optimizer writes an fp32 main weight for every parameter, even if the weights are fp32.
     """
     return sum(shape.num_parameters for shape in trained) * (itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES)
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
-    """Return the layers of each virtual stage: [pp][vpp].
+    """Return the number of layers of each virtual stage: [pp][vpp].
 
-    Raises ValueError where the layers do not divide, and for pipeline_model_parallel_layout, which is not supported here.
+    Raises ValueError if the layers do not divide evenly, or if pipeline_model_parallel_layout is set, which is not supported.
     """
     fields = {name: value for name, value in (uneven or {}).items() if name in UNEVEN_STAGE_FIELDS and value}
     if layout := fields.get("pipeline_model_parallel_layout"):
@@ -108,14 +108,14 @@ def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages |
 def pipeline_stages(
     num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None
 ) -> list[list[VirtualStage]]:
-    """Return the virtual stages of each pipeline rank: [pp][vpp]. Consecutive virtual stages go round the ranks."""
+    """Return the virtual stages of each pipeline rank: [pp][vpp]. Consecutive virtual stages are on consecutive ranks."""
     counts, first = layers_of_stages(num_layers, dims, uneven), 0
     stages: list[list[VirtualStage]] = [[] for _ in counts]
     for virtual in range(dims.vpp):
-        for rank, of_rank in enumerate(counts):
+        for rank, rank_counts in enumerate(counts):
             is_first, is_last = virtual == rank == 0, virtual == dims.vpp - 1 and rank == dims.pp - 1
-            stages[rank].append(VirtualStage(first, of_rank[virtual], is_first, is_last))
-            first += of_rank[virtual]
+            stages[rank].append(VirtualStage(first, rank_counts[virtual], is_first, is_last))
+            first += rank_counts[virtual]
     return stages
 
 
@@ -129,7 +129,10 @@ def state_of_rank(
     trained: bool = True,
     uneven: UnevenStages | None = None,
 ) -> StateBytes:
-    """Return exactly what `rank` holds. `itemsize`: bytes of a weight. A model that is not trained has only its weights."""
+    """Return the exact bytes of the state that `rank` holds. A model that is not trained has only weights.
+
+    `itemsize`: bytes of a weight.
+    """
     coords = dims.coords(rank)
     stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
     weights = sum(_module_buffer_bytes(shape, virtual, itemsize) for virtual in stage)
@@ -140,7 +143,7 @@ def state_of_rank(
             weights += numel * itemsize
             if trained:
                 gradients += numel * GRADIENT_BYTES
-                owned = _elements_in_part(sizes, numel // replicas, replica)
+                owned = _elements_in_shard(sizes, numel // replicas, replica)
                 optimizer += owned * optimizer_bytes_per_parameter(itemsize)
     return StateBytes(weights, gradients, optimizer)
 
@@ -148,15 +151,15 @@ def state_of_rank(
 def _flat_buffers(
     shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Yield (elements of each parameter in the buffer's order, ranks that share its state, index of `rank` among them)."""
+    """Yield each flat buffer: (elements of each parameter, ranks that share its optimizer state, index of `rank` among them)."""
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
     if dense:
         yield dense[::-1], replicas, coords.dp * dims.cp + coords.cp
     if experts:
-        one_copy = dims.ep * dims.expert_tp
+        ranks_per_copy = dims.ep * dims.expert_tp
         rank_in_stage = rank % (dims.world_size // dims.pp)
-        yield experts[::-1], expert_replicas(dims), rank_in_stage // one_copy
+        yield experts[::-1], expert_replicas(dims), rank_in_stage // ranks_per_copy
 
 
 def expert_replicas(dims: ParallelDims) -> int:
@@ -172,15 +175,18 @@ def _parameter_sizes(
     experts: list[int] = []
     for layer in range(virtual.first, virtual.first + virtual.layers):
         kinds = ("always", "moe" if shape.moe[layer] else "dense")
-        of_layer = [p for p in shape.parameters if p.where in kinds]
-        dense += [p.shard_numel(dims.tp) for p in of_layer if p.location == "layer"]
-        one_expert = [p.shard_numel(dims.expert_tp) for p in of_layer if p.location == "expert"]
+        layer_parameters = [p for p in shape.parameters if p.where in kinds]
+        dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
+        one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
     return dense + (_last_sizes(shape, dims.tp, virtual, head) if virtual.is_last else []), experts
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return the elements of the final norm and the head. A tied output layer is a copy if the embedding is on another stage."""
+    """Return the elements of the final norm and the head.
+
+    With tied weights the output layer is counted only if the embedding is on another stage: then this stage has a copy of it.
+    """
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
         return [*norm, shape.hidden, 1]
@@ -190,13 +196,16 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of correction biases (fp32) and of the token counts beside them (in the model's dtype)."""
+    """Return the bytes of the routers' correction biases (fp32) and token counts (in the model's dtype)."""
     return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
 
 
-def _elements_in_part(sizes: list[int], part: int, index: int) -> int:
-    """Count the elements, padding left out, in part number `index` (of `part` elements) of a buffer of these parameters."""
-    low, high = index * part, (index + 1) * part
+def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
+    """Count the elements of parameters in shard number `index` of a flat buffer. Padding is not counted.
+
+    `sizes`: elements of each parameter in the buffer. `shard_size`: elements of a shard, padding included.
+    """
+    low, high = index * shard_size, (index + 1) * shard_size
     count = start = 0
     for size in sizes:
         start = _padded(start)
@@ -216,8 +225,8 @@ def _round_up(number: int, multiple: int) -> int:
 @lru_cache(maxsize=4096)
 def _layer_numel(shape: ModelShape, moe: bool, tp: int, etp: int) -> tuple[int, int]:
     """Return the elements in the flat buffers of (a layer's dense parameters, one of its experts)."""
-    of_layer = [p for p in shape.parameters if p.where in ("always", "moe" if moe else "dense")]
-    dense, expert = ([p for p in of_layer if p.location == location] for location in ("layer", "expert"))
+    layer_parameters = [p for p in shape.parameters if p.where in ("always", "moe" if moe else "dense")]
+    dense, expert = ([p for p in layer_parameters if p.location == location] for location in ("layer", "expert"))
     return _padded_numel(dense, tp), _padded_numel(expert, etp)
 
 
@@ -226,7 +235,7 @@ def _padded_numel(parameters: list[ParameterShape], ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _ends_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
+def _embedding_and_head_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
     """Return the elements in the flat buffers of (embedding, final norm and head). `one_stage`: both are on one virtual stage."""
     last = sum(map(_padded, _last_sizes(shape, tp, VirtualStage(0, 0, one_stage, True), head)))
     return _padded_numel([p for p in shape.parameters if p.location == "first"], tp), last
@@ -239,18 +248,18 @@ def buffer_numel(
     moe = virtual.moe_layers(shape.moe)
     dense_layer, _ = _layer_numel(shape, False, tp, etp)
     moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)
-    first, last = _ends_numel(shape, tp, head, virtual.is_first and virtual.is_last)
-    ends = virtual.is_first * first + virtual.is_last * last
-    dense = (virtual.layers - moe) * dense_layer + moe * moe_layer + ends
+    embedding, last = _embedding_and_head_numel(shape, tp, head, virtual.is_first and virtual.is_last)
+    outside_layers = virtual.is_first * embedding + virtual.is_last * last
+    dense = (virtual.layers - moe) * dense_layer + moe * moe_layer + outside_layers
     return dense, moe * expert * (shape.num_experts // ep)
 
 
 def largest_state(
     shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """Return an upper bound over the ranks of one pipeline stage, in closed form.
+    """Return an upper bound for the state of every rank of one pipeline stage, in closed form.
 
-    It is the largest `state_of_rank` of the stage, except that padding inside a rank's part counts as optimizer state.
+    It equals the largest `state_of_rank` of the stage, except that padding inside a rank's shard counts as optimizer state.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:

@@ -1,8 +1,8 @@
-"""Seconds of the trainers' part of a step: arithmetic, memory traffic, messages and the pipeline bubble. Pure.
+"""Predicted seconds of training in a step: arithmetic, memory traffic, messages and the pipeline bubble.
 
-All formulas take the numbers of replicas as an array, so that a search evaluates them together. Communication overlaps with
-computation only where this is stated: mrl reduces gradients after the last backward pass, and gathers keys and values before
-attention.
+All formulas take an array of numbers of replicas, so that a search evaluates all of them together. Communication does not overlap
+with computation, except where this is stated: mrl reduces gradients after the last backward pass, and gathers keys and values
+before attention.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PARTS = ("matmul", "attention", "experts", "tensor", "context", "dispatch", "pipeline", "gradients", "optimizer")
-"""Where the trainers' seconds go. dispatch: all-to-all of experts; pipeline: bubble and messages between stages."""
+"""Parts of the trainers' seconds. dispatch: all-to-all of experts; pipeline: bubble and messages between stages."""
 
-BACKWARD = dict(matmul=2.0, attention=2.0, experts=2.0, tensor=1.5, context=2.0, dispatch=1.0, pipeline=1.0)
-"""Seconds of a backward pass over those of a forward pass. tensor: inputs are gathered again for the weights' gradients."""
+BACKWARD_RATIO = dict(matmul=2.0, attention=2.0, experts=2.0, tensor=1.5, context=2.0, dispatch=1.0, pipeline=1.0)
+"""Seconds of a backward pass divided by those of a forward pass, by part.
+
+The ratio of `tensor` is above 1 because inputs are gathered again for the gradients of the weights.
+"""
 
 WEIGHT_BYTES = 2  # of a weight or an activation in bfloat16
 ADAMW_TRAFFIC_BYTES = 34  # read and written per parameter by AdamW: gradient, main weight, two moments, and the weight
@@ -39,7 +42,7 @@ class TrainingSeconds:
 
     update_s: FloatArray  # [R] forward and backward passes, gradients and optimizer
     score_s: FloatArray  # [R] forward passes for log-probabilities and values
-    parts: Mapping[str, FloatArray]  # name in PARTS -> [R]: both together
+    parts: Mapping[str, FloatArray]  # name in PARTS -> [R] seconds of update and scoring together
 
     @cached_property
     def total_s(self) -> FloatArray:
@@ -71,7 +74,7 @@ class TrainerTime:
         return TrainingSeconds(steps * update_s, forwards * score_s, parts)
 
     def _passes(self, replicas: IntArray, *, mini_batches: int, backward: bool) -> dict[str, FloatArray]:
-        """Return the parts of one pipelined pass over a mini-batch. The slowest stage sets the pace."""
+        """Return the parts of one pipelined pass over a mini-batch. Its seconds are those of the slowest stage."""
         work, layout = self.work, self.layout
         # A replica trains at least one sequence: sequences are not divided among replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
@@ -94,14 +97,14 @@ class TrainerTime:
         forward = [self._forward(tokens, *kind) for kind in dict.fromkeys(kinds)]
         if not backward:
             return forward
-        times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD.items()}
-        times["pipeline"] = 1 + BACKWARD["pipeline"]  # recomputed activations are not sent again
+        times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD_RATIO.items()}
+        times["pipeline"] = 1 + BACKWARD_RATIO["pipeline"]  # recomputed activations are not sent again
         return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
     def _forward(self, tokens: FloatArray, dense: int, moe: int, is_last: bool) -> dict[str, FloatArray]:
-        """Return the parts of one micro-batch's forward pass in a stage with `dense` plus `moe` layers.
+        """Return the parts of one micro-batch's forward pass in one stage.
 
-        `is_last`: the stage has the output layer.
+        `dense`, `moe`: numbers of the stage's dense layers and of its layers with experts. `is_last`: it has the output layer.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
@@ -161,13 +164,13 @@ class TrainerTime:
         return ranks, layout.tp * ranks / (layout.ep * layout.etp)
 
     def state_bytes(self, replicas: IntArray) -> FloatArray:
-        """Return the bytes of weights and optimizer state on one GPU: what is offloaded and loaded where GPUs are shared."""
+        """Return the bytes of weights and optimizer state on one GPU. On shared GPUs they are offloaded and loaded."""
         optimizer = optimizer_bytes_per_parameter(WEIGHT_BYTES)
         parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
         return np.sum([parameters * (WEIGHT_BYTES + optimizer / copies) for parameters, copies in parts], axis=0)
 
     def _optimizer_step(self, replicas: IntArray) -> dict[str, FloatArray]:
-        """Return the seconds of reduce-scattering gradients, stepping each shard, and all-gathering weights; nothing overlaps."""
+        """Return the seconds to reduce-scatter gradients, update each shard, and all-gather weights, one after the other."""
         cluster, layout = self.cluster, self.layout
         ranks = layout.tp * layout.cp * replicas  # of a stage; they are neighbors
         speed = np.where(ranks <= cluster.per_node, cluster.nvlink_bytes, cluster.network_bytes)

@@ -78,8 +78,8 @@ def test_external_or_recorded_rollouts_need_no_slots_for_engines(without):
         ({"a": ["actor"]}, "this run has critic and engines, which no pool contains"),
         (COLOCATED | {"more": ["actor"]}, "actor is in all and in more"),
         ({"a": ["actor", "actor"]}, "actor is in a and in a"),
-        ({"a": ["acter"]}, "placement.pools.a: 'acter' is no role; expected .*did you mean actor"),
-        ({"a": ["reference"]}, "'reference' is no role .the reference is in the actor's processes."),
+        ({"a": ["acter"]}, "placement.pools.a: 'acter' is not a role; expected .*did you mean actor"),
+        ({"a": ["reference"]}, "'reference' is not a role .the reference is in the actor's processes."),
         ({"a": {"role": ["actor"]}}, "placement.pools.a.role: a pool has roles, gpus and strategy; did you mean roles"),
         ({"a": {"gpus": 4}}, r"placement.pools.a=None: expected a list of roles"),
         ({"a": "actor"}, r"placement.pools.a='actor': expected a list of roles .*as in placement.pools.a=\[actor\]"),
@@ -109,7 +109,7 @@ def test_a_cluster_that_is_too_small_is_an_error():
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("STRICT_PACK", "8 GPUs are not on one node.*use PACK"), ("STRICT_SPREAD", "it needs 8 nodes.*use SPREAD")],
+    [("STRICT_PACK", "8 GPUs do not fit on one node.*use PACK"), ("STRICT_SPREAD", "it needs 8 nodes.*use SPREAD")],
 )
 def test_a_strategy_that_the_nodes_cannot_meet_is_an_error(strategy, message):
     pools = make_pools({"all": {"roles": list(PPO), "strategy": strategy}}, PPO)
