@@ -64,7 +64,7 @@ def functions_of(tree: ast.Module) -> dict[str, Function]:
 
 
 def class_names_defined_twice(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
-    """Return the public top-level classes whose name stands in more than one module, with these modules."""
+    """Return the public top-level classes whose name is defined in more than one module, with these modules."""
     places: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in tree.body:
@@ -159,7 +159,7 @@ def jumps(path: list[str]) -> list[str]:
 
 
 def measure(root: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the measured numbers by name, and details about what exceeds a limit."""
+    """Return the measured numbers by name, and details: longest function and file, double class names, errors of call paths."""
     files = module_files(root)
     trees = {path.relative_to(root): ast.parse(path.read_text()) for path in files}
     lengths = {path.relative_to(root): len(path.read_text().splitlines()) for path in files}

@@ -5,8 +5,8 @@
 Each mutant changes one operator, comparison, number or boolean of a target module. The unit tests that import this module
 run on it in a fork of one process that has the libraries loaded, so a mutant costs about a second. cosmic-ray itself would
 start a new interpreter for each. A mutant is caught when a test fails or when the tests take more than a minute.
-Exit status 1: the share of caught mutants is below the minimum. Mutants that cannot change a result stand, with the reason,
-in scripts/equivalent_mutants.json and do not count.
+Exit status 1: the share of caught mutants is below the minimum. Mutants that cannot change any result do not count; the
+file scripts/equivalent_mutants.json, where it exists, lists them with the reason.
 """
 
 import argparse
@@ -47,9 +47,9 @@ class Mutant:
 
     path: Path
     line: int
-    before: str  # the line as it is
-    after: str  # the line with the mistake
-    source: str  # the whole module with the mistake
+    before: str  # the original line
+    after: str  # the changed line
+    source: str  # the module with the changed line
     tests: tuple[str, ...]
 
     def __str__(self) -> str:
