@@ -48,7 +48,7 @@ def test_the_prefix_cache_is_off(inputs, tmp_path, override):
             "rollout.agent.max_turn: mrl.rollout.agents.tool_agent.ToolAgent has no argument 'max_turn'; did",
         ),
         ("rollout.agent.max_turns=0", "max_turns=0: must be greater than 0"),
-        ("rollout.agent.parser.tool=abacus", "parser.tool='abacus' is none of the tools; there is calculator"),
+        ("rollout.agent.parser.tool=abacus", "parser.tool='abacus' is not a tool; the tools are calculator"),
         ("+rollout.agent.result_role=nobody", "it puts nothing around a result"),
         (
             "rollout.agent._target_=argparse.Namespace",

@@ -177,8 +177,8 @@ def test_a_response_without_code_scores_zero_with_a_reason():
         ('{"asserts": []}', "no test cases"),
         ('{"inputs": 1, "outputs": 2}', "test cases cannot be read"),
         ('{"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}', "test cases cannot be read"),
-        ('{"fn_name": "f", "inputs": [1], "outputs": [1]}', "arguments are 1, no list"),
-        ({"asserts": [1]}, "1 is no text of statements"),
+        ('{"fn_name": "f", "inputs": [1], "outputs": [1]}', "arguments are 1, not a list"),
+        ({"asserts": [1]}, "1 is not a text with statements"),
         ({"input": ["1"]}, r"no test cases in \{'input': \['1'\]\}; expected"),
         (["1"], r"no test cases in \['1'\]; expected"),
     ],
@@ -233,7 +233,7 @@ def test_a_config_can_name_the_reward_with_limits():
     assert instantiate_callable(node, "reward") == CodeExecution(
         partial=True, limits=SandboxLimits(wall_s=1.5, threads=4)
     )
-    with pytest.raises(ValueError, match=r"(?s)refused its arguments: .*wal_s.* is not a limit of the sandbox"):
+    with pytest.raises(ValueError, match=r"(?s)rejects its arguments: .*wal_s.* is not a limit of the sandbox"):
         instantiate_callable({**node, "limits": {"wal_s": 1}}, "reward")
     with pytest.raises(ValueError, match="workers=0: expected at least 1"):
         CodeExecution(workers=0)

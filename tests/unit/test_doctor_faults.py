@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass, field
 
 import pytest
-from doctor_lab import BOND, Lab, available, card, distribution, matrix, nvidia_smi
+from simulated_hosts import BOND, SimulatedHosts, available, card, distribution, matrix, nvidia_smi
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs iproute2 and the permission to create namespaces")
 
@@ -183,7 +183,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_each_fault_is_reported_with_its_fix_and_nothing_else(fault, tmp_path):
-    run = Lab(tmp_path, fault.hosts, fault.shell, fault.requirements or None).run(
+    run = SimulatedHosts(tmp_path, fault.hosts, fault.shell, fault.requirements or None).run(
         "--no-all-reduce", "--deadline", "120"
     )
     expected = [one for one in run.findings if one["check"] == fault.check and re.search(fault.what, one["what"])]

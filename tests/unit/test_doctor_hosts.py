@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from doctor_lab import BOND, Lab, available
+from simulated_hosts import BOND, SimulatedHosts, available
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs iproute2 and the permission to create namespaces")
 
@@ -15,23 +15,24 @@ export PATH=$LAB/bin:$PATH SLURM_JOB_NODELIST=h[0-2]
 
 
 def test_a_healthy_machine_gives_no_finding(tmp_path):
-    run = Lab(tmp_path).run()
+    run = SimulatedHosts(tmp_path).run()
     assert run.findings == [] and run.statuses == {0: 0}
     assert run.report["hosts"][0]["host"] == "h0"
 
 
 def test_a_healthy_cluster_gives_no_finding_and_tests_the_process_groups_that_span_hosts(tmp_path):
     groups = {"tp 0": [0, 1], "dp 0": [0, 2], "dp 1": [1, 3]}
-    run = Lab(tmp_path, 4, requirements=dict(groups=groups)).run("--deadline", "150")
+    run = SimulatedHosts(tmp_path, 4, requirements=dict(groups=groups)).run("--deadline", "150")
     assert run.findings == [] and set(run.statuses.values()) == {0}, run.findings
     results = {one["group"]: one for one in run.report["collectives"]}
     assert set(results) == {"world", *groups} and all(0 < one["seconds"] < 60 for one in results.values())
     assert results["dp 1"]["hosts"] == ["h1", "h3"] and results["world"]["backend"] == "gloo"
 
 
+@pytest.mark.extended
 def test_the_hang_of_a_bonded_interface_is_found_by_a_real_all_reduce_and_its_fix_works(tmp_path):
     (tmp_path / "broken").mkdir()
-    broken = Lab(tmp_path / "broken", 2, {1: NAME_ON_BOND}).run("--deadline", "20")
+    broken = SimulatedHosts(tmp_path / "broken", 2, {1: NAME_ON_BOND}).run("--deadline", "20")
     findings = {one["check"]: one for one in broken.findings}
     assert set(findings) == {"interfaces", "collectives"} and set(broken.statuses.values()) == {2}, broken.findings
     assert "gloo would open its connections on bond9" in findings["interfaces"]["what"]
@@ -40,26 +41,29 @@ def test_the_hang_of_a_bonded_interface_is_found_by_a_real_all_reduce_and_its_fi
     fix = findings["collectives"]["fix"]
     assert fix == findings["interfaces"]["fix"] == "export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0"
     (tmp_path / "fixed").mkdir()
-    fixed = Lab(tmp_path / "fixed", 2, {0: fix, 1: NAME_ON_BOND + fix}).run("--deadline", "150")
+    fixed = SimulatedHosts(tmp_path / "fixed", 2, {0: fix, 1: NAME_ON_BOND + fix}).run("--deadline", "150")
     assert fixed.findings == [] and set(fixed.statuses.values()) == {0}, fixed.findings
 
 
+@pytest.mark.extended
 def test_a_host_that_does_not_join_is_named(tmp_path):
-    run = Lab(tmp_path, 3, {0: SCONTROL}, started=[0, 1]).run("--no-all-reduce", "--deadline", "25")
+    run = SimulatedHosts(tmp_path, 3, {0: SCONTROL}, started=[0, 1]).run("--no-all-reduce", "--deadline", "25")
     (finding,) = run.findings
     assert finding["check"] == "attendance" and finding["hosts"] == ["h2"] and "--exclude=h2" in finding["fix"]
     assert run.report["missing"] == ["h2"] and run.statuses == {0: 2, 1: 2}
 
 
+@pytest.mark.extended
 def test_the_other_hosts_report_a_missing_first_host_and_end(tmp_path):
-    run = Lab(tmp_path, 2, started=[1]).run("--no-all-reduce", "--deadline", "3")
+    run = SimulatedHosts(tmp_path, 2, started=[1]).run("--no-all-reduce", "--deadline", "3")
     (finding,) = run.findings
     assert finding["check"] == "attendance" and run.statuses == {1: 2}
 
 
+@pytest.mark.extended
 def test_a_rendezvous_at_a_port_listens_on_the_named_address_only(tmp_path):
     record_listeners = "(for n in $(seq 1200); do ss -Hltn sport = :29400 >>$LAB/listening; sleep 0.1; done) &"
-    lab = Lab(tmp_path, 2, {0: record_listeners})
+    lab = SimulatedHosts(tmp_path, 2, {0: record_listeners})
     run = lab.run("--no-all-reduce", "--deadline", "100", "--rendezvous", "10.9.0.1:29400")
     assert run.findings == [] and set(run.statuses.values()) == {0}
     addresses = set(re.findall(r"(\S+):29400", (tmp_path / "listening").read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from doctor_lab import matrix
+from simulated_hosts import matrix
 
 from mrl.commands import doctor
 from mrl.doctor.checks.gpu_checks import check_gpus

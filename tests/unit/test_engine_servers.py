@@ -70,7 +70,7 @@ def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypa
         def alive(self) -> bool:
             return True
 
-    monkeypatch.setattr(hosts, "HostedEngine", FakeHostedEngine)
+    monkeypatch.setattr(hosts, "RayEngine", FakeHostedEngine)
     pool = EnginePool(
         spec_of(tmp_path, num_engines=2, server_args={}, slots=lambda number: f"slots of {number}", seed=7)
     )

@@ -231,7 +231,7 @@ def test_inputs_that_cannot_be_evaluated_are_errors_with_the_reason(folder, tmp_
         evaluate(folder, config_of())
     pq.write_table(old, folder / "responses_000000.parquet")
     (folder / "responses_000001.parquet").unlink()
-    with pytest.raises(ValueError, match=r"12 responses are there, generate\.json says 20"):
+    with pytest.raises(ValueError, match=r"found 12 responses, but generate\.json says 20"):
         evaluate(folder, config_of())
 
 

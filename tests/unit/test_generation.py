@@ -189,7 +189,7 @@ def test_other_prompts_of_the_same_files_are_refused(configure, tmp_path):
         run(plan_generation(configure(**keys)), Engine(fail_after=20), in_flight=1)
     quiet = nullcontext(SimpleNamespace(begin=lambda *_: None, advance=lambda _: None))
     template.write_text("{% for message in messages %}1{{ message['content'] }}{% endfor %}")
-    with pytest.raises(ValueError, match="was begun with other prompts, though of the same files: chat template"):
+    with pytest.raises(ValueError, match="was started with other prompts from the same files: the chat template"):
         generate(plan_generation(configure(**keys | {"data.max_prompt_tokens": 20})), Counting(), quiet)
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     run(plan_generation(configure(**keys)))
@@ -271,7 +271,7 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
         ({"evaluate.k": [0]}, "evaluate.k=[0]"),
         ({"data.test": []}, "data.test must name at least one"),
         ({"data.test": ["no.parquet"]}, "data.test: no.parquet: no such file"),
-        ({"generate.base": "base"}, "goes with a Megatron checkpoint"),
+        ({"generate.base": "base"}, "is only for a Megatron checkpoint"),
         ({"sglang": {"enable_deterministic_inference": False}}, "use generate.deterministic"),
         ({"sglang": {"mem_fraction": 1}}, "did you mean sglang.mem_fraction_static?"),
         ({"reward": {"_target_": "mrl.rewards.rule_based.ExactMatc"}}, "cannot be imported"),

@@ -164,6 +164,7 @@ def test_a_published_layout_is_never_better_than_the_best_and_is_found_if_all_si
     assert result.best[0].step_s <= forced.step_s
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fields", [QWEN3_8B, QWEN3_30B_A3B], ids=["8B", "30B-A3B"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_more_nodes_are_never_slower(fields, mode):
@@ -193,6 +194,7 @@ def test_fixed_values_are_not_changed(fixed):
     assert {name: values[name] for name in fixed} == fixed
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fields", [QWEN3_235B_A22B, DEEPSEEK_V3], ids=["Qwen3-235B", "DeepSeek-V3"])
 def test_a_search_over_ten_thousand_gpus_checks_the_memory_of_few_numbers_of_replicas(fields):
     """The numbers of replicas that fit are found by bisection, and each is timed in one array operation per layout."""

@@ -16,7 +16,7 @@ from mrl.rollout.engines.server import EngineServer
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("mrl.rollout.engines.leases.MAX_PATH", 1000)
+    monkeypatch.setattr("mrl.rollout.engines.leases.MAX_PARENT_LENGTH", 1000)
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     [
         (dict(url="localhost:1"), "url='localhost:1': expected http://HOST:PORT"),
         (dict(template="{respnse}"), "{response} is missing"),
-        (dict(pattern="("), "is no regular expression"),
+        (dict(pattern="("), "is not a regular expression"),
         (dict(pattern="Score: 1"), "expected one group, around the number; got 0"),
         (dict(low=10.0), "low=10.0 must be below high=10.0"),
         (dict(concurrency=0), "concurrency=0: must be greater than 0"),

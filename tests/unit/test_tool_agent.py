@@ -214,7 +214,7 @@ def test_an_aborted_turn_raises(tokenizer):
         (dict(tool_timeout_s=-1.0), "tool_timeout_s=-1.0"),
         (dict(tools={}), "tools names no tool"),
         (dict(tools={"calculator": 3}), "tools.calculator is int, which cannot be called"),
-        (dict(parser=MarkerParser("abacus")), "parser.tool='abacus' is none of the tools; there is calculator"),
+        (dict(parser=MarkerParser("abacus")), "parser.tool='abacus' is not a tool; the tools are calculator"),
         (dict(parser="hermes"), "parser is str; expected"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_tool_that_raises_fails_its_call_only(what):
 def test_calls_with_unknown_names_or_wrong_arguments_are_errors():
     tools = {"calculator": Calculator()}
     unknown = asyncio.run(run_call(tools, ToolCall("abacus", "1"), 5))
-    assert unknown == ToolResult("error: no tool 'abacus'; there is calculator", failed=True)
+    assert unknown == ToolResult("error: no tool 'abacus'; the tools are calculator", failed=True)
     wrong = asyncio.run(run_call(tools, ToolCall("calculator", {"sum": "1+1"}), 5))
     assert wrong.failed and "unexpected keyword argument 'sum'" in wrong.text
     unread = asyncio.run(run_call(tools, ToolCallError("the call is not JSON"), 5))

@@ -75,7 +75,7 @@ class DoctorRun:
 
 
 @dataclass(frozen=True)
-class Lab:
+class SimulatedHosts:
     """Simulated hosts for one run of `mrl doctor`, and a folder for its files."""
 
     folder: Path
