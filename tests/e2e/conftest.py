@@ -3,93 +3,30 @@
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-TAG = "MRL_TEST_RUN"
-PATIENCE = 3  # deadlines are this many times the time that a run takes on an idle machine
-
-
-def tagged(tag: str) -> list[psutil.Process]:
-    """Return the live processes of one run; they inherited the variable TAG with this value."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(TAG) == tag and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: float = 0.05) -> None:
-    """Wait until the condition is true, or fail. The condition should stay true once it is, or this may miss it."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"the condition did not become true within {timeout_s} s"
-        time.sleep(poll_s)
-
-
-@dataclass
-class Run:
-    """One `mrl` process and its run directory."""
-
-    folder: Path
-    tag: str
-    process: subprocess.Popen
-
-    def finish(self, timeout_s: float = 240) -> "Run":
-        """Wait for the process to end. `timeout_s`: seconds on an idle machine; PATIENCE multiplies it."""
-        try:
-            self.process.wait(PATIENCE * timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGTERM)
-            raise AssertionError(
-                f"the process did not end within {PATIENCE * timeout_s} s:\n{self.output()[-3000:]}"
-            ) from None
-        return self
-
-    def output(self) -> str:
-        return (self.folder / "terminal.log").read_text()
-
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
-        """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""
-        end = time.monotonic() + within_s
-        while (alive := tagged(self.tag)) and time.monotonic() < end:
-            time.sleep(0.2)
-        return alive
-
-
-def restore_sigint() -> None:
-    """Restore the default action of SIGINT. A shell makes its background processes, such as these tests, ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from mrl_runs import TAG, MrlRun, restore_sigint, tagged
 
 
 @pytest.fixture(scope="session")
 def start_mrl(tmp_path_factory):
-    """`start_mrl("train", "key=value", ...)` -> Run. Processes of all runs that are still alive after the tests are killed."""
-    runs: list[Run] = []
+    """`start_mrl("train", "key=value", ...)` -> MrlRun. Processes of all runs that are still alive after the tests are killed."""
+    runs: list[MrlRun] = []
 
-    def start(command: str, *overrides: str) -> Run:
+    def start(command: str, *overrides: str) -> MrlRun:
         folder, tag = tmp_path_factory.mktemp("run"), uuid.uuid4().hex
         env = os.environ | {TAG: tag, "WANDB_MODE": "offline"}
         line = [sys.executable, "-m", "mrl.cli", command, f"run.dir={folder}", *overrides]
         with (folder / "terminal.log").open("w") as log:
             pipes = dict(stdout=log, stderr=subprocess.STDOUT)
-            run = Run(folder, tag, subprocess.Popen(line, env=env, preexec_fn=restore_sigint, **pipes))
+            run = MrlRun(folder, tag, subprocess.Popen(line, env=env, preexec_fn=restore_sigint, **pipes))
         runs.append(run)
         return run
 

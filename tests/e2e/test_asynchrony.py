@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from conftest import wait_until
 from http_engines import spec_of
 from live_engines import num_running, slow_engines
+from mrl_runs import wait_until
 from run_comparison import check_equal_weights, learning_metrics
 from test_soak import KINDS, Soak
 

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import wait_until
 from live_engines import PROMPTS, max_logprob_difference
+from mrl_runs import wait_until
 
 from mrl.rollout.client import EngineError, SamplingParams
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import aiohttp
 import psutil
 import pytest
-from conftest import wait_until
 from http_engines import spec_of
 from live_engines import PROMPTS, delay_forward_passes, num_running, slow_engines
+from mrl_runs import wait_until
 
 from mrl.config.schema import FaultToleranceConfig
 from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, seed_of

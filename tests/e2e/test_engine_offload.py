@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from conftest import wait_until
 from live_engines import connected, max_logprob_difference, perturb, slow_engines
+from mrl_runs import wait_until
 from scripted_lifecycle import scripted_lifecycle
 
 from mrl.config.schema import PauseMode

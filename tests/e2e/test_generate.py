@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import wait_until
+from mrl_runs import wait_until
 
 pytestmark = pytest.mark.extended
 

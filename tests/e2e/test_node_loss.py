@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import wait_until
+from mrl_runs import wait_until
 
 pytestmark = pytest.mark.extended
 

@@ -7,8 +7,8 @@ from functools import partial
 import psutil
 import pytest
 import ray
-from conftest import wait_until
 from hydra import compose, initialize_config_dir
+from mrl_runs import wait_until
 
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra

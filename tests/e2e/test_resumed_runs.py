@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from conftest import wait_until
+from mrl_runs import wait_until
 from run_comparison import check_equal_weights, learning_metrics
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import tagged
+from mrl_runs import tagged
 
 from mrl.config.secrets import engine_key
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from conftest import PATIENCE, tagged, wait_until
+from mrl_runs import PATIENCE, tagged, wait_until
 from run_comparison import check_equal_runs
 
 pytestmark = pytest.mark.extended

@@ -4,7 +4,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from mrl_runs import wait_until
 
 PHASES = ("rollout", "score", "advantage", "update", "weight_sync")
 

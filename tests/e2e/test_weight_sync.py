@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import wait_until
 from live_engines import UnshardedModel, connected, max_logprob_difference, num_running, perturb, slow_engines
+from mrl_runs import wait_until
 from scripted_lifecycle import scripted_lifecycle
 
 from models.families.qwen import QWEN3
