@@ -26,11 +26,11 @@ __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "Eng
 
 TRAINING, HELD_OUT = 0, 1
 """First element of a seed's path: (TRAINING, number of the response in the run) or (HELD_OUT, row)."""
-BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, do not blame the request
+BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, report a fault of the engine and not of the request
 
 
 class EngineFaultError(EngineError):
-    """The engine failed, not the request: another engine, or this one a little later, may answer it."""
+    """The engine failed, not the request: another engine, or the same engine later, may answer the request."""
 
 
 class EngineUnreachableError(EngineError):
@@ -46,11 +46,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1: all tokens
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end of sequence
-    ignore_eos: bool = False  # sample max_new_tokens
-    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it, and use 42 for None
+    ignore_eos: bool = False  # do not stop at an end of sequence
+    seed: int | None = None  # 63 bits; used only by servers with enable_deterministic_inference, where None means 42
 
     def body(self) -> dict[str, Any]:
-        """The fields of SGLang's sampling_params."""
+        """Return the fields of SGLang's sampling_params."""
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         if self.top_p != 1.0:
             body["top_p"] = self.top_p
@@ -66,9 +66,10 @@ class SamplingParams:
 
 
 def seed_of(seed: int, *path: int) -> int:
-    """63-bit seed of the response at this path in a run with this seed; a response that is sampled again gets it again.
+    """Return the 63-bit seed of a response. A response that is sampled again gets the same seed.
 
-    All turns of a response share one seed: SGLang draws a token by the seed and the token's position, which only grows.
+    `seed`: the run's seed. `path` identifies the response (see TRAINING, HELD_OUT). All turns of a response share one seed:
+    SGLang derives the random number of a token from the seed and the token's position, which differs between turns.
     """
     return int(np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0] >> 1)
 
@@ -81,8 +82,8 @@ class Completion:
     logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
     finish_reason: str  # stop, length or abort
     weight_version: str  # version of the weights that sampled the first token; see `versions` for later tokens
-    # [P+R-1, layers, topk] experts of each token of prompt and response except the last, for which nothing was computed.
-    # None if it was not requested.
+    # [P+R-1, layers, topk] experts of each token of prompt and response except the last, which the engine does not compute.
+    # None if not requested.
     routed_experts: NDArray[np.int16] | None = None
     cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
     # (weight version, tokens) in order, if a weight update came between the tokens; else empty
@@ -90,7 +91,7 @@ class Completion:
 
 
 class EngineClient(EngineControl):
-    """HTTP client of one server: sampling, and the control requests that it inherits. Safe to use from several threads."""
+    """HTTP client of one server: sampling and the inherited control requests. Safe to use from several threads."""
 
     def generate(
         self,
@@ -103,8 +104,9 @@ class EngineClient(EngineControl):
         """Sample one response to each prompt, in order, with one request, and wait for it.
 
         For several responses to a prompt, repeat the prompt: SGLang's own parameter `n` first prefills the prompts one by
-        one. `sampling`: for all prompts, or one for each. `routed_experts`: also return the experts of each token; the server
-        needs a mixture of experts and `enable_return_routed_experts`. Raises EngineError if it does not return them.
+        one. `sampling`: one for all prompts, or one for each. `routed_experts`: also return the experts of each token; the server
+        needs a mixture of experts and `enable_return_routed_experts`. Raises EngineError if the
+        server does not return them.
         """
         if not input_ids:
             return []
@@ -122,7 +124,7 @@ class EngineClient(EngineControl):
         *,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample like `generate`, for many concurrent requests; has no deadline of its own.
+        """Sample like `generate`, for many concurrent requests, and without a deadline.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
@@ -142,16 +144,18 @@ class EngineClient(EngineControl):
         answers = self._read("/generate", status, content)
         pairs = zip(answers, input_ids, strict=True)
         completions = [self._completion(answer, prompt, routed_experts) for answer, prompt in pairs]
-        if cut := [one.finish_reason for one in completions if one.finish_reason == "abort" or not one.token_ids]:
+        if aborted := [
+            done.finish_reason for done in completions if done.finish_reason == "abort" or not done.token_ids
+        ]:
             raise EngineFaultError(
-                f"{self.url}/generate aborted {len(cut)} of {len(completions)} responses ({cut[0]})."
+                f"{self.url}/generate aborted {len(aborted)} of {len(completions)} responses ({aborted[0]})."
             )
         return completions
 
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
-        """A value that changes whenever the scheduler has computed something; None if the server does not answer.
+        """Return a value that changes whenever the scheduler has computed something; None if the server does not answer.
 
-        If the server does not report it (another version of SGLang), the value changes with every call.
+        If the server does not report such a value (another version of SGLang), the result changes with every call.
         """
         import aiohttp
 
@@ -203,7 +207,7 @@ class EngineClient(EngineControl):
 
     @cached_property
     def _routing_shape(self) -> tuple[int, int]:
-        """(layers, experts per token) of the engine's model, from its model folder: the engine does not report them."""
+        """(layers, experts per token) of the engine's model, read from the model folder: the engine does not report them."""
         path = Path(self.model_info()["model_path"]) / "config.json"
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
@@ -216,7 +220,7 @@ def _body(
     logprobs: bool,
     routed_experts: bool,
 ) -> dict[str, Any]:
-    """The JSON body of SGLang's /generate."""
+    """Return the JSON body of SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
     body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
     return body | {"return_routed_experts": True} if routed_experts else body

@@ -1,8 +1,9 @@
-"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out.
+"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out of
+service.
 
 An engine has failed when its processes end, when it answers with errors several times in a row, or when it has requests and
-its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine goes on computing, so it has not
-failed. The pending responses of a failed engine are sampled by another one.
+its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine still computes, so it has not
+failed. Another engine samples the pending responses of a failed engine.
 """
 
 from __future__ import annotations
@@ -41,12 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 5.0  # upper limit; at most a quarter of `fault_tolerance.engine_stall_timeout_s`
+HEARTBEAT_INTERVAL_S = 5.0  # or a quarter of `fault_tolerance.engine_stall_timeout_s`, if that is less
 RETRY_PAUSE_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
 CLOSE_TIMEOUT_S = 15.0  # for failed engines to end
-"""Size limit of a request. An engine that fails loses all responses of a request, sampled or not. Requests of one response
-each would cost the engine's HTTP server about a millisecond of CPU per response."""
 
 
 class NoEngineError(EngineError):
@@ -59,38 +58,41 @@ class PooledEngine:
 
     client: EngineClient
     alive: Callable[[], bool]  # whether its processes run, as far as that is known
-    log_source: str  # log file of the engine, or the config key of an external one; quoted in errors
-    pending: int = 0  # responses that were requested and not returned
-    work: float = 0.0  # expected work of the pending responses, in tokens or in number of responses
+    log_source: str  # log file of the engine, or the config key of an external engine; quoted in errors
+    pending: int = 0  # responses that were requested and have not arrived
+    expected_work: float = 0.0  # of the pending responses, in tokens or in number of responses
     faults: int = 0  # failed requests in a row
-    failure: str | None = None  # why it is out of service; None: it is in service
+    failure: str | None = None  # reason why the engine is out of service; None: it is in service
     requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)
 
 
 @dataclass
 class StickySession:
-    """Keeps the turns of a response on one engine, whose prefix cache holds the earlier turns. A retry may change it."""
+    """Keeps the turns of a response on one engine, whose prefix cache holds the earlier turns. A retry may change the engine."""
 
     engine: PooledEngine
 
 
 class EnginePool:
-    """All engines of one rollout worker. The driver replaces those that failed and pushes weights to the new ones."""
+    """All engines of one rollout worker. The driver pushes weights to engines that replace failed ones."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines. Returns at once; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # engines are paused on purpose, so an engine that computes nothing has not failed
+        self.paused = False  # on purpose: meanwhile, an engine that computes nothing has not failed
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
+        self.submit = self._loop.submit  # runs a coroutine, for example `generate`, in the pool's event loop
         self._http: aiohttp.ClientSession | None = None
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
         self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # replacements of failed servers
+        self._replacements: set[asyncio.Task[None]] = set()  # running replacements of failed servers
         self._limits: ConcurrencyLimits | None = None  # only for multi-turn responses
         self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
-        self._unreported: dict[str, str] = {}  # URL -> reason; engines that failed and came back before `take_failed`
+        self._unreported: dict[
+            str, str
+        ] = {}  # URL -> reason; external engines that failed and recovered before `take_failed`
         self._num_replaced = self._num_retried = self._num_retried_before = 0
 
     @property
@@ -99,7 +101,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine takes requests, and put all in service; returns their URLs."""
+        """Wait until every engine takes requests, and put all engines in service; return their URLs."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -118,9 +120,9 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. Engines that are in service already keep their requests."""
+        """Put exactly these engines in service. Engines that were in service before keep their requests."""
         if self._http is None and engines:
-            import aiohttp  # takes half a second; a request through it costs a tenth of what httpx takes
+            import aiohttp  # its import takes half a second; its requests take a tenth of the CPU time of httpx
 
             no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
             self._http = aiohttp.ClientSession(**no_limits)
@@ -132,17 +134,13 @@ class EnginePool:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
-        """End these engines and start others in their place; returns the URLs of all when they are ready."""
+        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
         for url in urls:
             self._servers.replace(url)
         return self.wait_ready(timeout_s)
 
-    def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the pool's event loop, for example `generate`."""
-        return self._loop.submit(work)
-
     def open_session(self) -> StickySession:
-        """Open a session with the engine that has the least work. Raises NoEngineError."""
+        """Open a session with the engine that has the least expected work. Raises NoEngineError."""
         return StickySession(self._least_busy())
 
     async def generate(
@@ -152,12 +150,12 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
         session: StickySession | None = None,
-        work: float | None = None,
+        expected_work: float | None = None,
     ) -> list[Completion]:
         """Sample one completion of each prompt, in order, with one request. Completions in the cache are not sampled again.
 
-        Runs in the event loop (see `submit`). `numbers` identify the responses in the cache. `session` selects the engine; by
-        default it is the one with the least work. `work` is the expected work of the request, by default its number of
+        Runs in the event loop (see `submit`). `numbers` identify the responses in the cache. `session` selects the engine;
+        the default is the engine with the least expected work. `expected_work` of the request is by default its number of
         responses. Raises NoEngineError if no engine is left, and EngineError if the request is refused or fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -165,13 +163,11 @@ class EnginePool:
         if cache is not None:
             cached = ((number, cache.get(number, prompt)) for number, prompt in zip(numbers, prompts, strict=True))
             found = {number: completion for number, completion in cached if completion is not None}
-        missing = [place for place, number in enumerate(numbers) if number not in found]
+        missing = [index for index, number in enumerate(numbers) if number not in found]
         if missing:
-            inputs, params = [prompts[place] for place in missing], [sampling[place] for place in missing]
-            expected, tries = (
-                float(len(inputs)) if work is None else work,
-                self.spec.fault_tolerance.max_response_attempts,
-            )
+            inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
+            work = float(len(inputs)) if expected_work is None else expected_work
+            tries = self.spec.fault_tolerance.max_response_attempts
             retrying = AsyncRetrying(
                 stop=stop_after_attempt(tries),
                 wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
@@ -179,21 +175,25 @@ class EnginePool:
                 reraise=True,
             )
             try:
-                completions = await retrying(self._try, session or self.open_session(), inputs, params, expected)
+                completions = await retrying(self._send, session or self.open_session(), inputs, params, work)
             except EngineFaultError as fault:
                 raise EngineError(
                     f"a request failed {tries} times (fault_tolerance.max_response_attempts); the last: {fault}"
                 ) from fault
-            asked = [numbers[place] for place in missing]
+            sampled = [numbers[index] for index in missing]
             if cache is not None:
-                cache.put(asked, inputs, completions)
-            found |= dict(zip(asked, completions, strict=True))
+                cache.put(sampled, inputs, completions)
+            found |= dict(zip(sampled, completions, strict=True))
         return [found[number] for number in numbers]
 
-    async def _try(
-        self, session: StickySession, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], work: float
+    async def _send(
+        self,
+        session: StickySession,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[SamplingParams],
+        expected_work: float,
     ) -> list[Completion]:
-        """Send one request to the session's engine. If it fails, move the session to another and raise EngineFaultError."""
+        """Send one request to the session's engine. If it fails, move the session to another one and raise EngineFaultError."""
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
@@ -205,7 +205,7 @@ class EnginePool:
             task = asyncio.create_task(request)
             engine.requests.add(task)
             engine.pending += len(prompts)
-            engine.work += work
+            engine.expected_work += expected_work
             try:
                 completions = await task
                 engine.faults = 0
@@ -219,20 +219,20 @@ class EnginePool:
             except asyncio.CancelledError:
                 current = asyncio.current_task()
                 if engine.failure is None or (current and current.cancelling()):
-                    raise  # the caller was cancelled; the engine is in order
+                    raise  # the caller was cancelled; the engine has not failed
                 reason = f"{engine.client.url} {engine.failure}"
             finally:
                 engine.requests.discard(task)
                 engine.pending -= len(prompts)
-                engine.work -= work
+                engine.expected_work -= expected_work
             self._num_retried += len(prompts)
             session.engine = self._least_busy()
             raise EngineFaultError(reason)
 
     def _least_busy(self) -> PooledEngine:
-        """The engine in service with the fewest faults and, among these, the least work. Raises NoEngineError."""
+        """Return the engine in service with the fewest faults and, among these, the least expected work. Raises NoEngineError."""
         if alive := [engine for engine in self.engines if engine.failure is None]:
-            return min(alive, key=lambda engine: (engine.faults, engine.work))
+            return min(alive, key=lambda engine: (engine.faults, engine.expected_work))
         raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
 
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
@@ -243,17 +243,17 @@ class EnginePool:
             self._take_out(engine, f"failed {engine.faults} times in a row; the last: {fault}")
 
     async def _check_heartbeat(self, engine: PooledEngine) -> None:
-        """Take the engine out of service when its processes end or its scheduler stands still."""
+        """Take the engine out of service when its processes end or its scheduler computes nothing for too long."""
         stall_s = self.spec.fault_tolerance.engine_stall_timeout_s
         last, since = None, time.monotonic()
         while engine.failure is None:
             await asyncio.sleep(self._heartbeat_interval_s)
             assert self._http is not None, "engines are in service"
-            beat = await engine.client.heartbeat(self._http, self._heartbeat_interval_s)
+            heartbeat = await engine.client.heartbeat(self._http, self._heartbeat_interval_s)
             if not engine.alive():
                 self._take_out(engine, "its processes have ended")
-            elif self.paused or not engine.pending or beat not in (None, last):
-                last, since = beat, time.monotonic()
+            elif self.paused or not engine.pending or heartbeat not in (None, last):
+                last, since = heartbeat, time.monotonic()
             elif time.monotonic() - since >= stall_s:
                 self._take_out(
                     engine, f"has computed nothing for {stall_s:g} s (fault_tolerance.engine_stall_timeout_s)"
@@ -264,12 +264,12 @@ class EnginePool:
         if engine.failure is not None:
             return
         engine.failure = f"{reason} ({engine.log_source})"
-        log.warning("engine %s fails with %d pending responses: %s", engine.client.url, engine.pending, engine.failure)
+        log.warning("engine %s failed with %d pending responses: %s", engine.client.url, engine.pending, engine.failure)
         for request in engine.requests if cancel else ():
             request.cancel()
-        ending = asyncio.create_task(asyncio.to_thread(self._servers.replace, engine.client.url))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
+        replacement = asyncio.create_task(asyncio.to_thread(self._servers.replace, engine.client.url))
+        self._replacements.add(replacement)
+        replacement.add_done_callback(self._replacements.discard)
 
     async def converse(
         self,
@@ -282,12 +282,12 @@ class EnginePool:
     ) -> list[Trajectory]:
         """Sample one multi-turn response to each prompt, in order. Runs in the event loop (see `submit`).
 
-        A turn that an engine does not answer is sampled by another one. Earlier turns and their tool calls are not repeated.
+        If an engine fails during a turn, another engine samples this turn. Earlier turns and their tool calls are not repeated.
         """
 
-        def generate_turn_of(place: int) -> GenerateTurn:
+        def generate_turn_of(index: int) -> GenerateTurn:
             async def generate_turn(inputs: list[int], params: SamplingParams) -> Completion:
-                (completion,) = await self.generate([numbers[place]], [inputs], [params], cache, sessions[place])
+                (completion,) = await self.generate([numbers[index]], [inputs], [params], cache, sessions[index])
                 return completion
 
             return generate_turn
@@ -332,16 +332,16 @@ class EnginePool:
         return self._wait(run())
 
     def _in_service(self) -> list[PooledEngine]:
-        """Engines that have not failed. Raises NoEngineError."""
+        """Return the engines that have not failed. Raises NoEngineError if there is none."""
         self._least_busy()
         return [engine for engine in self.engines if engine.failure is None]
 
-    def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop; raises EngineError after `rollout.request_timeout_s`."""
+    def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop and wait for it; raises EngineError after `rollout.request_timeout_s`."""
 
         async def run() -> T:
             async with asyncio.timeout(self.spec.request_timeout_s):
-                return await work
+                return await coroutine
 
         try:
             return self.submit(run()).result()
@@ -366,13 +366,13 @@ class EnginePool:
         return {"rollout/replaced_engines": float(replaced), "rollout/retried_responses": float(retried)}
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of all engines' process trees."""
+        """Return the user and system CPU seconds of all engines' process trees."""
         return self._servers.cpu_seconds()
 
     def close(self) -> None:
-        """End every engine that was started here."""
+        """End every engine that this pool started."""
         if self._http is not None:
-            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then ends it
+            with suppress(TimeoutError):  # a failed engine may hang at its end; its supervisor then ends it
                 self.submit(self._close_requests()).result(CLOSE_TIMEOUT_S)
         self._loop.close()
         self._servers.stop()
@@ -380,13 +380,13 @@ class EnginePool:
     async def _close_requests(self) -> None:
         """Stop the heartbeats, wait until failed engines have ended, and close the HTTP session."""
         await self._set_engines([])
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self._replacements, return_exceptions=True)
         assert self._http is not None, "the caller checks"
         await self._http.close()
 
 
 def deadline_error(deadline_s: float) -> EngineError:
-    """The error for responses that take longer than `rollout.request_timeout_s`."""
+    """Return the error for responses that take longer than `rollout.request_timeout_s`."""
     return EngineError(
         f"not all responses arrived within rollout.request_timeout_s={deadline_s:g}, although the engines kept computing; "
         "raise it, or lower rollout.max_response_tokens."
@@ -394,7 +394,7 @@ def deadline_error(deadline_s: float) -> EngineError:
 
 
 def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[int]]]:
-    """Split responses evenly over the engines, and each share into requests; (engine, numbers of the responses)."""
+    """Split responses evenly over the engines, and each share into requests; return (engine, response indices) of each."""
     return [
         (engine, share[start : start + MAX_RESPONSES_PER_REQUEST].tolist())
         for engine, share in enumerate(np.array_split(np.arange(num_responses), num_engines))
@@ -403,19 +403,19 @@ def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[in
 
 
 class EventLoopThread:
-    """An asyncio event loop in a thread of its own, started by the first coroutine."""
+    """An asyncio event loop in its own thread, which the first coroutine starts."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. Its future may be waited for in any other thread."""
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop. Any other thread may wait for the returned future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run_loop(self) -> None:
         assert self._loop is not None, "submit() sets it"

@@ -17,34 +17,34 @@ from mrl.rollout.spec import RolloutSpec
 from mrl.rollout.worker import RolloutWorker
 
 
-class EngineSupply(Protocol):
-    """What the rollout manager needs from the owner of the engines' memory and weights (the controller's EngineLifecycle)."""
+class EngineOwner(Protocol):
+    """Owner of the engines' memory and weights, as the rollout manager uses it (the controller's EngineLifecycle)."""
 
     def load(self) -> None:
-        """Give the engines their GPU memory and weights back. Does nothing when they have both."""
+        """Load the engines' GPU memory and weights. Do nothing if they are loaded."""
         ...
 
     def restore(self, failed: Mapping[str, str]) -> None:
-        """Replace failed engines (URL -> reason) by new ones that serve the current weight version."""
+        """Replace failed engines (URL -> reason) by engines that serve the current weight version."""
         ...
 
 
 class FixedEngines:
-    """Engines that always have their memory and that nothing replaces: for runs without a trainer."""
+    """Engines of a run without a trainer: never offloaded and never replaced."""
 
     def load(self) -> None:
         """Do nothing."""
 
     def restore(self, failed: Mapping[str, str]) -> None:
         """Raise EngineError."""
-        raise EngineError(f"engines failed, and no trainer is there to push weights to new ones: {dict(failed)}")
+        raise EngineError(f"engines failed, and there is no trainer to push weights to new ones: {dict(failed)}")
 
 
 class RolloutWorkerHandle:
-    """The rollout worker's Ray actor behind deadlines; knows nothing of its engines' memory or weights.
+    """Calls the Ray actor of the rollout worker with deadlines. Does not manage the engines' memory or weights.
 
     Every call raises StalledError when its deadline passes, RolloutWorkerLostError when the worker died (see mrl.hang_report),
-    and whatever the worker raised.
+    and the errors that the worker raises.
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
@@ -68,22 +68,22 @@ class RolloutWorkerHandle:
         return self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until all engines take requests; returns their URLs."""
+        """Wait until all engines take requests; return their URLs."""
         self._start_timeout_s = timeout_s
         return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
     def replace_engines(self, urls: Sequence[str]) -> list[str]:
-        """End these engines, start new ones in their place, and wait for them; returns the URLs of all engines."""
+        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
         start_s = self._start_timeout_s
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def set_paused(self, paused: bool) -> None:
-        """Say whether engines are paused on purpose. While they are, an engine that computes nothing has not failed."""
+        """Tell the worker whether engines are paused on purpose: meanwhile, an engine that computes nothing has not failed."""
         self.call(RolloutWorker.set_paused, paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Engines are paused on purpose inside this context, as during a weight push."""
+        """Mark the engines as paused on purpose inside this context, for example during a weight push."""
         self.set_paused(True)
         try:
             yield
@@ -91,7 +91,7 @@ class RolloutWorkerHandle:
             self.set_paused(False)
 
     def alive(self, timeout_s: float = 30.0) -> bool:
-        """Whether the actor answers."""
+        """Return whether the actor answers."""
         try:
             ray.get(self.actor.cpu_seconds.remote(), timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError):
@@ -105,7 +105,9 @@ class RolloutWorkerHandle:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the engines and the actor."""
-        with suppress(ray.exceptions.RayError, TimeoutError):  # the supervisor of each engine ends it with the actor
+        with suppress(
+            ray.exceptions.RayError, TimeoutError
+        ):  # each engine's supervisor ends the engine when the actor ends
             ray.get(self.actor.close.remote(), timeout=timeout_s)
         ray.kill(self.actor)
         unregister_processes(registry_folder(self._waiter.run_dir), "rollout")
@@ -118,13 +120,13 @@ class RolloutManager:
     A call raises what RolloutWorkerHandle raises.
     """
 
-    def __init__(self, worker: RolloutWorkerHandle, engines: EngineSupply) -> None:
-        """`engines`: loads engines before sampling and replaces those that failed."""
+    def __init__(self, worker: RolloutWorkerHandle, engines: EngineOwner) -> None:
+        """`engines`: loads the engines before sampling and replaces failed ones."""
         spec = worker.spec
         self.worker, self._engines = worker, engines
         self._tries = spec.fault_tolerance.max_response_attempts
         self._capacity = spec.buffer_capacity
-        self._step, self._drawn = 0, 0  # the next step; prompt requests created so far
+        self._step, self._drawn = 0, 0  # number of the next step; prompts drawn so far
         # (number, row, admitted version) of the prompt requests that no step has consumed
         self._waiting: Sequence[tuple[int, ...]] = ()
 
@@ -149,9 +151,9 @@ class RolloutManager:
         return self._call_engines(RolloutWorker.evaluate, temperature)
 
     def _call_engines[T](self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any) -> T:
-        """Call a worker method that needs engines, and have engines that failed meanwhile replaced.
+        """Call a worker method that needs engines, and replace engines that failed during the call.
 
-        Calls again when all engines were lost. Raises EngineError after `fault_tolerance.max_response_attempts` such losses.
+        Repeats the call if all engines were lost. Raises EngineError after `fault_tolerance.max_response_attempts` such losses.
         """
         lost, failed = None, {}
         for _ in range(self._tries):
@@ -165,7 +167,7 @@ class RolloutManager:
                 return result
         raise EngineError(
             f"all engines were lost {self._tries} times in a row (fault_tolerance.max_response_attempts), although they were "
-            f"replaced each time; the last: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
+            f"replaced each time; the last failures: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
         ) from lost
 
     def _replace_failed(self) -> dict[str, str]:
@@ -174,19 +176,19 @@ class RolloutManager:
         return failed
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages, and the columns [R] that the losses need, of the groups that were generated last."""
+        """Compute the advantages of the last generated groups, and the columns [R] that the losses need."""
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 
     def discard_log(self, before_step: int) -> None:
-        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait."""
+        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Return at once."""
         self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompt requests that are drawn and not trained, as plain values."""
+        """Return the prompt requests that are drawn and not trained, as plain values."""
         return dict(step=self._step, drawn=self._drawn, waiting=[list(request) for request in self._waiting])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to this state. Running requests are cancelled; completions that arrived since then are used again."""
+        """Go back to this state. Running requests are cancelled; cached completions of waiting requests are used again."""
         self._step, self._drawn = state["step"], state["drawn"]
         self._waiting = tuple(map(tuple, state["waiting"]))
         self.worker.call(RolloutWorker.resume, self._drawn, self._waiting, self._step)

@@ -1,8 +1,8 @@
 """Sampled data on disk: the rollout log of each step, the cache of single completions, and recorded steps for replay.
 
-- `RolloutLog`: the scored groups of every step since the last checkpoint. A run that goes back to that checkpoint trains the
-  very same responses again.
-- `CompletionCache`: completions of groups that no step has taken yet. However a process ends, they are not sampled again.
+- `RolloutLog`: the scored groups of every step since the last checkpoint. A run that resumes from it trains the same
+  responses again.
+- `CompletionCache`: completions of groups that no step has taken yet. They are not sampled again after a failure of any process.
 - Recorded steps (`rollout.record`, `rollout.replay`): tokens and control columns, which can be trained under any layout.
 """
 
@@ -36,11 +36,11 @@ _RECORD_LENGTH = struct.Struct("<Q")  # bytes of the compressed record that foll
 
 
 class RolloutLog:
-    """The scored groups that each step took: one compressed file per step, without pickle.
+    """The scored groups of each step: one compressed file per step, without pickle.
 
-    A file appears when it is complete, and the first writer wins: a process that outlives its run cannot replace what the
-    next one trains on. Entries belong to the settings, the data and the initial weights that `key` stands for. Entries of
-    another key are not read. They stay until the next checkpoint, in case the user mistyped a setting.
+    A file appears only when it is complete. A file with the same prompts is not overwritten, so a process that outlives its
+    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial weights. Entries of
+    another key are not read. They are kept until the next checkpoint, because the user may have mistyped a setting.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -48,9 +48,9 @@ class RolloutLog:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
-        """Write the groups of a step. Returns what the log holds now: an earlier entry of the same prompts, if there is one.
+        """Write the groups of a step; return `groups`, or the logged groups if the step was logged before with the same prompts.
 
-        If the disk refuses the file, a warning is logged and the run goes on without it.
+        If the file cannot be written, a warning is logged and the run goes on without it.
         """
         content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
@@ -58,9 +58,9 @@ class RolloutLog:
             partial.write_bytes(zstandard.compress(content, ZSTD_LEVEL))
             os.link(partial, path)  # fails if the file exists
         except FileExistsError:
-            there = self.get(step)
-            if there is not None and (there.all_numbers, _rows(there)) == (groups.all_numbers, _rows(groups)):
-                return there
+            logged = self.get(step)
+            if logged is not None and (logged.all_numbers, _rows(logged)) == (groups.all_numbers, _rows(groups)):
+                return logged
             self.remove(step, "holds other prompts than the run draws now")
             return self.put(step, groups)
         except OSError as error:
@@ -85,7 +85,7 @@ class RolloutLog:
         self._path(step).unlink(missing_ok=True)
 
     def discard(self, before_step: int) -> None:
-        """Delete entries of earlier steps and of other keys: a checkpoint covers them. Cached completions stay."""
+        """Delete the entries of earlier steps, which a checkpoint covers, and those of other keys. Cached completions stay."""
         for folder in self.root.iterdir():
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -103,14 +103,14 @@ def _rows(groups: StepGroups[Group]) -> list[int]:
 
 
 class CompletionCache:
-    """Completions on disk, keyed by the number of the response in the run and the tokens that it continues.
+    """Completions on disk, by the number of the response in the run and the input tokens.
 
-    Each turn of a multi-turn response is one completion. There is one file per process and step. A record is appended whole;
-    a truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
+    Each turn of a multi-turn response is one completion. There is one file per process and step. Each record is one write; a
+    truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read what earlier processes left. `step`: see `start_step`."""
+        """Read the completions of earlier processes. `step`: see `start_step`."""
         self._folder, self._step = folder, step
         self._known: dict[int, dict[str, Completion]] = {}  # step -> completions by key
         self._file: BinaryIO | None = None
@@ -118,13 +118,13 @@ class CompletionCache:
         self.read()
 
     def read(self) -> None:
-        """Read all files, those of this process included, so that `get` finds their completions."""
+        """Read all files, including those of this process, so that `get` finds their completions."""
         self._known = {}
         for step, path in self._paths():
             self._known.setdefault(step, {}).update(_read_records(path))
 
     def start_step(self, step: int) -> None:
-        """Count the completions that come from now on as this step's."""
+        """Store the following completions as those of `step`."""
         if step != self._step and self._file is not None:
             self._file.close()
             self._file = None
@@ -162,7 +162,7 @@ class CompletionCache:
         self._known = {step: known for step, known in self._known.items() if step >= before_step}
 
     def _paths(self) -> list[tuple[int, Path]]:
-        """(step, file) of all cached completions."""
+        """Return (step, file) of all cached completions."""
         named = ((_CACHE_FILE.fullmatch(path.name), path) for path in sorted(self._folder.glob(f"*{_CACHE_SUFFIX}")))
         return [(int(name[1]), path) for name, path in named if name]
 
@@ -219,7 +219,7 @@ def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False
 
 
 def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
-    """[B] hash of each prompt with its response, by which the sample ledger identifies a sample."""
+    """Return [B] a hash of each prompt with its response; the ledger identifies samples by it."""
     return np.array(
         [
             xxhash.xxh3_64_intdigest(np.array([*sample.prompt, -1, *sample.trajectory.token_ids], np.int64).tobytes())

@@ -27,7 +27,7 @@ class RolloutSpec:
     advantage_pipeline: AdvantagePipeline
     group_filter: GroupFilter | None  # dynamic sampling: which groups are trained; None: all
     needs_greedy: bool  # also sample a greedy response to each prompt, for the advantage
-    old_from_rollout: bool  # use the engine's log-probabilities as those of the old policy
+    old_from_rollout: bool  # use the rollout log-probabilities as old log-probabilities
     prompts_per_step: int
     responses_per_prompt: int
     max_response_tokens: int
@@ -40,19 +40,19 @@ class RolloutSpec:
     request_timeout_s: float
     record: bool  # write each step's tokens to run_dir/rollouts
     replay: str | None  # folder of recorded steps to read instead of sampling
-    staleness: int = 0  # weight versions by which a token may be older than the weights it trains
+    staleness: int = 0  # most weight versions between the weights that sample a token and those that train on it
     over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of a step's groups
     in_order: bool = False  # steps train groups in the order in which their prompts were drawn
     max_rounds: int = 1  # rejected groups are replaced until a step has drawn this multiple of its groups
     log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
-    scoring: ScoringConfig = field(default_factory=ScoringConfig)  # how the reward is run
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)  # processes and deadline of the reward
     agent: ToolAgent | None = None  # for multi-turn responses with tools
-    deterministic: bool = False  # give each response a seed of its own
+    deterministic: bool = False  # give each response its own seed
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # when an engine has failed
     routed_experts: bool = False  # return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
-    # Device slots of the engine at a place (0 to num_engines - 1); None: engines are child processes of the rollout worker
+    # Returns the device slots of engine 0 to num_engines - 1. None: engines are child processes of the rollout worker
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
     @property

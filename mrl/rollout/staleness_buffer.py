@@ -1,8 +1,8 @@
-"""The rules that schedule rollouts, without threads or engines: what is in flight, what a step trains, how requests are split.
+"""Scheduling of rollouts, without threads or engines: requests in flight, the groups of a step, the split over engines.
 
 A prompt request stands for a group of G responses. With N groups per step and a maximal staleness of K weight versions, at
-most (K + 1) N groups are drawn and not yet trained. So memory is bounded, however fast engines and trainers are. Step s never
-trains a token that is older than weight version s - K. K = 0 is synchronous training.
+most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded, whatever the speed of engines and trainers.
+Step s never trains a token that is older than weight version s - K. K = 0 is synchronous training.
 
 Runs and the rollout simulator of `mrl plan rollout` share this module, so it imports neither Ray nor torch.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
-"""Size limit of a request. An engine that fails loses all responses of a request, sampled or not. Requests of one response
-each would cost the engine's HTTP server about a millisecond of CPU per response."""
+"""Limit of responses in one HTTP request. A failed engine loses all responses of its unfinished requests. With one response per
+request, the engine's HTTP server would need about a millisecond of CPU per response."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PromptRequest:
 
     number: int  # position in the order of drawing since the run began
     row: int  # row of the data set
-    admitted_version: int  # weight version when it entered the staleness buffer; none of its tokens is older
+    admitted_version: int  # weight version when it entered the staleness buffer; no older version samples its tokens
 
 
 @dataclass
@@ -34,7 +34,7 @@ class StalenessBuffer[T]:
 
     - Over-sampling: `extra` groups are in flight beyond those that steps need. A step takes the groups that finish first, and
       drops the others once they are too old. Without over-sampling nothing is dropped: a step waits for every group that would
-      be too old for the next one.
+      be too old for the next step.
     - `in_order`: steps train groups in the order of drawing, so short responses are not preferred.
     - `max_replaced`: number of groups per step that are replaced if the group filter rejects them. If it rejects more, the
       step has fewer groups.
@@ -51,21 +51,21 @@ class StalenessBuffer[T]:
     _filtered: dict[int, T] = field(default_factory=dict)  # rejected by the group filter since the last step
 
     def room(self) -> int:
-        """Number of prompts that may be drawn now."""
+        """Return the number of prompts that may be drawn now."""
         not_replaced = max(0, len(self._filtered) - self.max_replaced)
         capacity = (self.staleness + 1) * self.groups_per_step + self.extra
         return max(0, capacity - len(self.in_flight) - len(self._finished) - not_replaced)
 
     def admit(self, rows: Iterable[int], version: int) -> list[PromptRequest]:
         """Create prompt requests for the next rows. `version`: weight version that the engines serve."""
-        requests = [PromptRequest(self.drawn + place, row, version) for place, row in enumerate(rows)]
+        requests = [PromptRequest(self.drawn + index, row, version) for index, row in enumerate(rows)]
         assert len(requests) <= self.room(), f"{len(requests)} more prompt requests, room for {self.room()}"
         self.drawn += len(requests)
         self.in_flight |= {request.number: request for request in requests}
         return requests
 
     def finish(self, number: int, group: T, keep: bool) -> None:
-        """Store a scored group. Without `keep`, no step trains it, and it may be replaced. A dropped group is ignored."""
+        """Store a scored group. If not `keep`, no step trains it, and a new prompt may replace it. Ignore a dropped group."""
         request = self.in_flight.pop(number, None)
         if request is None:
             return
@@ -77,8 +77,8 @@ class StalenessBuffer[T]:
     def take_step(self, step: int) -> StepGroups[T] | None:
         """Remove the groups that `step` trains and return them; None while the step must wait for groups in flight."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
-        is_short = not self.in_flight and not self.room()  # enough rejected groups were replaced
-        if numbers is None or (len(numbers) < self.groups_per_step and not is_short):
+        may_be_short = not self.in_flight and not self.room()  # no more rejected groups are replaced
+        if numbers is None or (len(numbers) < self.groups_per_step and not may_be_short):
             return None
         groups = {number: self._finished.pop(number)[1] for number in sorted(numbers)}
         filtered, self._filtered = self._filtered, {}
@@ -95,12 +95,12 @@ class StalenessBuffer[T]:
     def restore(self, drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
         """Start over before `step`, after `drawn` prompts were drawn, with these requests (in the order of drawing) in flight.
 
-        If there are more than this buffer holds, the last ones get a later admitted version: that of the step with room.
+        If there are more requests than the buffer has room for, the last ones get the later version at which there will be room.
         """
         oldest = step - self.staleness
         versions = [
-            max(request.admitted_version, oldest + place // self.groups_per_step)
-            for place, request in enumerate(requests)
+            max(request.admitted_version, oldest + index // self.groups_per_step)
+            for index, request in enumerate(requests)
         ]
         self.in_flight = {
             request.number: replace(request, admitted_version=version)
@@ -120,14 +120,15 @@ class StalenessBuffer[T]:
         return {number: group for number, (_, group) in self._finished.items()}
 
     def _select_in_order(self) -> list[int] | None:
-        """The first N requests in the order of drawing, once all of them are finished."""
+        """Return the first N requests in the order of drawing; None until all of them are finished."""
         first = sorted([*self.in_flight, *self._finished])[: self.groups_per_step]
         return None if any(number in self.in_flight for number in first) else first
 
     def _select_finished(self, step: int) -> list[int] | None:
-        """Up to N finished groups, the first finished first, such that every remaining group can still be trained in time.
+        """Select up to N finished groups, in the order of finishing, so that all other groups can still be trained in time.
 
-        Condition: at most d * N requests that are too old for any step after `step + d` remain, for d = 0 to K.
+        Condition, for d = 0 to K: of the other requests, at most d * N are too old for the steps after `step + d`. Returns None
+        if too few groups are finished for that.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra and first.admitted_version <= step - self.staleness:
@@ -146,7 +147,7 @@ class StalenessBuffer[T]:
         return [*chosen, *rest[: max(0, self.groups_per_step - len(chosen))]]
 
     def _drop_stale(self, step: int) -> list[int]:
-        """Remove requests that are too old for the next step. There are none without over-sampling."""
+        """Remove and return requests that are too old for the next step. There are none without over-sampling."""
         stale = [request.number for request in self.waiting if request.admitted_version <= step - self.staleness]
         assert self.extra or not stale, f"step {step} left {stale} behind, which no later step may train"
         self.remove(stale)
@@ -163,7 +164,7 @@ def split_over_engines[T](requests: Sequence[T], num_engines: int, responses_per
     shares = np.array_split(np.arange(len(requests)), max(1, num_engines))
     size = max(1, MAX_RESPONSES_PER_REQUEST // responses_per_prompt)
     parts = [share[start : start + size] for share in shares for start in range(0, len(share), size)]
-    return [[requests[place] for place in part.tolist()] for part in parts]
+    return [[requests[index] for index in part.tolist()] for part in parts]
 
 
 @dataclass
@@ -181,5 +182,5 @@ class ResponseLengths:
         self._sum, self._count = self._sum + sum(lengths), self._count + len(lengths)
 
     def expected(self, row: int) -> float:
-        """Expected tokens of a response: the mean of the row's last group, or of all responses so far."""
+        """Return the expected tokens of a response: the mean of the row's last group, or of all responses so far."""
         return self.rows.get(row, self._sum / self._count if self._count else self.initial_guess)

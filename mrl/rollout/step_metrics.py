@@ -1,4 +1,4 @@
-"""The groups of one step as the worker counts them: which are trained, what is reported of them, and how lengths are biased."""
+"""The groups of one step: the trained groups, the metrics of all groups, and the length bias of the trained groups."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ GroupFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group ->
 
 
 def score_failures(groups: Iterable[Group]) -> list[str | None]:
-    """Why each response could not be scored; None for a response that was."""
+    """Return the reason why each response could not be scored; None for a scored response."""
     return [sample.score.failure for group in groups for sample in group.samples]
 
 
@@ -24,16 +24,16 @@ class UnscoredStepError(RuntimeError):
 
 @dataclass
 class SampledStep:
-    """The groups of one step, and what it took to sample them."""
+    """The groups of one step, and the rounds and seconds of their sampling."""
 
     kept: list[Group] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)  # rejected by the group filter
     rounds: int = 1  # how often prompts were drawn
     engine_s: float = 0.0  # time that the step waited for engines
-    reward_s: float = 0.0  # time that it waited for decoding and scoring, which overlap with sampling
+    reward_s: float = 0.0  # time that the step waited for decoding and scoring, which run beside sampling
 
     def trained_groups(self, num_groups: int) -> list[Group]:
-        """The kept groups; if the filter rejected all, `num_groups` rejected ones, so that the step has metrics.
+        """Return the kept groups; if the filter rejected all, `num_groups` rejected groups, so that the step has metrics.
 
         Raises UnscoredStepError if no response could be scored.
         """
@@ -50,7 +50,7 @@ class SampledStep:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of all groups, rejected ones included: they describe the policy, not the selection."""
+        """Return metrics of all groups, including rejected groups: they describe the policy, not the selection."""
         groups = [*self.kept, *self.filtered]
         samples = [sample for group in groups for sample in group.samples]
         usages = [sample.trajectory.usage for sample in samples]
@@ -64,7 +64,7 @@ class SampledStep:
 
 
 def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
-    """Metrics of multi-turn responses; empty if there are none."""
+    """Return metrics of multi-turn responses; empty if there are none."""
     if not usages:
         return {}
     calls, errors = sum(usage.tool_calls for usage in usages), sum(usage.tool_errors for usage in usages)
@@ -79,18 +79,18 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 
 @dataclass
 class LengthBias:
-    """Measures how much choosing groups by their speed shortens the responses that are trained.
+    """Measures how much shorter trained responses are because steps train the groups that finish first.
 
-    The trained groups of the last steps are compared with equally many consecutive prompt requests, all of them sampled. The
-    length of a dropped group is unknown. It counts as the longest mean length of its step, which is an underestimate.
+    The trained groups of the last steps are compared with equally many consecutive prompt requests, all of which were sampled.
+    The length of a dropped group is unknown. It counts as the longest mean length of its step, which is an underestimate.
     """
 
-    num_steps: int = 4  # steps that are compared at once
+    num_steps: int = 4  # steps in one comparison
     _lengths: dict[int, float] = field(default_factory=dict)  # prompt request -> mean length of its sampled group
     _trained: deque[list[float]] = field(default_factory=deque)  # mean lengths of the last steps' groups
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
-        """Add a step; returns `rollout/length_selected_ratio`: mean trained length over mean drawn length, 1 is unbiased.
+        """Add a step; return `rollout/length_selected_ratio`: mean trained length over mean drawn length, 1 is unbiased.
 
         `finished`: sampled groups that wait in the buffer, by prompt request.
         """
@@ -105,7 +105,7 @@ class LengthBias:
         return {"rollout/length_selected_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
-        """Lengths of the last `count` prompt requests before the first unsampled one; forgets much older ones."""
+        """Return the lengths of the last `count` requests before the first unsampled one; forget much older ones."""
         end = first = min(self._lengths, default=0)
         while end in self._lengths:
             end += 1

@@ -1,4 +1,4 @@
-"""Trajectories, samples and groups of one step, and the token block and control columns that they are laid out as."""
+"""Trajectories, samples and groups of one step, and their conversion to a token block and control columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,14 +68,14 @@ class Trajectory:
         if self.sampled is None:
             return [(True, self.token_ids)]
         pairs = zip(self.sampled, self.token_ids, strict=True)
-        return [(chosen, [token for _, token in part]) for chosen, part in groupby(pairs, key=itemgetter(0))]
+        return [(is_sampled, [token for _, token in part]) for is_sampled, part in groupby(pairs, key=itemgetter(0))]
 
     def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> tuple[Turn, ...]:
-        """Turns as text. Replayed data holds tokens only, so tool turns then include the chat template's framing."""
+        """Return the turns as text. Replayed data has only tokens; its tool turns include the chat template around results."""
         if self.turns or self.sampled is None:
             return self.turns
         texts = decode([ids for _, ids in self.spans])
-        roles = ["assistant" if chosen else "tool" for chosen, _ in self.spans]
+        roles = ["assistant" if is_sampled else "tool" for is_sampled, _ in self.spans]
         return tuple(Turn(role, text) for role, text in zip(roles, texts, strict=True))
 
 
@@ -128,13 +128,15 @@ def to_block(groups: Sequence[Group]) -> TokenBlock:
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [sample.trajectory for sample in samples]
     routing = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
-    several = any(trajectory.sampled is not None for trajectory in trajectories)
+    multi_turn = any(trajectory.sampled is not None for trajectory in trajectories)
     return TokenBlock.from_lists(
         [sample.prompt for sample in samples],
         [trajectory.token_ids for trajectory in trajectories],
         [trajectory.logprobs for trajectory in trajectories],
         routing or None,
-        [trajectory.sampled or [True] * len(trajectory.token_ids) for trajectory in trajectories] if several else None,
+        [trajectory.sampled or [True] * len(trajectory.token_ids) for trajectory in trajectories]
+        if multi_turn
+        else None,
     )
 
 
@@ -164,12 +166,12 @@ def block_trajectories(
 
 
 def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
-    """Index of each assistant turn's last token, counted in sampled tokens."""
-    return tuple(end - 1 for end in accumulate(len(ids) for chosen, ids in trajectory.spans if chosen))
+    """Return the index of each assistant turn's last token, counted in sampled tokens."""
+    return tuple(end - 1 for end in accumulate(len(ids) for is_sampled, ids in trajectory.spans if is_sampled))
 
 
 def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
-    """Columns [B] that the driver sees: rows of the data set, group numbers, truncated, weight_versions."""
+    """Return the columns [B] that the driver sees: rows of the data set, group numbers, truncated, weight_versions."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     return dict(
         rows=np.array([sample.row for _, sample in samples]),
@@ -180,7 +182,7 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
 
 
 def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
-    """[M, 3] one line (response, weight version, tokens) for each version that sampled tokens of a response."""
+    """Return [M, 3]: (response, weight version, number of tokens) for each version that sampled tokens of a response."""
     samples = [sample.trajectory for group in groups for sample in group.samples]
     lines = [
         (number, version, tokens)
@@ -191,7 +193,7 @@ def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
 
 
 def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
-    """Rewards and lengths of all groups, in the order of `to_block`."""
+    """Return rewards and lengths of all groups, in the order of `to_block`."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
     greedy = [group.greedy.value for group in groups for _ in group.samples if group.greedy is not None]
@@ -209,7 +211,7 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
 
 
 def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-    """[R] each turn's reward at the turn's last token; None if no response has rewards per turn."""
+    """Return [R] each turn's reward at the turn's last token; None if no response has rewards per turn."""
     if not any(sample.score.turn_values for sample in samples):
         return None
     columns = []

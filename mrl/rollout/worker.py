@@ -41,7 +41,7 @@ from mrl.rollout.trajectory import (
 class RolloutWorker:
     """Samples responses from its engines, scores them, and puts token blocks into Ray's object store.
 
-    One step is `sample` (again while it returns missing prompts), `collect`, and `estimate`.
+    One step calls `sample` (repeatedly, until it returns 0), then `collect`, then `estimate`.
     """
 
     def __init__(self, spec: RolloutSpec) -> None:
@@ -73,17 +73,19 @@ class RolloutWorker:
         self._rounds = 0  # how often prompts were drawn for the current step
         self._logged: StepGroups[Group] | None = None  # groups of the current step, if the rollout log has them
         self._sampled = SampledStep()  # the last step that `sample` finished
-        self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])  # the same step, as it left the buffer
+        self._taken: StepGroups[Group] = StepGroups(
+            [], [], [], [], []
+        )  # the same step's groups, as taken from the buffer
         self._all_filtered = False  # whether the filter rejected every group of the last collected step
         # The last collected step, and the engines' log-probabilities of its tokens
         self._collected: tuple[ScoredBatch, Column] | None = None
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait for the engines; returns their URLs."""
+        """Wait for the engines; return their URLs."""
         return self.engines.wait_ready(timeout_s)
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
-        """End these engines and start others in their place; returns the URLs of all when they are ready."""
+        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:
@@ -91,14 +93,14 @@ class RolloutWorker:
         return self.engines.take_failed()
 
     def set_paused(self, paused: bool) -> None:
-        """Say whether engines are paused on purpose. While they are, an engine that computes nothing has not failed."""
+        """Set whether engines are paused on purpose: meanwhile, an engine that computes nothing has not failed."""
         self.engines.paused = paused
 
     def sample(self, first: int, rows: NDArray[np.int64], step: int) -> int:
         """Admit prompts and wait for the groups that `step` trains. `first`: number of the first prompt in the run.
 
-        Returns 0 when the groups are there for `collect`, else the number of prompts to draw in place of rejected groups. A
-        repeated call with the same prompts continues to wait. If the rollout log has the step, nothing is sampled.
+        Returns 0 when the groups are ready for `collect`, else the number of prompts to draw in place of rejected groups. A
+        repeated call with the same prompts continues to wait. If the rollout log has the step, its groups are used instead.
         """
         if self.spec.replay:
             groups = self._replay(step)
@@ -112,7 +114,7 @@ class RolloutWorker:
             self._cache.start_step(step)
             pipeline.send_requests(step)
             groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
-            self._rounds += 1  # not before the wait: a call that raises is repeated
+            self._rounds += 1  # after the wait, because the driver repeats a call that raises
             if groups_of_step is None:
                 return pipeline.room()
             taken = self._write_log(step, groups_of_step)
@@ -149,7 +151,7 @@ class RolloutWorker:
         return groups
 
     def resume(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
-        """Cancel everything, and start over before `step`. The next call is `sample`.
+        """Cancel everything, and start over before `step`. The next call must be `sample`.
 
         `drawn`: prompts drawn so far. `waiting`: (number, row, admitted version) of the prompt requests that no step has
         taken; their cached completions are used again.
@@ -163,7 +165,7 @@ class RolloutWorker:
         self._log.discard(before_step)
 
     def collect(self, step: int) -> Rollouts:
-        """Lay out the groups of the last sampled step. Returns lengths, rewards and a handle of the token block."""
+        """Lay out the groups of the last sampled step as a token block. Returns lengths, rewards and the block's handle."""
         sampled, taken, waiting = self._sampled, self._taken, self._pipeline.waiting()
         groups, self._all_filtered = sampled.trained_groups(self.spec.prompts_per_step), not sampled.kept
         block, columns = to_block(groups), control_columns(groups)
@@ -193,7 +195,7 @@ class RolloutWorker:
         )
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages, and all columns that the losses need, of the last collected step."""
+        """Compute the advantages of the last collected step, and all columns that the losses need."""
         assert self._collected, "estimate() needs a collect() before it"
         scored, rollout_logprobs = self._collected
         computed = {name: assemble(ray.get(parts), scored.lengths) for name, parts in columns.items()}
@@ -204,11 +206,11 @@ class RolloutWorker:
         return AdvantageResult(ray.put(all_columns), result.without_advantage, rejected, result.metrics)
 
     def _keeps(self, group: Group) -> bool:
-        """Whether a group is trained."""
+        """Return whether a group is trained."""
         return self.spec.group_filter is None or self.spec.group_filter(group.rewards)
 
     def _replay(self, step: int) -> list[Group]:
-        """The groups of a recorded step, scored again."""
+        """Return the groups of a recorded step, scored again."""
         assert self.spec.replay, "callers check"
         block, columns = read_recording(self.spec.replay, step)
         trajectories = block_trajectories(block, columns["truncated"], columns["weight_versions"])
@@ -273,7 +275,7 @@ class RolloutWorker:
         return means | {"": float(rewards.mean())}
 
     def cpu_seconds(self) -> dict[str, float]:
-        """User and system CPU seconds of this process and of the engines' process trees, for benchmarks."""
+        """Return the user and system CPU seconds of this process and of the engines' process trees, for benchmarks."""
         times = os.times()
         return dict(rollout=times.user + times.system, engine=self.engines.cpu_seconds())
 
@@ -287,7 +289,7 @@ class RolloutWorker:
 def _reward_inputs(
     data: PromptDataset, rows: NDArray[np.int64], trajectories: Sequence[Trajectory], groups: Sequence[int] = ()
 ) -> list[Response]:
-    """What a reward sees of responses to these rows. `groups`: group number of each response; empty: rows are groups."""
+    """Return the reward's inputs for responses to these rows. `groups`: group number of each response; empty: rows are groups."""
     texts = data.decode([trajectory.token_ids for trajectory in trajectories])
     turns = [trajectory.texts(data.decode) for trajectory in trajectories]
     _, group_of = np.unique(groups or rows, return_inverse=True)
@@ -295,14 +297,14 @@ def _reward_inputs(
     return [
         Response(
             data_source=data.data_source(row),
-            text=said[-1].text if said else text,  # the last turn of a multi-turn response
+            text=response_turns[-1].text if response_turns else text,  # the last turn of a multi-turn response
             ground_truth=data.ground_truth(row),
             extra_info=data.extra_info(row),
             prompt=data.messages(row),
             group=group,
             num_tokens=trajectory.num_sampled,
             truncated=trajectory.truncated,
-            turns=said,
+            turns=response_turns,
         )
-        for row, group, trajectory, text, said in items
+        for row, group, trajectory, text, response_turns in items
     ]

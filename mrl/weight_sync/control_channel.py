@@ -20,19 +20,19 @@ from mrl.config.secrets import engine_key
 from mrl.weight_sync.engine_control import PeerError
 from parallel.collectives import open_tcp_store
 
-POLL_S = 0.5  # how often a wait checks whether a peer that it waits for has failed
+POLL_S = 0.5  # a wait checks this often whether one of its peers has failed
 SIGNATURE_BYTES = 32  # SHA-256
 RECEIVER_TIMEOUT_FACTOR = 3
 """An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
 
 The sender may first have to wait for another engine."""
 
-OPENING = "open"  # stands for the name of a push in `failure_key` while the session is opened
-TRANSPORT_KEY = "transport"  # how to reach the senders
+OPENING = "open"  # used instead of the name of a push while the session is opened
+TRANSPORT_KEY = "transport"  # key of the setup by which receivers connect to the senders
 
 
 class EngineAction(StrEnum):
-    """What the coordinator's message asks of every rank of an engine (mrl/weight_sync/receiver.py)."""
+    """Action that a message of the coordinator requests from every rank of an engine (mrl/weight_sync/receiver.py)."""
 
     BEGIN_SESSION = "begin_session"
     CHECK_PLAN = "check_plan"
@@ -44,47 +44,47 @@ class EngineAction(StrEnum):
 
 
 def rank_info_key(engine_rank: int) -> str:
-    """Key of what an engine rank reports about itself."""
+    """Return the key of an engine rank's EngineRankInfo."""
     return f"rank_info/{engine_rank}"
 
 
 def sender_plan_key(trainer_rank: int) -> str:
-    """Key of the buckets that a trainer rank sends."""
+    """Return the key of the buckets that a trainer rank sends."""
     return f"plan/sender/{trainer_rank}"
 
 
 def receiver_plan_key(engine_rank: int) -> str:
-    """Key of the buckets that an engine rank receives."""
+    """Return the key of the buckets that an engine rank receives."""
     return f"plan/receiver/{engine_rank}"
 
 
 def plan_checked_key(engine_rank: int) -> str:
-    """Key that an engine rank sets when it has checked its plan."""
+    """Return the key that an engine rank sets when it has checked its plan."""
     return f"plan_checked/{engine_rank}"
 
 
 def connected_key(engine_rank: int) -> str:
-    """Key that an engine rank sets when it has reached the senders."""
+    """Return the key that an engine rank sets when it has reached the senders."""
     return f"connected/{engine_rank}"
 
 
 def header_key(push: str, bucket: str) -> str:
-    """Key of a bucket's header; `bucket` is Bucket.key."""
+    """Return the key of a bucket's header; `bucket` is Bucket.key."""
     return f"{push}/header/{bucket}"
 
 
 def ack_key(push: str, bucket: str, engine_rank: int) -> str:
-    """Key that an engine rank sets when it has copied a bucket."""
+    """Return the key that an engine rank sets when it has copied a bucket."""
     return f"{push}/ack/{bucket}/{engine_rank}"
 
 
 def receipt_key(push: str, engine_rank: int) -> str:
-    """Key of an engine rank's receipt: the chunks, if any, that differ from what was sent."""
+    """Return the key of an engine rank's receipt: names of the chunks that differ from the sent weights."""
     return f"{push}/receipt/{engine_rank}"
 
 
 def failure_key(push: str, engine_rank: int) -> str:
-    """Key of the reason why an engine rank takes no further part in a push."""
+    """Return the key of the reason why an engine rank is excluded from a push."""
     return f"{push}/failed/{engine_rank}"
 
 
@@ -108,18 +108,18 @@ class ControlChannel:
         return cls(store, session, timeout_s)
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key. The value is pickled and signed: any process that reaches the port could write to the store."""
+        """Set a key. The value is pickled and signed, because any process that reaches the port can write to the store."""
         data = pickle.dumps(value)
         self.store.set(key, self._signature(key, data) + data)  # type: ignore[bad-argument-type]  # takes bytes too
 
     def get(self, key: str, failure_keys: Sequence[str] = ()) -> Any:
         """Wait for a key and return its value. Raises PeerError early if one of `failure_keys` is set."""
         self.wait([key], failure_keys)
-        return self._verified(key)
+        return self._read(key)
 
     def get_if_set(self, key: str) -> Any:
         """Return the value of a key, or None if the key is not set."""
-        return self._verified(key) if self.store.check([key]) else None
+        return self._read(key) if self.store.check([key]) else None
 
     def wait(self, keys: Sequence[str], failure_keys: Sequence[str] = ()) -> None:
         """Wait until all `keys` are set.
@@ -132,16 +132,16 @@ class ControlChannel:
                 self.store.wait(list(keys), timedelta(seconds=min(POLL_S, self.timeout_s)))
                 return
             except DistNetworkError as error:
-                raise PeerError(f"the control channel of the weight sync is gone: {error}") from error
+                raise PeerError(f"the control channel of the weight sync is lost: {error}") from error
             except DistStoreError:  # not set within POLL_S
                 for key in failure_keys:
                     if reason := self.get_if_set(key):
                         raise PeerError(str(reason)) from None
                 if time.monotonic() > deadline:
-                    raise PeerError(f"{', '.join(keys)} did not come within {self.timeout_s} s.") from None
+                    raise PeerError(f"{', '.join(keys)} was not set within {self.timeout_s} s.") from None
 
     def wait_or_mark_failed(self, key: str, failure: str) -> bool:
-        """Wait for `key`. Return False if the key `failure` is set first, or at the deadline: then `failure` is set here."""
+        """Wait for `key`; return whether it was set. Stop if the key `failure` is set first; at the deadline, set `failure`."""
         try:
             self.wait([key], [failure])
         except PeerError as error:
@@ -155,8 +155,8 @@ class ControlChannel:
         for key in keys:
             self.store.delete_key(key)
 
-    def _verified(self, key: str) -> Any:
-        """Unpickle the value of a key if its signature is right. Raises PeerError otherwise."""
+    def _read(self, key: str) -> Any:
+        """Read and unpickle the value of a key. Raises PeerError if its signature is wrong."""
         value = self.store.get(key)
         signature, data = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, data)):

@@ -1,7 +1,9 @@
-"""Coordinator: trainer rank 0's control of the engines around a push: pause, update session, receipts, version, resume.
+"""Coordinator: controls the engines before and after a push, on trainer rank 0.
 
-An engine that fails is excluded from the rest of the push and reported; the other engines go on. An engine serves only weights
-whose checksums it has verified.
+It pauses the engines, opens their update sessions, waits for receipts, sets the weight version and resumes generation.
+
+An engine that fails is excluded from the rest of the push and reported; the push continues with the other engines. An engine
+serves only weights whose checksums it has verified.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ class Coordinator:
         self.engines = [EngineControl(url, timeout_s) for url in urls]
         self.tp, self.timeout_s, self.pause_mode = tp, timeout_s, pause_mode
         self.failed: dict[int, str] = {}
-        # Two connections: while one waits, threads of the pool announce failures on the other.
-        self._waiting, self._announcing = (join_channel(), join_channel()) if join_channel else (None, None)
+        # Two connections: while this thread waits on one, threads of the pool announce failures on the other.
+        self._wait_channel, self._failure_channel = (join_channel(), join_channel()) if join_channel else (None, None)
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight_sync")
-        self._last_message: dict[int, Future[None]] = {}  # engine number -> request that may still be running
+        self._last_message: dict[int, Future[None]] = {}  # engine number -> last message, which may still be running
 
     @property
     def alive(self) -> list[int]:
@@ -79,7 +81,7 @@ class Coordinator:
         return [engine * self.tp + rank for engine in engines for rank in range(self.tp)]
 
     def begin_session(self, connection: dict[str, Any]) -> dict[int, EngineRankInfo]:
-        """Begin a session with every engine and return what each engine rank reports. Raises WeightSyncError on a failure.
+        """Begin a session with every engine; return the report of each engine rank. Raises WeightSyncError on a failure.
 
         An earlier trainer may have died in the middle of a push. Its update session is closed here; the engine stays paused until
         the next push.
@@ -93,7 +95,7 @@ class Coordinator:
         return infos
 
     def check_plan(self) -> None:
-        """Have every engine take its plan and compare the destinations with the checkpoint that it loaded."""
+        """Have every engine read its part of the plan and compare the destinations with the checkpoint that it loaded."""
         self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
         for rank in self.engine_ranks(self.alive):
             self._receive(plan_checked_key(rank), rank, OPENING)
@@ -111,15 +113,15 @@ class Coordinator:
         self._raise_failures("connect to the senders")
 
     def begin_push(self, push: str, base: str | None) -> None:
-        """Pause the engines and have them wait for buckets; return at once. `base`: the push that a difference refers to."""
-        for number in self.failed:  # excluded in an earlier push: senders must not wait for them in this one
+        """Pause the engines and have them wait for buckets; return at once. `base`: the push that differences refer to."""
+        for number in self.failed:  # excluded in an earlier push; senders must not wait for them in this push
             self._announce_failure(number, push)
         self.call_all(lambda engine: engine.pause(self.pause_mode), push)
         self.call_all(EngineControl.begin_weight_update, push)
         self._send_to_all(dict(action=EngineAction.LOAD, push=push, base=base), push)
 
     def wait_receipts(self, push: str) -> None:
-        """Wait until every engine has verified the weights that it received. Raises WeightMismatchError."""
+        """Wait until every engine has verified its new weights. Raises WeightMismatchError if some are wrong."""
         wrong: dict[str, list[str]] = {}
         for rank in self.engine_ranks(self.alive):
             number = rank // self.tp
@@ -144,9 +146,9 @@ class Coordinator:
             self.call_all(EngineControl.resume, push)
 
     def call_all[T](self, call: Callable[[EngineControl], T], push: str = OPENING) -> dict[int, T]:
-        """Call all engines that are alive in parallel; return the results by engine number.
+        """Run `call` in parallel for all engines that are not excluded; return the results by engine number.
 
-        An engine whose call fails is excluded.
+        An engine is excluded if its call fails.
         """
         futures = {number: self._pool.submit(call, self.engines[number]) for number in self.alive}
         results = {number: self._result(future, number, push) for number, future in futures.items()}
@@ -163,23 +165,23 @@ class Coordinator:
         engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_factor * self.timeout_s)
 
     def _send_to_all(self, message: dict[str, Any], push: str) -> None:
-        """Send a message that takes long to handle; return at once. A failure excludes the engine when it happens."""
+        """Send a message that engines handle slowly; return at once. An engine is excluded as soon as its request fails."""
         for number in self.alive:
             future = self._pool.submit(self._send, self.engines[number], message, RECEIVER_TIMEOUT_FACTOR + 1)
             future.add_done_callback(lambda done, number=number: self._check_future(done, number, push))
             self._last_message[number] = future
 
     def _receive(self, key: str, rank: int, push: str) -> Any:
-        """Wait for what an engine rank puts on the control channel; None if its engine has failed."""
-        assert self._waiting is not None, "engines answer on the control channel"
+        """Wait for a value that an engine rank puts on the control channel; return it, or None if its engine has failed."""
+        assert self._wait_channel is not None, "engines answer on the control channel"
         number = rank // self.tp
         if number in self.failed:
             return None
         try:
-            value = self._waiting.get(key, [failure_key(push, rank)])
+            value = self._wait_channel.get(key, [failure_key(push, rank)])
         except PeerError as error:
             return self._exclude(number, error, push)
-        self._waiting.delete([key])
+        self._wait_channel.delete([key])
         return value
 
     def _result(self, future: Future[Any], number: int, push: str) -> Any:
@@ -196,18 +198,18 @@ class Coordinator:
         """Exclude an engine from now on, and tell the senders that wait for it."""
         if number not in self.failed:
             self.failed[number] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-            logger.warning("engine %s takes no further part in %s: %r", self.engines[number].url, push, error)
+            logger.warning("engine %s is excluded from %s: %r", self.engines[number].url, push, error)
             self._announce_failure(number, push)
 
     def _announce_failure(self, number: int, push: str) -> None:
-        if self._announcing is not None:
+        if self._failure_channel is not None:
             for rank in self.engine_ranks([number]):
-                self._announcing.put(failure_key(push, rank), self.failed[number])
+                self._failure_channel.put(failure_key(push, rank), self.failed[number])
 
-    def _raise_failures(self, what: str) -> None:
+    def _raise_failures(self, action: str) -> None:
         if self.failed:
             named = "; ".join(f"{url}: {reason}" for url, reason in self.failures.items())
-            raise WeightSyncError(f"engines could not {what} of weight sync: {named}", self.failures)
+            raise WeightSyncError(f"engines could not {action} of the weight sync: {named}", self.failures)
 
 
 def _pack_message(message: str) -> str:

@@ -1,7 +1,7 @@
 """Weight sync through the disk: rank 0 writes a Hugging Face folder, and the engines load it.
 
-For engines that share only a file system with the trainer, and to inspect what was sent. SGLang loads the folder itself
-(/update_weights_from_disk), so this works with every form in which an engine stores weights.
+Use it if engines share only a file system with the trainer, or to inspect the weights that are sent. SGLang loads the folder
+itself (/update_weights_from_disk), so this works whatever the form in which the engine stores weights.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
 
-KEPT_VERSIONS = 2  # folders on the disk: the one that the engines have loaded, and the one before
+KEPT_VERSIONS = 2  # folders on the disk: of the version that the engines have loaded, and of the version before
 MAX_NAMES = 8  # parameters named in an error
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class ExportsWeights(Protocol):
-    """A trainer rank's model, as far as a sync through the disk uses it."""
+    """A trainer rank's model, as DiskSync uses it."""
 
     def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
         """Gather all whole tensors on rank 0 and call `consume` with them there; returns None on the other ranks."""
@@ -69,7 +69,7 @@ class DiskSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
 
-        `engines_offloaded`: see LiveSync.push. Raises WeightMismatchError, and what writing the folder raises.
+        `engines_offloaded`: see LiveSync.push. Raises WeightMismatchError, and errors of writing the folder.
         """
         push = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return push or SyncReport()
@@ -77,7 +77,7 @@ class DiskSync:
     def _push(self, tensors: NamedTensors, version: int, resume: bool) -> SyncReport:
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
         start, folder = time.perf_counter(), self._folder / str(version)
-        if folder.exists():  # from an attempt that did not reach all engines
+        if folder.exists():  # written by a push that did not reach all engines
             shutil.rmtree(folder)
         expected, totals = self._expected_checksums(), Counter[str]()
         self._model.write_hf(_count(expected.observe(tensors) if expected else tensors, totals), folder)
@@ -98,7 +98,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder and check what it holds; return the engines that failed, URL -> reason."""
+        """Have every engine load the folder, check its weights, and return the engines that failed, URL -> reason."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))
@@ -136,7 +136,7 @@ def _count(tensors: NamedTensors, totals: Counter[str]) -> Iterator[tuple[str, T
 
 
 class ExpectedChecksums:
-    """The checksums that SGLang should report for all parameters of an engine, computed from the whole tensors."""
+    """The checksums that SGLang should report for all parameters of an engine, computed from whole tensors."""
 
     def __init__(self, layout: EngineLayout, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -151,7 +151,7 @@ class ExpectedChecksums:
         self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 
     def observe(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged, and add each to the parameters that it is part of."""
+        """Yield the tensors unchanged, and copy each into the engine parameters that contain it."""
         for name, tensor in tensors:
             for rank, by_name in enumerate(self._shards):
                 for shard in by_name.get(name, ()):

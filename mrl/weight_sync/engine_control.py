@@ -1,6 +1,6 @@
 """Client for the control requests of one SGLang server: pause, update session, weight version, memory, checksums.
 
-Synchronous, over keep-alive connections. The errors of a weight sync are defined here, too.
+Synchronous, over keep-alive connections. This module also defines the errors of a weight sync.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import orjson
 from mrl.config.schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
-RETRY_S = 0.02  # between two attempts of a request that the engine refused because it was busy
+RETRY_S = 0.02  # between attempts of a request that a busy engine refused
 CONNECT_RETRIES = 3  # only for connections that could not be opened: nothing was sent, so any request may be repeated
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
-"""The `custom_weight_loader` that engines are started with for a live weight sync."""
+"""Argument `custom_weight_loader` of engines, for live weight sync."""
 
 MemoryTag = Literal["kv_cache", "weights"]
 """Parts of an engine's GPU memory that can be released and allocated again; their contents are lost."""
@@ -71,12 +71,12 @@ class EngineControl:
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Allocate memory that was released. Weights are undefined afterwards.
 
-        SGLang exits if memory that was not released is allocated.
+        SGLang exits if the memory was not released before.
         """
         self._call("/resume_memory_occupation", tags=list(tags))
 
     def begin_weight_update(self) -> None:
-        """Open an update session; outside one the engine refuses weights."""
+        """Open an update session; without one, the engine refuses weights."""
         self._call("/begin_weight_update")
 
     def end_weight_update(self) -> None:
@@ -88,7 +88,7 @@ class EngineControl:
 
         A paused engine stays paused, because it may hold only a part of a push.
         """
-        with suppress(EngineError):  # no session is open; any other problem reappears in `begin_weight_update`
+        with suppress(EngineError):  # no session is open; another problem also fails `begin_weight_update`
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
@@ -155,7 +155,7 @@ class EngineControl:
         return self._parse(path, self._http.get(path))
 
     def _call(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST a request, which is not repeated once sent; raises EngineError on a refusal."""
+        """POST a request, which is never sent twice; raises EngineError on a refusal."""
         return self._parse(path, self._post(path, body))
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:

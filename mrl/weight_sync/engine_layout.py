@@ -1,7 +1,7 @@
-"""Engine layout: which part of each Hugging Face tensor every rank of an SGLang engine holds, and in which parameter.
+"""Engine layout: which part of each Hugging Face tensor each rank of an SGLang engine holds, and in which parameter.
 
-The family's table says along which dim a tensor is sharded and which tensors SGLang fuses into one parameter. The shards of
-each rank are derived from that here. Pure; needs neither SGLang nor an engine.
+The family's table says along which dim a tensor is sharded and which tensors SGLang fuses into one parameter. This module
+derives the shards of each rank from the table, without SGLang and without an engine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.b
 class Topology:
     """Parallel sizes of one engine."""
 
-    tp: int = 1  # all ranks
-    ep: int = (
-        1  # expert-parallel groups: whole experts are distributed over them; the tp / ep ranks of a group shard each
-    )
-    dp: int = 1  # data-parallel attention groups: each has the whole attention; the tp / dp ranks of a group shard it
+    tp: int = 1  # number of ranks
+    ep: int = 1  # expert-parallel groups: each has some whole experts, sharded over its tp / ep ranks
+    dp: int = 1  # data-parallel attention groups: each has the whole attention, sharded over its tp / dp ranks
 
     def __post_init__(self) -> None:
         for name, size in (("ep_size", self.ep), ("dp_size", self.dp)):
@@ -49,8 +47,10 @@ class EngineShard:
 
     name: str  # of the Hugging Face tensor
     box: Box
-    param: str  # SGLang's
-    start: tuple[int, ...]  # first index in the parameter; has one dim more than the box where experts are stacked
+    param: str  # of the SGLang parameter
+    start: tuple[
+        int, ...
+    ]  # first index in the parameter; has one more dim than the box if the parameter stacks experts
 
     def box_in_param(self, part: Box) -> Box:
         """Return the box of the parameter that holds `part`, a part of this shard's box."""
@@ -61,7 +61,7 @@ class EngineShard:
 
 
 def check_heads(arch: Architecture, topology: Topology) -> None:
-    """Raise ValueError unless the ranks of such an engine can divide the model's attention heads evenly."""
+    """Raise ValueError unless the ranks of an engine of this topology can share the model's attention heads evenly."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -73,7 +73,7 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The shards that every rank of an engine of one topology holds of one model."""
+    """Shards of one model on every rank of an engine of one topology."""
 
     rows: Sequence[ParamMapping]  # the family's table, with one row for each layer and expert of the model
     sizes: dict[str, int]
@@ -81,7 +81,7 @@ class EngineLayout:
     topology: Topology
     kv_heads: int
     num_experts: int
-    output_copy: bool = False  # the embeddings are tied, and the engine stores a copy of them as its output layer
+    output_copy: bool = False  # the embeddings are tied, but the engine stores a copy of them as its output layer
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
@@ -111,7 +111,7 @@ class EngineLayout:
 
     @cached_property
     def _fused_suffix_of(self) -> dict[str, str]:
-        """SGLang's suffix by each Hugging Face suffix that is fused into it."""
+        """Hugging Face suffix -> SGLang's suffix that it is fused into."""
         return {part: fused for fused, parts in self.fusions.items() for part in parts}
 
     @cached_property
@@ -125,7 +125,9 @@ class EngineLayout:
         if expert is not None:
             index = len(path) - 1 - path[::-1].index(str(expert))
             path[index] = "{expert}"
-        for start in range(len(path)):  # try the longest suffix first: an expert's gate_proj is not that of a dense MLP
+        for start in range(
+            len(path)
+        ):  # longest suffix first: it distinguishes an expert's gate_proj from a dense MLP's
             if fused := self._fused_suffix_of.get(".".join(path[start:])):
                 prefix = "".join(f"{part}." for part in path[:start])
                 parts = tuple(prefix + part.replace("{expert}", str(expert)) for part in self.fusions[fused])
@@ -144,7 +146,7 @@ class EngineLayout:
 
     @cached_property
     def _shards_by_rank(self) -> dict[int, tuple[EngineShard, ...]]:
-        """Cache of `shards`: for many experts they take seconds to derive, and they are needed more than once."""
+        """Cache of `shards`: deriving them takes seconds for many experts, and they are used several times."""
         return {}
 
     @cached_property
@@ -163,12 +165,12 @@ class EngineLayout:
             box = shard.box_in_param(shard.box)
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
-            if isinstance(row := self.row_of[shard.name], VocabMapping):  # the last rank's rows may be padding
+            if isinstance(row := self.row_of[shard.name], VocabMapping):  # the last rank's last rows may be padding
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
     def _shard(self, name: str, rank: int) -> EngineShard | None:
-        """Return what rank `rank` holds of the tensor; None if it holds nothing: the tensor belongs to another rank's expert."""
+        """Return the shard of tensor `name` on rank `rank`; None if the tensor belongs to an expert of another group."""
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return None

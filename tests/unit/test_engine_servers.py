@@ -56,7 +56,7 @@ def test_users_cannot_set_the_nodes_of_an_engine(name):
 def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypatch, tmp_path):
     started = []
 
-    class FakeHostedEngine:
+    class FakeRayEngine:
         def __init__(self, slots, arguments, log_path, env):
             self.slots, self.url, self.log_path = slots, log_path.stem, log_path
             started.append((slots(), arguments["random_seed"], log_path.name, env["MRL_STACKS_NAME"]))
@@ -70,7 +70,7 @@ def test_engines_and_their_replacements_run_on_the_slots_of_their_place(monkeypa
         def alive(self) -> bool:
             return True
 
-    monkeypatch.setattr(hosts, "RayEngine", FakeHostedEngine)
+    monkeypatch.setattr(hosts, "RayEngine", FakeRayEngine)
     pool = EnginePool(
         spec_of(tmp_path, num_engines=2, server_args={}, slots=lambda number: f"slots of {number}", seed=7)
     )

@@ -1,1 +1,1 @@
-"""Responses of several turns with tool calls."""
+"""Multi-turn responses with tool calls."""

@@ -1,7 +1,7 @@
-"""Multi-turn responses: the policy writes a turn, tools answer its calls, and everything stays token ids.
+"""Multi-turn responses: the policy samples a turn, tools run its calls, and the policy continues with the results.
 
-Token ids that the engine sampled are appended and sent back as they are. The only tokens that are made from text are those of
-tool results and of the chat template around them (mrl/data/tool_template.py). Sampled text is never tokenised again.
+Sampled token ids are sent back to the engine unchanged; sampled text is never tokenised again. Only the tool results, and the
+chat template around them, are tokenised (mrl/data/tool_template.py).
 """
 
 import asyncio
@@ -22,14 +22,14 @@ GenerateTurn = Callable[[list[int], SamplingParams], Awaitable[Completion]]
 class ToolAgent:
     """`rollout.agent`: the tools, how they are called, and the limits of a conversation."""
 
-    tools: Mapping[str, Tool]  # by the name that calls use
+    tools: Mapping[str, Tool]  # tool name -> tool
     parser: ToolParser
-    max_turns: int = 8  # assistant turns; a call in the last one is not answered
-    max_tool_tokens: int = 512  # tokens of one result; a longer one is cut and ends with "..."
+    max_turns: int = 8  # assistant turns; calls in the last turn are not run
+    max_tool_tokens: int = 512  # tokens of one result; a longer result is cut and ends with "..."
     tool_timeout_s: float = 30.0  # for one call
     max_running_tools: int = 16  # calls that run at the same time
     max_concurrency: int = 256  # responses that are sampled at the same time, over all engines
-    result_role: str = "tool"  # role of messages with results, in the model's chat template
+    result_role: str = "tool"  # role of tool results in the model's chat template
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tool_tokens", "tool_timeout_s", "max_running_tools", "max_concurrency"):
@@ -41,13 +41,15 @@ class ToolAgent:
             if not callable(tool):
                 raise ValueError(f"tools.{name} is {type(tool).__name__}, which cannot be called.")
         if not callable(self.parser) or not isinstance(getattr(self.parser, "stops", None), tuple):
-            raise ValueError(f"parser is {type(self.parser).__name__}; expected `__call__` and a tuple `stops`.")
+            raise ValueError(
+                f"parser is {type(self.parser).__name__}; expected an object with `__call__` and a tuple `stops`."
+            )
         named = getattr(self.parser, "tool", None)
         if named is not None and named not in self.tools:
-            raise ValueError(f"parser.tool={named!r} is none of the tools; there is {', '.join(self.tools)}.")
+            raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
     def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
-        """Bind the agent to a model's tokenizer. `template_args`: variables of the chat template, as for prompts.
+        """Bind the agent to a model's tokenizer. `template_args`: the chat template's variables, the same as for prompts.
 
         Raises ValueError if the chat template or the vocabulary cannot express tool calls.
         """
@@ -66,10 +68,10 @@ def _single_token(tokenizer: Any, text: str) -> int:
 
 
 @dataclass
-class _GrowingResponse:
-    """A response while it is sampled, turn by turn."""
+class _ResponseBuilder:
+    """Builds a response, turn by turn, while it is sampled."""
 
-    room: int  # tokens left of the response's limit
+    tokens_left: int  # until the response's token limit
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -84,7 +86,7 @@ class _GrowingResponse:
     def _append(self, ids: Sequence[int], *, sampled: bool) -> None:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
-        self.room -= len(ids)
+        self.tokens_left -= len(ids)
 
     def add_assistant_turn(self, completion: Completion, num_inputs: int, text: str) -> None:
         """Append a sampled turn. Raises RuntimeError if the completion is empty or was aborted."""
@@ -107,12 +109,12 @@ class _GrowingResponse:
             self.versions.append((version, tokens))
 
     def add_tool_results(self, results: Sequence[ToolResult], ids: Sequence[int]) -> None:
-        """Append the results of a turn's calls; `ids`: as the chat template frames them."""
+        """Append the results of a turn's calls; `ids`: their tokens, with the chat template around them."""
         self._append(ids, sampled=False)
         self.turns += [Turn("tool", result.text) for result in results]
 
-    def to_trajectory(self, last: Completion, *, cut: bool) -> Trajectory:
-        """Finish the response. `last`: its last completion, whose routed experts cover all tokens before it, too."""
+    def to_trajectory(self, last: Completion, *, truncated: bool) -> Trajectory:
+        """Finish the response. `last`: the last completion; its routed experts cover all earlier tokens, too."""
         assert self.versions, "a response has at least one assistant turn"
         usage = ResponseUsage(
             len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
@@ -120,7 +122,7 @@ class _GrowingResponse:
         return Trajectory(
             self.ids,
             self.logprobs,
-            cut or last.finish_reason == "length",
+            truncated or last.finish_reason == "length",
             self.versions[0][0],
             None if all(self.sampled) else self.sampled,
             tuple(self.turns),
@@ -138,49 +140,49 @@ class Conversation:
     agent: ToolAgent
     tokenizer: Any
     template: ToolTemplate
-    stop_token_ids: tuple[int, ...]  # that end a turn, in addition to the model's own end of sequence
+    stop_token_ids: tuple[int, ...]  # tokens that end a turn, in addition to the model's end-of-sequence token
 
     async def __call__(
-        self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, running: asyncio.Semaphore
+        self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, tool_limit: asyncio.Semaphore
     ) -> Trajectory:
         """Sample one response. `params.max_new_tokens` limits all tokens after the prompt, tool results included.
 
-        `running` limits the tools that run at the same time. Raises RuntimeError if a turn is empty or was aborted.
+        `tool_limit` limits the tools that run at the same time. Raises RuntimeError if a turn is empty or was aborted.
         """
-        response = _GrowingResponse(params.max_new_tokens)
+        response = _ResponseBuilder(params.max_new_tokens)
         stops = tuple(dict.fromkeys([*params.stop_token_ids, *self.stop_token_ids]))
         while True:
             inputs = prompt + response.ids
-            turn_params = replace(params, max_new_tokens=response.room, stop_token_ids=stops)
+            turn_params = replace(params, max_new_tokens=response.tokens_left, stop_token_ids=stops)
             completion = await generate_turn(inputs, turn_params)
             text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             response.add_assistant_turn(completion, len(inputs), text)
             calls = self._parse_calls(completion)
             if not calls:
-                return response.to_trajectory(completion, cut=False)
-            if len(response.turn_ends) == self.agent.max_turns or response.room <= 0:
-                return response.to_trajectory(completion, cut=True)
+                return response.to_trajectory(completion, truncated=False)
+            if len(response.turn_ends) == self.agent.max_turns or response.tokens_left <= 0:
+                return response.to_trajectory(completion, truncated=True)
             results = []
             for call in calls:
-                async with running:
+                async with tool_limit:
                     results.append(await run_call(self.agent.tools, call, self.agent.tool_timeout_s))
             response.tool_calls += len(results)
             response.tool_errors += sum(result.failed for result in results)
             result_ids = self._frame_results(completion, results)
-            if len(result_ids) >= response.room:  # the next turn would have no room, so the results are left out
-                return response.to_trajectory(completion, cut=True)
+            if len(result_ids) >= response.tokens_left:  # no tokens are left for another turn
+                return response.to_trajectory(completion, truncated=True)
             response.add_tool_results(results, result_ids)
 
     def _parse_calls(self, completion: Completion) -> list[ToolCall | ToolCallError]:
-        """The calls of a turn; none if the turn was cut at the token limit."""
+        """Return the calls of a turn; none if the turn was cut at the token limit."""
         if completion.finish_reason == "length":
             return []
         return self.agent.parser(self.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False))
 
     def _frame_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
-        """Token ids between this turn and the next: results in the chat template's frame.
+        """Return the token ids between this turn and the next: the results, with the chat template around them.
 
-        A turn that ended at the marker of a call still lacks the template's end of turn.
+        They begin with the template's end of turn if the turn stopped at a token of the tool parser instead.
         """
         last = completion.token_ids[-1]
         closed = last in self.template.end or last not in self.stop_token_ids
@@ -203,13 +205,13 @@ async def run_conversations(
     sampling: Sequence[SamplingParams],
     limits: ConcurrencyLimits,
 ) -> list[Trajectory]:
-    """Sample one response to each prompt, in order. `generate_turn_of`: samples the turns of the response at this place.
+    """Sample one response to each prompt, in order. `generate_turn_of(i)` returns a function that samples a turn of response i.
 
-    Raises what the first failing response raises.
+    Raises the error of the first response that fails.
     """
 
-    async def respond(place: int) -> Trajectory:
+    async def respond(index: int) -> Trajectory:
         async with limits.responses:
-            return await conversation(generate_turn_of(place), prompts[place], sampling[place], limits.tools)
+            return await conversation(generate_turn_of(index), prompts[index], sampling[index], limits.tools)
 
-    return await asyncio.gather(*(respond(place) for place in range(len(prompts))))
+    return await asyncio.gather(*(respond(index) for index in range(len(prompts))))

@@ -1,6 +1,6 @@
-"""Tools, which turn the arguments of a call into text, and parsers, which find the calls in a turn. Both are plug-ins.
+"""Tools and tool parsers; both are plug-ins. A parser finds the calls in a turn; a tool turns the arguments of a call into text.
 
-The model reads the errors of a tool; nothing else is affected. A parser has `__call__` and `stops`.
+The model reads the error of a failed call as its result. The error has no other effect.
 """
 
 import ast
@@ -29,21 +29,21 @@ class ToolCallError(ValueError):
 
 
 class ToolParser(Protocol):
-    """Interface of a parser, which `rollout.agent.parser._target_` names."""
+    """Interface of tool parsers; `rollout.agent.parser._target_` names one."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts of one token each that end a turn, in addition to the model's end of turn."""
+        """Texts that end a turn, each a single token, in addition to the model's end of turn."""
         ...
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse the calls of an assistant turn, in order; without calls the response ends. `text` includes special tokens."""
+        """Return the calls of an assistant turn, in order; a turn without calls ends the response. `text` has special tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class MarkerParser:
-    """Calls of one tool as text between two markers, such as <call>12*34</call>. The end marker ends the turn."""
+    """Parser for one tool: a call is the text between two markers, as in <call>12*34</call>. The end marker ends the turn."""
 
     tool: str  # name of the tool in rollout.agent.tools
     start: str = "<call>"
@@ -72,7 +72,7 @@ _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class HermesParser:
-    """Calls in the format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, several per turn."""
+    """Parser for the format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, several per turn."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class HermesParser:
         return ()
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse every tagged call. One that is not JSON of this form becomes a ToolCallError."""
+        """Parse every tagged call. A call that is not JSON of this form becomes a ToolCallError."""
         return [_from_json(found) for found in _TAGGED.findall(text)]
 
 
@@ -98,11 +98,11 @@ def _from_json(text: str) -> ToolCall | ToolCallError:
 
 
 class Tool(Protocol):
-    """Interface of a tool, which `rollout.agent.tools.NAME._target_` names.
+    """Interface of tools; `rollout.agent.tools.NAME._target_` names one.
 
-    Each call runs in a thread of its own, and several run at the same time. The model sees an exception as an error message.
-    A call that does not return in time is abandoned and its thread goes on, so code that could block the interpreter must run
-    in another process.
+    Each call runs in its own thread, and several calls run at the same time. The model sees an exception as an error message.
+    A call that exceeds its timeout is abandoned, but its thread continues. Code that could block the interpreter must therefore
+    run in another process.
     """
 
     def __call__(self, *args: Any, **arguments: Any) -> str: ...
@@ -121,13 +121,13 @@ async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, ti
     if isinstance(call, ToolCallError):
         return ToolResult(f"error: {call}", failed=True)
     if call.tool not in tools:
-        return ToolResult(f"error: no tool {call.tool!r}; there is {', '.join(tools)}", failed=True)
+        return ToolResult(f"error: no tool {call.tool!r}; the tools are {', '.join(tools)}", failed=True)
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[ToolResult] = loop.create_future()
 
     def work() -> None:
         result = _run(tools[call.tool], call.arguments)
-        with suppress(RuntimeError):  # the event loop is closed by now
+        with suppress(RuntimeError):  # the event loop has been closed meanwhile
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
 
     threading.Thread(target=work, name=f"tool-{call.tool}", daemon=True).start()
@@ -162,7 +162,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Calculator:
-    """Tool that computes + - * / // % ** and brackets on numbers, and evaluates nothing else."""
+    """Tool that computes arithmetic expressions of numbers, + - * / // % ** and brackets."""
 
     max_characters: int = 200  # longest expression
     max_bits: int = 1024  # size of any intermediate integer
@@ -174,7 +174,7 @@ class Calculator:
         try:
             tree = ast.parse(expression.strip(), mode="eval")
         except (SyntaxError, MemoryError, RecursionError):
-            raise ValueError(f"{expression!r} is no arithmetic") from None
+            raise ValueError(f"{expression!r} is not arithmetic") from None
         return str(self._value(tree.body))
 
     def _value(self, node: ast.AST) -> int | float:
@@ -187,7 +187,7 @@ class Calculator:
             if isinstance(node.op, ast.Pow):
                 self._check_power(left, right)
             return self._bounded(_OPERATORS[type(node.op)](left, right))
-        raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
+        raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")
 
     def _check_power(self, base: int | float, exponent: int | float) -> None:
         """Raise ValueError if a power would be too large to compute."""
@@ -202,13 +202,13 @@ class Calculator:
         if isinstance(value, int) and value.bit_length() > self.max_bits:
             raise ValueError("the number is too large")
         if not isinstance(value, int | float):  # complex: the root of a negative number
-            raise ValueError("the result is no real number")
+            raise ValueError("the result is not a real number")
         return value
 
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Tool that runs a program in the sandbox of code rewards, in a process of its own, and returns what it prints.
+    """Tool that runs a program in the sandbox of code rewards, in a separate process, and returns its standard output.
 
     `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError for an unknown field, and if this machine does not
     support the sandbox.
@@ -217,7 +217,7 @@ class PythonTool:
     limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from mrl.rewards import sandbox  # the import queries kernel features, so only users of this tool pay for it
+        from mrl.rewards import sandbox  # queries kernel features, so only users of this tool import it
 
         sandbox.require_sandbox()
         object.__setattr__(self, "_limits", sandbox.SandboxLimits.of(self.limits))

@@ -2,8 +2,9 @@
 
 SGLang's `torch_native` backend calls `scaled_dot_product_attention` once per sequence and layer. With hundreds of short
 sequences, the Python loop costs far more than the arithmetic. Here, all layers of a forward pass share one *plan*: queries
-are cut into rows (one sequence, up to `MAX_QUERY_ROWS` consecutive query tokens), and rows of similar size are grouped into
-*tiles*. A tile is one gather of keys and values and one SDPA call with a mask.
+are cut into rows (one sequence, up to `MAX_QUERIES_PER_ROW` consecutive query tokens), and rows of similar size are grouped
+into *tiles*. A tile is one gather of keys and values and one SDPA call with a mask. Its rows are padded to the same number of
+query tokens, so it has N * Q places for query tokens.
 
 Shapes: T query tokens, H query heads, K key/value heads, D head size, N rows of a tile, Q query tokens per row,
 L keys per row.
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-MAX_QUERY_ROWS = 512
-"""Most query tokens of one sequence in a row. It limits the mask of a long prompt and skips its upper triangle."""
+MAX_QUERIES_PER_ROW = 512
+"""Limit of query tokens in one row. It bounds the mask of a long prompt, and most keys after a query token are not computed."""
 
 MAX_TILE_KEYS = 1 << 16
-"""Most keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 elements of K * D)."""
+"""Limit of keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 elements of K * D)."""
 
 MAX_TILE_SCORES = 1 << 23
-"""Most mask elements of one tile (float32: 32 MiB)."""
+"""Limit of mask elements of one tile (float32: 32 MiB)."""
 
-MAX_WASTE = 2.0
-"""Padded scores of a tile are at most this multiple of the needed scores, plus SLACK_SCORES."""
+MAX_PADDING_FACTOR = 2.0
+"""The scores of a tile, padding included, are at most this multiple of the needed scores, plus SLACK_SCORES."""
 
 SLACK_SCORES = 1 << 13
-"""Padded scores that cost less than one more SDPA call."""
+"""Number of padding scores that cost less than one more SDPA call."""
 
 
 class QueryRow(NamedTuple):
@@ -66,7 +67,7 @@ class Tile:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [N, 1, Q, L]; with `window`, a query sees only that many keys before itself."""
+        """Return the additive causal mask [N, 1, Q, L]; with `window`, a query sees only that many keys before itself."""
         if window not in self.masks:
             keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
             hidden = keys_L > queries_NQ1
@@ -81,7 +82,7 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
     """Cut each sequence's queries (its last `query_lens[i]` of `key_lens[i]` tokens) into rows."""
     rows, first = [], 0
     for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-        step = max(1, min(MAX_QUERY_ROWS, MAX_TILE_SCORES // keys))
+        step = max(1, min(MAX_QUERIES_PER_ROW, MAX_TILE_SCORES // keys))
         for start in range(0, queries, step):
             count = min(step, queries - start)
             rows.append(QueryRow(i, first + start, count, keys - queries + start + count))
@@ -90,10 +91,10 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
 
 
 def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -> bool:
-    """Whether rows with these maxima may share a tile, given the limits on padding and memory."""
+    """Return whether rows with these maxima may share a tile under the limits of padding and memory."""
     scores = num_rows * widest_Q * widest_L
     return (
-        scores <= MAX_WASTE * needed_scores + SLACK_SCORES
+        scores <= MAX_PADDING_FACTOR * needed_scores + SLACK_SCORES
         and scores <= MAX_TILE_SCORES
         and num_rows * widest_L <= MAX_TILE_KEYS
     )
@@ -144,7 +145,9 @@ def make_plan(query_lens: Tensor, key_lens: Tensor, slots: Tensor, req_pool_indi
     ends = query_lens.cumsum(0)
     num_tokens, needed = int(ends[-1]), int((query_lens * key_lens).sum())
     widest_Q, widest_L = int(query_lens.max()), int(key_lens.max())
-    if widest_Q <= MAX_QUERY_ROWS and fits_tile(len(query_lens), widest_Q, widest_L, needed):  # usual case: no loop
+    if widest_Q <= MAX_QUERIES_PER_ROW and fits_tile(
+        len(query_lens), widest_Q, widest_L, needed
+    ):  # usual case: no loop
         rows_N4 = torch.stack([torch.arange(len(query_lens)), ends - query_lens, query_lens, key_lens], 1)
         groups = [rows_N4]
     else:
@@ -195,7 +198,7 @@ def _gather(cache: Tensor, slots_NL: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class BatchedSdpaBackend(TorchNativeAttnBackend):
-    """SGLang's `torch_native` backend, with causal self-attention computed tile by tile. All else is SGLang's own code."""
+    """SGLang's `torch_native` backend, with causal self-attention computed tile by tile. Everything else is SGLang's code."""
 
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)
@@ -224,10 +227,10 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
             return super()._run_sdpa_forward_extend(*tensors, **options)
         return self._run(super()._run_sdpa_forward_extend, tensors, options)
 
-    def _run(self, stock: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
-        """Run the planned tiles, or SGLang's loop if there is no plan. Takes the arguments that sglang 0.5.23 passes."""
+    def _run(self, fallback: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
+        """Run the planned tiles, or `fallback` (SGLang's loop) if there is no plan. The arguments are those of sglang 0.5.23."""
         if self.plan is None or options["is_cross_attn"]:
-            return stock(*tensors, **options)
+            return fallback(*tensors, **options)
         query, output, k_cache, v_cache = tensors[:4]
         for tile in self.plan:
             run_tile(tile, query, output, k_cache, v_cache, options["scaling"], options["sliding_window_size"])

@@ -100,34 +100,35 @@ def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object
     return torch.empty(dims, dtype=dtype, device=device)
 
 
-_LOW = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
+    """Return MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
 
-    SGLang draws the random number of a token from it, with the seed of the request. For a CPU its hash is in another package.
+    SGLang derives the random number of each token from this hash; `seed` is the request's. SGLang's hash for CPUs is in another
+    package.
     seed [N] 64 bits, positions [N] and col_indices [V] 32 bits; returns [N, V] int64 from 0 to 2**32 - 1.
     """
-    seed_N, positions_N = seed.view(torch.int64), positions.to(torch.int64) & _LOW
+    seed_N, positions_N = seed.view(torch.int64), positions.to(torch.int64) & _LOW_32_BITS
     hash_N = torch.zeros_like(positions_N)
-    for block_N in (seed_N & _LOW, (seed_N >> 32) & _LOW, positions_N):
+    for block_N in (seed_N & _LOW_32_BITS, (seed_N >> 32) & _LOW_32_BITS, positions_N):
         hash_N = _mix(hash_N, block_N)
     return _finish(_mix(hash_N[:, None], col_indices.to(torch.int64)[None, :]))
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:
-    """Mix 4 bytes into the state. Products overflow int64, but their low 32 bits are right."""
-    block = _rotate((block * 0xCC9E2D51) & _LOW, 15)
-    return (_rotate(state ^ ((block * 0x1B873593) & _LOW), 13) * 5 + 0xE6546B64) & _LOW
+    """Mix 4 bytes into the state. Products overflow int64, but their low 32 bits are correct."""
+    block = _rotate((block * 0xCC9E2D51) & _LOW_32_BITS, 15)
+    return (_rotate(state ^ ((block * 0x1B873593) & _LOW_32_BITS), 13) * 5 + 0xE6546B64) & _LOW_32_BITS
 
 
 def _rotate(x: Tensor, bits: int) -> Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _LOW
+    return ((x << bits) | (x >> (32 - bits))) & _LOW_32_BITS
 
 
 def _finish(state: Tensor) -> Tensor:
     state = state ^ 16  # number of bytes that were hashed
-    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _LOW
-    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _LOW
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _LOW_32_BITS
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _LOW_32_BITS
     return state ^ (state >> 16)

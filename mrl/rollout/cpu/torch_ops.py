@@ -17,9 +17,8 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-_ROTATION = (
-    "_mrl_rotation"  # attribute of a RotaryEmbedding: (its cos_sin_cache, the table that `_rotation` made of it)
-)
+_ROTATION_ATTRIBUTE = "_mrl_rotation"
+"""Attribute of a RotaryEmbedding that caches (its cos_sin_cache, the table that `_rotation` computed from it)."""
 
 
 def rms_norm(
@@ -57,11 +56,11 @@ def rotary(
 
 
 def _rotation(rope: RotaryEmbedding) -> Tensor:
-    """[positions, 2 * D]: cosines of both halves, then sines, negated in the first half."""
-    cached = rope.__dict__.get(_ROTATION)
+    """Return [positions, 2 * D]: the cosines of both halves, then the sines; those of the first half are negated."""
+    cached = rope.__dict__.get(_ROTATION_ATTRIBUTE)
     if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
-        cached = rope.__dict__[_ROTATION] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
+        cached = rope.__dict__[_ROTATION_ATTRIBUTE] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
     return cached[1]
 
 
@@ -74,9 +73,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Weighted sum of each token's experts: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
+    """Return the weighted sum of each token's experts: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
 
-    Experts of other ranks have the number -1 and are skipped, which SGLang's torch version does not support.
+    Experts on other ranks have the number -1 and are skipped. SGLang's torch version cannot skip them.
     """
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if x.dtype != torch.float32 or self.with_bias or not _is_plain(self.moe_runner_config):
@@ -97,7 +96,7 @@ def experts(
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Whether these experts are plain gated SiLU MLPs."""
+    """Return whether these experts are plain gated SiLU MLPs."""
     return (
         config.activation == "silu"
         and config.is_gated

@@ -1,1 +1,1 @@
-"""SGLang servers: arguments, processes on this machine or on Ray nodes, and how they are ended."""
+"""SGLang servers: their arguments, their processes on this machine or on Ray nodes, and how these end."""

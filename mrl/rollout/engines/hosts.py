@@ -1,7 +1,8 @@
-"""The engine servers of a rollout worker, and where they run: child processes, Ray actors on device slots, or external.
+"""The engine servers of a rollout worker: child processes, Ray actors on device slots, or external servers.
 
-On a cluster each engine gets slots (GPUs) of its own. On each node of the engine a Ray actor, EngineNodeActor, starts the server
-with exactly these GPUs visible. On a single machine without GPUs, engines are child processes of the rollout worker.
+On a cluster each engine has its own slots (GPUs). On each node of an engine, a Ray actor (EngineNodeActor) starts the server's
+processes, which see exactly the engine's GPUs of that node. On a single machine without GPUs, engines are child processes of
+the rollout worker.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ POLL_INTERVAL_S = 0.2  # between checks of a server's processes
 RPC_MARGIN_S = 10.0  # how much longer a Ray call may take than the wait inside it
 
 
-type AnyEngineServer = EngineServer | HostedEngine | ExternalEngine
+type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
 """A child process, Ray actors on device slots, or a server that the user runs."""
 
 
 class EngineServers:
-    """All engine servers of one rollout worker, by place. A server that fails is replaced by a new one in its place."""
+    """All engine servers of one rollout worker, by index. A new server takes the index of the failed server that it replaces."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the servers. Returns at once; `wait_ready` waits for them."""
@@ -48,22 +49,22 @@ class EngineServers:
         if spec.routed_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._registry = registry_folder(spec.run_dir)
-        unregister_processes(self._registry, "engine_*")  # left by an earlier start in this run directory
+        unregister_processes(self._registry, "engine_*")  # entries of an earlier start in this run directory
         self._numbers = itertools.count()  # counts all engines that were ever started
         self._replacing = threading.Lock()
         self._were_ready = False  # whether all servers were ready at least once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
-        self.servers = self.servers or [self._start(place) for place in range(spec.num_engines)]
+        self.servers = self.servers or [self._start(index) for index in range(spec.num_engines)]
 
-    def _start(self, place: int) -> EngineServer | HostedEngine:
+    def _start(self, index: int) -> EngineServer | RayEngine:
         number = next(self._numbers)
         name = f"engine_{number}"
         arguments = dict(self._arguments, random_seed=self.spec.seed + number)
         log_path = Path(self.spec.run_dir) / "logs" / f"{name}.log"
         env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
-        server: EngineServer | HostedEngine
+        server: EngineServer | RayEngine
         if self.spec.slots is not None:
-            server = HostedEngine(partial(self.spec.slots, place), arguments, log_path, env)
+            server = RayEngine(partial(self.spec.slots, index), arguments, log_path, env)
         else:
             server = EngineServer(dict(arguments, host=listen_address()), log_path, env=env)
         server.start()
@@ -77,52 +78,51 @@ class EngineServers:
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every server takes requests.
 
-        A server that ends while it starts is replaced up to `fault_tolerance.max_response_attempts` times. Until all servers
-        were ready once, it is replaced only if it was killed, and only once: a server that ends by itself then has a wrong
-        argument or the like. Raises what the server raised, and TimeoutError.
+        A server that ends before it is ready is replaced up to `fault_tolerance.max_response_attempts` times. At the first start,
+        it is replaced only if it was killed, and only once: a server that exits by itself would fail again, for example because
+        of a wrong argument. Raises the error of the server, and TimeoutError.
         """
         deadline = time.monotonic() + timeout_s
-        for place in range(len(self.servers)):
-            for tries_left in reversed(
-                range(1 + (self.spec.fault_tolerance.max_response_attempts if self._were_ready else 1))
-            ):
-                server = self.servers[place]
+        for index in range(len(self.servers)):
+            replacements = self.spec.fault_tolerance.max_response_attempts if self._were_ready else 1
+            for replacements_left in range(replacements, -1, -1):
+                server = self.servers[index]
                 try:
                     server.wait_ready(max(1.0, deadline - time.monotonic()))
                     break
                 except RuntimeError as error:
                     replaceable = not isinstance(server, ExternalEngine) and (self._were_ready or server.was_killed)
-                    if not replaceable or not tries_left:
+                    if not replaceable or not replacements_left:
                         raise
                     log.warning("%s", error)
                     self.replace(server.url)
         self._were_ready = True
 
     def replace(self, url: str) -> None:
-        """End the server at this URL and start another in its place. An unknown URL was replaced already.
+        """End the server at this URL and start another one. Does nothing for an unknown URL: its server was replaced already.
 
-        An external server is left alone: it may come back by itself.
+        Does nothing for an external server either: it may recover.
         """
         with self._replacing:
-            for place, server in enumerate(self.servers):
+            for index, server in enumerate(self.servers):
                 if server.url == url and not isinstance(server, ExternalEngine):
                     log.warning("engine %s is replaced", url)
                     server.stop(timeout_s=5.0)
                     unregister_processes(self._registry, server.log_path.stem)
-                    self.servers[place] = self._start(place)
+                    self.servers[index] = self._start(index)
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of all servers' process trees."""
+        """Return the user and system CPU seconds of all servers' process trees."""
         return sum(server.cpu_seconds() for server in self.servers)
 
     def stop(self) -> None:
-        """End every server that was started here."""
+        """End every server that is not external."""
         for server in self.servers:
             server.stop()
 
 
 def listen_address() -> str:
-    """Address for engines to listen on: loopback if the cluster is this machine alone, else this node's address in it."""
+    """Return the address that engines listen on: loopback if the cluster has one node, else this node's address."""
     if not ray.is_initialized():
         return "127.0.0.1"
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -137,11 +137,11 @@ class EngineNodeActor:
         self.server = EngineServer(dict(arguments, host=listen_address()), log_path, env=env)
 
     def rendezvous(self) -> str:
-        """host:port at which the first node's ranks wait for the ranks of other nodes."""
+        """Return host:port at which the first node's ranks wait for the ranks of other nodes."""
         return f"{self.server.server_args['host']}:{self.server.server_args['nccl_port']}"
 
     def start(self, node: str, rendezvous: str | None) -> str:
-        """Start the server's processes; returns its URL. Raises RuntimeError on a node other than that of the slots."""
+        """Start the server's processes; return its URL. Raises RuntimeError if this node is not `node`, where the slots were."""
         if ray.get_runtime_context().get_node_id() != node:
             raise RuntimeError(
                 f"the node of {self.server.log_path.stem} was lost while the engine started, and its slots moved"
@@ -152,28 +152,28 @@ class EngineNodeActor:
         return self.server.url
 
     def wait_ready(self, timeout_s: float, url: str) -> None:
-        """See EngineServer. `url`: the result of `start`, so that Ray calls this method after it."""
+        """Wait as EngineServer.wait_ready. `url`: the result of `start`, so that Ray calls this method after `start`."""
         self.server.wait_ready(timeout_s)
 
     def wait_ended(self, url: str) -> bool:
-        """Wait until the server's processes have ended; returns whether they were killed. `url`: as in `wait_ready`."""
+        """Wait until the server's processes have ended; return whether they were killed. `url`: as in `wait_ready`."""
         while self.server.alive():
             time.sleep(POLL_INTERVAL_S)
         return self.server.was_killed
 
     def cpu_seconds(self) -> float:
-        """See EngineServer."""
+        """Return what EngineServer.cpu_seconds returns."""
         return self.server.cpu_seconds()
 
     def stop(self, timeout_s: float) -> None:
-        """See EngineServer."""
+        """End the server's processes, as EngineServer.stop."""
         self.server.stop(timeout_s)
 
 
-class HostedEngine:
+class RayEngine:
     """One engine on device slots of a Ray cluster, with the interface of EngineServer.
 
-    The slots are looked up when the engine starts. It stays on them until it ends.
+    The slots are looked up when the engine starts. The engine stays on these slots until it ends.
     """
 
     def __init__(
@@ -183,27 +183,27 @@ class HostedEngine:
         log_path: Path,
         env: Mapping[str, str],
     ) -> None:
-        """`slots`: one for each tensor-parallel rank. Logs of further nodes have the node's number in their names."""
+        """`slots`: returns one slot for each tensor-parallel rank. Every node but the first adds its number to the log's name."""
         self._slots, self._arguments, self.log_path, self._env = slots, arguments, log_path, env
         self.url = f"{log_path.stem}, which is not ready"
-        self._hosts: list[Any] = []  # EngineNodeActor actors, one per node
+        self._node_actors: list[Any] = []  # EngineNodeActor actors, one per node
         self._started: list[Any] = []  # futures of URLs
-        self._ended: list[
-            Any
-        ] = []  # futures that resolve when a node's processes, or their EngineNodeActor, have ended
+        self._ended: list[Any] = []  # one future per node: done when its processes or its EngineNodeActor have ended
 
     def start(self) -> None:
         """Start the processes on every node. Returns at once. Raises if Ray has no room for the slots."""
-        assert not self._hosts, f"{self.url} was already started"
+        assert not self._node_actors, f"{self.url} was already started"
         nodes = group_by_node(self._slots())
-        self._hosts = [self._create_host(number, slots, len(nodes)) for number, slots in enumerate(nodes)]
-        rendezvous = self._hosts[0].rendezvous.remote() if len(nodes) > 1 else None
+        self._node_actors = [self._create_node_actor(number, slots, len(nodes)) for number, slots in enumerate(nodes)]
+        rendezvous = self._node_actors[0].rendezvous.remote() if len(nodes) > 1 else None
         self._started = [
-            host.start.remote(slots[0].node, rendezvous) for host, slots in zip(self._hosts, nodes, strict=True)
+            actor.start.remote(slots[0].node, rendezvous) for actor, slots in zip(self._node_actors, nodes, strict=True)
         ]
-        self._ended = [host.wait_ended.remote(url) for host, url in zip(self._hosts, self._started, strict=True)]
+        self._ended = [
+            actor.wait_ended.remote(url) for actor, url in zip(self._node_actors, self._started, strict=True)
+        ]
 
-    def _create_host(self, number: int, slots: Sequence[DeviceSlot], num_nodes: int) -> Any:
+    def _create_node_actor(self, number: int, slots: Sequence[DeviceSlot], num_nodes: int) -> Any:
         multi_node = dict(nnodes=num_nodes, node_rank=number) if num_nodes > 1 else {}
         log_path = self.log_path.with_stem(f"{self.log_path.stem}_node_{number}") if number else self.log_path
         env = visible_devices_env(slots) | dict(self._env)
@@ -212,18 +212,18 @@ class HostedEngine:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server takes requests. Raises RuntimeError if it ended, TimeoutError at the deadline."""
-        name, host, deadline = self.log_path.stem, self._hosts[0], time.monotonic() + timeout_s
-        ready = host.wait_ready.remote(timeout_s, self._started[0])
+        name, actor, deadline = self.log_path.stem, self._node_actors[0], time.monotonic() + timeout_s
+        ready = actor.wait_ready.remote(timeout_s, self._started[0])
         done, _ = ray.wait([ready, *self._ended], timeout=timeout_s + RPC_MARGIN_S)
         try:
-            ray.get(ready, timeout=RPC_MARGIN_S if done else 0)  # if the processes ended, its error says why
+            ray.get(ready, timeout=RPC_MARGIN_S if done else 0)  # if the processes have ended, this raises the reason
             self.url = ray.get(self._started[0], timeout=max(1.0, deadline - time.monotonic()))
         except RayTaskError as error:
             if isinstance(error.cause, RuntimeError | TimeoutError):
                 raise error.cause from None
             raise
         except RayActorError as error:
-            raise RuntimeError(f"{name} ended before it was ready: its host process died ({error})") from error
+            raise RuntimeError(f"{name} ended before it was ready: its EngineNodeActor died ({error})") from error
         except GetTimeoutError:
             logs = f"its logs are {self.log_path.with_suffix('')}*.log"
             if done:
@@ -231,7 +231,7 @@ class HostedEngine:
             raise TimeoutError(f"{name} was not ready after {timeout_s:g} s; {logs}") from None
 
     def alive(self) -> bool:
-        """Whether its processes run on every node, as far as Ray knows."""
+        """Return whether the engine's processes run on every node, as far as Ray knows."""
         return bool(self._ended) and not ray.wait(self._ended, timeout=0, fetch_local=False)[0]
 
     @property
@@ -246,28 +246,28 @@ class HostedEngine:
             return False
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of its live processes; 0 if an EngineNodeActor does not answer."""
+        """Return the user and system CPU seconds of the engine's live processes; 0 if an EngineNodeActor does not answer."""
         with suppress(RayError):
-            return sum(ray.get([host.cpu_seconds.remote() for host in self._hosts], timeout=RPC_MARGIN_S))
+            return sum(ray.get([actor.cpu_seconds.remote() for actor in self._node_actors], timeout=RPC_MARGIN_S))
         return 0.0
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End it on every node. Safe to call twice."""
+        """End the engine on every node. Safe to call twice."""
         with suppress(RayError):  # if an EngineNodeActor is gone, so are its processes
-            ray.get([host.stop.remote(timeout_s) for host in self._hosts], timeout=timeout_s + RPC_MARGIN_S)
-        for host in self._hosts:
-            ray.kill(host)
-        self._hosts, self._started, self._ended = [], [], []
+            ray.get([actor.stop.remote(timeout_s) for actor in self._node_actors], timeout=timeout_s + RPC_MARGIN_S)
+        for actor in self._node_actors:
+            ray.kill(actor)
+        self._node_actors, self._started, self._ended = [], [], []
 
 
 def visible_devices_env(slots: Sequence[DeviceSlot]) -> dict[str, str]:
-    """Environment variables that show a server exactly these slots' GPUs, in the order of its ranks."""
+    """Return environment variables that show a server exactly these slots' GPUs, in the order of its ranks."""
     devices = [slot.device for slot in slots if slot.device]
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
 
 
 def group_by_node(slots: Sequence[DeviceSlot]) -> list[list[DeviceSlot]]:
-    """Group an engine's slots by node. Raises ValueError if nodes have different numbers of them: SGLang refuses that."""
+    """Group an engine's slots by node. Raises ValueError if nodes have different numbers of slots, which SGLang refuses."""
     by_node: dict[str, list[DeviceSlot]] = {}
     for slot in slots:
         by_node.setdefault(slot.node, []).append(slot)

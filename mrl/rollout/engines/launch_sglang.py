@@ -1,9 +1,9 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-It runs SGLang's own HTTP server with SGLang's own arguments; only the way it starts differs. SGLang spawns its scheduler and
-detokenizer, and each of them imports torch, transformers and sglang again (8 CPU-seconds per process). Without CUDA, forking
-is safe, so here one process with one thread imports everything, and the others are forked from it. All changes to SGLang go
-through its hook registry.
+It runs SGLang's own HTTP server with SGLang's own arguments; only the start of the processes differs. SGLang spawns its
+scheduler and detokenizer, and each of them imports torch, transformers and sglang again (8 CPU-seconds per process). Without
+CUDA, forking is safe. One process with one thread therefore imports everything and forks the scheduler and the detokenizer.
+All changes to SGLang go through its hook registry.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def register_server() -> None:
 
 
 def check_plugin_installed() -> None:
-    """Raise RuntimeError if SGLang cannot find this checkout's platform plug-in. It would start anyway and fail much later."""
+    """Raise RuntimeError if SGLang cannot find this checkout's platform plug-in: SGLang would start and fail much later."""
     plugins = entry_points(group="sglang.srt.platforms", name="mrl_cpu")
     if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
@@ -68,7 +68,8 @@ def check_plugin_installed() -> None:
 def limit_model_imports(model_path: Path) -> None:
     """Let SGLang import only the model files that define this checkpoint's architecture, instead of all 250.
 
-    Does nothing if no file defines it (SGLang then falls back to Transformers), or if the user set the variable.
+    Does nothing if no file defines it (SGLang then falls back to Transformers), or if the user has set
+    SGLANG_DISABLED_MODEL_ARCHS.
     """
     config, package = model_path / "config.json", find_spec("sglang")
     if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():
@@ -94,7 +95,7 @@ def serve(fields: dict[str, Any]) -> None:
     HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
-        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported before the fork, so once
+        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported once, before the fork
         from mrl.rollout.cpu.sglang_platform import murmur_hash32
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
@@ -126,13 +127,13 @@ def reset_signals(*_: object) -> None:
 
 
 def keep_kernels(*_: object) -> None:
-    """Replace the switch to batch-invariant kernels, which need Triton: on a CPU, deterministic means seeded sampling."""
+    """Replace SGLang's switch to batch-invariant kernels, which need Triton. On a CPU, `deterministic` only seeds sampling."""
 
 
 def cpu_module(*_: object) -> Any:
     """Replace torch.get_device_module, which returns torch.cuda even without a GPU.
 
-    A scheduler that releases its memory calls `synchronize()` of the module, which would raise there.
+    A scheduler that releases its memory calls `synchronize()` of the returned module; that of torch.cuda raises without a GPU.
     """
     import torch  # loaded already
 
@@ -140,12 +141,12 @@ def cpu_module(*_: object) -> Any:
 
 
 def sleep_paused(result: None, scheduler: Any) -> None:
-    """Hook in the loop of a paused scheduler: wait for the next request. SGLang would spin, on a core that weight sync needs."""
+    """Hook in the loop of a paused scheduler: wait for a request. SGLang would busy-wait on a core that weight sync needs."""
     scheduler.maybe_sleep_on_idle()
 
 
 def wait_listening(server_args: Any) -> None:
-    """Hook before SGLang calls its own HTTP server: wait for its socket, which without a warm-up may not listen yet."""
+    """Hook before SGLang sends a request to its own HTTP server: wait until the socket listens, because there was no warm-up."""
     deadline = time.monotonic() + LISTEN_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((server_args.host, server_args.port), timeout=1):
@@ -154,7 +155,7 @@ def wait_listening(server_args: Any) -> None:
 
 
 def note_shared_memory(ports: Any, *_: object, **__: object) -> None:
-    """Hook after SGLang chose its ports: note for the supervisor which file in /dev/shm to remove if the scheduler is killed."""
+    """Hook after SGLang chose its ports: tell the supervisor which file in /dev/shm to remove if the scheduler is killed."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     scratch = os.environ.get("MRL_ENGINE_SCRATCH")

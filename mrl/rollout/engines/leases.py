@@ -1,4 +1,4 @@
-"""Leases of a server: ports, and a scratch directory, each held by a lock file that ends with the server's processes."""
+"""Leases of a server on ports and a scratch directory: locked files, whose locks end with the server's processes."""
 
 import contextlib
 import fcntl
@@ -16,8 +16,8 @@ FIRST_PORT, LAST_PORT = 20000, 32000
 class PortLease:
     """A free port of this machine, reserved by a lock file among all mrl processes of this user.
 
-    SGLang binds its ports seconds after they are chosen. A socket that reserved a port until then would be in its way; a lock
-    file is not. The lock belongs to the file descriptor: a child process that inherits it keeps the lease.
+    SGLang binds its ports seconds after they are chosen. A socket that reserved the port until then would prevent that; a lock
+    file does not. The lock belongs to the file descriptor: a child process that inherits the descriptor keeps the lease.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class PortLease:
         return False
 
     def close(self) -> None:
-        """Close the descriptor. The lease ends when every process that inherited it has closed it, too."""
+        """Close the descriptor. The lease ends when every process that inherited the descriptor has closed it, too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -58,31 +58,33 @@ def _is_free(port: int) -> bool:
 
 SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # locked while the server's supervisor lives
-MAX_PATH = 60  # characters of the parent: SGLang puts Unix sockets below it, whose paths have at most 107 characters
+MAX_PARENT_LENGTH = (
+    60  # characters of the parent's path; SGLang puts Unix sockets below it: at most 107 characters in a path
+)
 
 
 class ScratchDir:
-    """Temporary directory of one server, held by a lock file. A server removes its own.
+    """Temporary directory of one server, held by a lock file.
 
-    If its supervisor was killed, the next ScratchDir on this machine removes it. The lock belongs to the file descriptor: the
-    process that inherits it holds the directory.
+    The server's supervisor removes it. If the supervisor was killed, the next ScratchDir on this machine removes it. The lock
+    belongs to the file descriptor: the process that inherits the descriptor holds the directory.
     """
 
     def __init__(self) -> None:
         """Create the directory, and remove directories whose holders have ended."""
-        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PATH else "/tmp")
+        parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PARENT_LENGTH else "/tmp")
         for folder in parent.glob(f"{SCRATCH_PREFIX}*"):
-            with contextlib.suppress(OSError):  # it belongs to another user, or was removed meanwhile
+            with contextlib.suppress(OSError):  # the folder belongs to another user, or was removed meanwhile
                 if not _is_held(folder):
                     remove_scratch(folder)
         self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
-        unlocked = self.path / "new"
-        self.fd = os.open(unlocked, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        new_lock = self.path / "new"
+        self.fd = os.open(new_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(self.path / LOCK_FILE)  # it is locked before another process can find it
+        new_lock.rename(self.path / LOCK_FILE)  # only now, so other processes never see the lock file unlocked
 
     def release(self) -> None:
-        """Close the descriptor; the process that inherited it holds the directory from now on."""
+        """Close the descriptor; the process that inherited the descriptor holds the directory from now on."""
         os.close(self.fd)
 
     def remove(self) -> None:
@@ -92,7 +94,7 @@ class ScratchDir:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a process holds the directory, or it is so new that its lock file does not exist yet."""
+    """Return whether a process holds the directory, or the directory is so new that it has no lock file yet."""
     try:
         file = (folder / LOCK_FILE).open("rb+")
     except FileNotFoundError:
@@ -106,7 +108,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a directory, and the files in shared memory that its server listed there."""
+    """Remove a directory, and the files in shared memory that its server listed in the directory."""
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / "shared_memory").read_text().splitlines():
             path = Path(line)

@@ -1,4 +1,4 @@
-"""SGLang servers: one that is started here as a child process and always ends with this process, and an external one."""
+"""SGLang servers: EngineServer, a child process that always ends with this process, and ExternalEngine, run by the user."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOG_TAIL_BYTES = 4000  # end of the log that an error message quotes
 
 
 class EngineServer:
-    """One server in a session of its own, under a supervisor that ends it when this process ends, even by SIGKILL.
+    """One server in its own process session, under a supervisor that ends it when this process ends, even by SIGKILL.
 
         with EngineServer(default_server_args("float32", 512) | {"model_path": path}, log_path) as server:
             server.wait_ready(timeout_s=120)
@@ -99,12 +99,12 @@ class EngineServer:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         env = os.environ | {
-            "TMPDIR": str(scratch),  # SGLang leaves socket files behind; they are removed with the directory
+            "TMPDIR": str(scratch),  # SGLang does not remove its socket files; the directory's removal does
             "MRL_ENGINE_SCRATCH": str(scratch),
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
-            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon it notices that the client disconnected
-            "SPT_NOENV": "1",  # setproctitle must not overwrite the environment, by which the processes are found
-            "MASTER_ADDR": "127.0.0.1",  # with the port, part of the names of its kernels' shared memory
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon SGLang notices that a client disconnected
+            "SPT_NOENV": "1",  # setproctitle must not overwrite the environment: it identifies the processes
+            "MASTER_ADDR": "127.0.0.1",  # this address and port name the shared memory of SGLang's kernels
             "MASTER_PORT": str(self._leases[1].port),
         }
         if "dist_init_addr" not in self.server_args:  # all ranks are on this node
@@ -116,7 +116,9 @@ class EngineServer:
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
             if not self.server_args.get("enable_torch_compile"):
-                env.setdefault("TORCHDYNAMO_DISABLE", "1")  # or the import of SGLang imports the compiler, unused
+                env.setdefault(
+                    "TORCHDYNAMO_DISABLE", "1"
+                )  # otherwise SGLang imports the compiler, which it does not use
             cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
             if ranks > 1:  # SGLang asserts that there is one binding per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
@@ -124,7 +126,7 @@ class EngineServer:
         return env | self._extra_env
 
     def alive(self) -> bool:
-        """Whether the server's processes run. They may not take requests yet."""
+        """Return whether the server's processes run. The server may not take requests yet."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     @property
@@ -155,7 +157,7 @@ class EngineServer:
         return f"end of {self.log_path}:\n{text}"
 
     def cpu_seconds(self) -> float:
-        """User and system CPU seconds of the server's live processes and their ended children."""
+        """Return the user and system CPU seconds of the server's live processes and their ended children."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -164,7 +166,7 @@ class EngineServer:
         return total
 
     def processes(self) -> list[psutil.Process]:
-        """The supervisor and all its descendants."""
+        """Return the supervisor and all its descendants."""
         if self._supervisor is None:
             return []
         with contextlib.suppress(psutil.Error):
@@ -190,7 +192,7 @@ class EngineServer:
                     process.send_signal(signal.SIGKILL)
             self._supervisor.wait(timeout_s)
         if self._scratch is not None:
-            self._scratch.remove()  # the supervisor removes it, unless it was killed
+            self._scratch.remove()  # the supervisor has removed it, unless the supervisor was killed
 
     def __enter__(self) -> Self:
         self.start()
@@ -212,7 +214,7 @@ def check_seed_support(control: EngineControl, key: str) -> None:
 
 
 class ExternalEngine:
-    """A server that the user runs; used, but never started nor ended. Has the interface of EngineServer."""
+    """A server that the user starts and ends. Has the interface of EngineServer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -227,12 +229,12 @@ class ExternalEngine:
                 time.sleep(EXTERNAL_POLL_INTERVAL_S)
 
     def alive(self) -> bool:
-        """Return True: its processes are unknown here, and it may come back by itself."""
+        """Return True: mrl does not know the server's processes, and a failed server may recover."""
         return True
 
     def stop(self) -> None:
-        """Do nothing: the user ends it."""
+        """Do nothing: the user ends the server."""
 
     def cpu_seconds(self) -> float:
-        """Return 0: its processes are unknown here."""
+        """Return 0: mrl does not know the server's processes."""
         return 0.0

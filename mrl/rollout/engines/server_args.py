@@ -1,4 +1,4 @@
-"""SGLang's server arguments: which exist, which mrl sets itself, and defaults for a device."""
+"""SGLang's server arguments: their names, those that mrl sets itself, and defaults for a device."""
 
 import ast
 import ctypes
@@ -27,12 +27,12 @@ RESERVED_ARGS: dict[str, str] = {
     "api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
     "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
 }
-"""Arguments that mrl sets, and what a user sets instead."""
+"""Arguments that mrl sets -> what a user sets instead."""
 
 
 @cache
 def server_arg_names() -> frozenset[str]:
-    """Names of all fields of ServerArgs, read from its source: importing SGLang would cost the driver 8 CPU-seconds."""
+    """Return the names of all fields of ServerArgs, read from its source: importing SGLang takes 8 CPU-seconds."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed here; install the locked requirements (README).")
@@ -62,7 +62,7 @@ def check_server_args(overrides: Mapping[str, Any]) -> None:
 
 
 def has_cuda() -> bool:
-    """Whether the CUDA driver sees a device, given CUDA_VISIBLE_DEVICES. Does not import torch."""
+    """Return whether the CUDA driver sees a device under CUDA_VISIBLE_DEVICES. Does not import torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -72,7 +72,7 @@ def has_cuda() -> bool:
 
 
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
-    """ServerArgs fields of an engine whose GPU memory is offloaded; a CPU engine needs none. `device`: None detects it."""
+    """Return the ServerArgs fields that an engine needs to be offloaded; none on a CPU. `device`: None detects the device."""
     return dict(enable_memory_saver=True) if (device or ("cuda" if has_cuda() else "cpu")) == "cuda" else {}
 
 
@@ -84,7 +84,7 @@ def default_server_args(
     mem_fraction_static: float = 0.8,
     max_total_tokens: int = 65536,
 ) -> dict[str, Any]:
-    """ServerArgs fields for rollout on this device; None: cuda if there is a GPU, else cpu.
+    """Return the ServerArgs fields for rollout. `device`: None stands for cuda if there is a GPU, else cpu.
 
     `mem_fraction_static` limits weights and KV cache on a GPU; `max_total_tokens` is the size of the KV cache on a CPU.
     """
@@ -97,9 +97,9 @@ def default_server_args(
         skip_server_warmup=True,
         sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a core busy while the trainer works
         weight_version="0",
-        load_snapshot_publish_interval=5,  # forward passes between heartbeats, which tell a hung engine from a slow one
-        disable_shared_experts_fusion=True,  # keep them separate from routed experts, as in the trainer
-        custom_weight_loader=[WEIGHT_LOADER],  # through which the live weight sync reaches the scheduler processes
+        load_snapshot_publish_interval=5,  # forward passes between heartbeats, which distinguish a hung engine from a slow one
+        disable_shared_experts_fusion=True,  # as in the trainer, shared experts are separate from routed ones
+        custom_weight_loader=[WEIGHT_LOADER],  # the live weight sync reaches the scheduler processes through it
         log_level="warning",
     )
     if device == "cuda":

@@ -1,11 +1,11 @@
 """Supervisor process between a rollout process and an SGLang server: the server never outlives the rollout process.
 
-It runs as a file with `python -I -S`, so it starts in milliseconds and must not import anything from mrl. It leads a session
-of its own and starts the command that it reads from stdin as one line of JSON. It ends the command and all its descendants
-when the command ends, when stdin closes (the parent is gone, even by SIGKILL, or wants the end), when its parent changes, and
-on SIGTERM or SIGINT. As a subreaper it sees every descendant, including those that left the process group. If the supervisor
-itself is killed, the kernel kills the command, and the command's children watch the command (SGLang sets their parent-death
-signal).
+It runs as a file with `python -I -S`, so it starts in milliseconds and must not import anything from mrl. It leads its
+own process session and starts the command that it reads from stdin as one line of JSON. It ends the command and all its
+descendants when the command ends, when stdin closes (the parent ended, even by SIGKILL, or requests the end), when its parent
+changes, and on SIGTERM, SIGINT or SIGHUP. As a subreaper it sees every descendant, including those that left
+the process group. If the supervisor itself is killed, the kernel kills the command, and then the command's children (SGLang
+sets their parent-death signal).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def descendants() -> list[int]:
-    """Ids of all descendants of this process."""
+    """Return the process ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -44,7 +44,7 @@ def descendants() -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped and would leave behind."""
+    """Return the files in /dev/shm that these processes have mapped and would not remove."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
@@ -57,7 +57,7 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def reap() -> dict[int, int]:
-    """Reap ended children; returns their exit statuses by process id."""
+    """Reap ended children; return their exit statuses by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -86,7 +86,7 @@ def end_all(grace_s: float) -> None:
 
 
 def start(spec: dict) -> int:
-    """Start the command in its own process group; returns its process id."""
+    """Start the command in its own process group; return its process id."""
 
     def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -103,7 +103,7 @@ def start(spec: dict) -> int:
 
 
 def watch(pid: int, parent: int, stopping: list[int], wake_fd: int) -> int | None:
-    """Wait for a reason to end; returns the command's exit status, or None if the command still runs."""
+    """Wait for a reason to end; return the command's exit status, or None if the command still runs."""
     while True:
         readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_INTERVAL_S)
         if wake_fd in readable:
