@@ -24,9 +24,7 @@ class ScoredBatch:
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, may be 0; their sum is R
     truncated: NDArray[np.bool_]  # [B] the response was cut at the token limit
-    turn_rewards: NDArray[np.float64] | None = (
-        None  # [R] reward at the last token of a turn, else 0; replaces `rewards`
-    )
+    turn_rewards: NDArray[np.float64] | None = None  # [R] reward at the last token of each turn; replaces `rewards`
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
 
@@ -121,6 +119,4 @@ class LossInputs:
     entropy: Tensor  # [R] in nats, of the distribution that predicts the token; differentiable if the loss uses it
     rollout_logprobs: Tensor  # [R] under the engine that sampled the tokens
     responses: Responses
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # [R] columns that the loss `needs`, and its extra columns
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R] columns in `needs` and extra columns of the loss

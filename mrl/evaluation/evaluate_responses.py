@@ -22,20 +22,20 @@ REPORT, PICTURE, SCORES = "evaluation.json", "evaluation.png", "scores.parquet"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Summaries of an evaluation, with the scored responses they are computed from."""
+    """Summaries of an evaluation, and the scored responses from which they are computed."""
 
     summaries: list[EvaluationSummary]
     rows: list[Row]  # [B] scored responses
     answers: list[str | None]  # [B] answer that each response votes for
     reward: dict[str, Any]  # config node of the reward
-    settings: Row  # of the generation
+    settings: Row  # settings of the generation
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
-    """Score the responses of a generation if they have no scores or evaluate.rescore is set, and summarise them.
+    """Summarise the responses of a generation; score them first if they have no scores or if evaluate.rescore is set.
 
-    Raises ValueError if the folder holds no finished generation, if evaluate.k exceeds its samples, or if the reward
-    is invalid.
+    Raises ValueError if the folder contains no finished generation, if evaluate.k exceeds the number of responses to a
+    prompt, or if the reward is invalid.
     """
     settings, rows = read_responses(folder)
     ks = choose_k(config.evaluate.k, settings["generate.samples"])
@@ -63,7 +63,7 @@ def checked_reward(config: Config) -> Reward:
 
 
 def _stored_reward(node: dict[str, Any], folder: Path) -> Reward | None:
-    """Return the reward of the stored scores, for its `answer` method; None if it can no longer be built."""
+    """Return the reward of the stored scores (maj@k needs its `answer` method); None if it can no longer be built."""
     try:
         return instantiate_callable(node, f"{folder}: reward")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Prompts of `mrl generate`, their responses as rows of a file, and rows as input of a reward."""
+"""Prompts of `mrl generate`; conversion of responses to rows of a file, and of rows to the input of a reward."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import Completion, seed_of
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
-"""Called with the prompts and the number of each file; raises ValueError if the config does not allow the rows left out."""
+"""Function of (prompts of a file, number of the file); raises ValueError if the config forbids the rows that were omitted."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EvaluationPrompt:
     place: int  # position of the file in its set, from 0
     file: str  # name of the file in the config
     file_number: int  # position of the file among all held-out files, from 0
-    row: int  # row in the file, from 0; rows that are left out count
+    row: int  # row in the file, from 0; omitted rows are counted
     data_source: str
     messages: list[dict[str, str]]
     tokens: list[int]
@@ -37,7 +37,7 @@ class EvaluationPrompt:
     extra_info: dict[str, Any]
 
     def seed(self, seed: int, sample: int) -> int:
-        """Return the 63-bit seed of one response. It does not depend on other sets, later files, other rows or samples."""
+        """Return the 63-bit seed of one response. It does not depend on other sets, later files, other rows or other samples."""
         name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
         return seed_of(seed, *name.tolist(), self.place, self.row, sample)
 
@@ -59,7 +59,7 @@ class EvaluationPrompt:
             finish_reason=completion.finish_reason,
             ground_truth=self.ground_truth if is_text else json.dumps(self.ground_truth, default=str),
             ground_truth_is_json=not is_text,
-            extra_info=json.dumps(self.extra_info, default=str),  # JSON has no dates, parquet has
+            extra_info=json.dumps(self.extra_info, default=str),  # parquet has dates, which JSON does not have
             score=None,
             failure=None,
             parts=None,
@@ -75,7 +75,7 @@ def load_prompts(
 ) -> list[EvaluationPrompt]:
     """Return the first `rows` usable prompts of each file or user-defined data set (None: all).
 
-    Raises ValueError with file, row and reason, from reading a file or from `enforce`.
+    Raises ValueError with file, row and reason if a file cannot be read or if `enforce` raises.
     """
     prompts: list[EvaluationPrompt] = []
     files = [placed for source in sources for placed in enumerate(source.split_by_file())]
@@ -136,7 +136,7 @@ def _to_reward_response(row: Row, group: int) -> Response:
 
 @runtime_checkable
 class GivesAnswers(Protocol):
-    """A reward that extracts the answer of a response. Responses with equal answers vote together in maj@k."""
+    """A reward that can extract the answer of a response. In maj@k, each response votes for its answer."""
 
     def answer(self, response: Response) -> str | None:
         """Return the answer in a canonical form, the same text for equal answers; None if there is no answer."""
@@ -156,9 +156,9 @@ def add_scores(rows: Sequence[Row], scores: Sequence[Score]) -> list[Row]:
 
 
 def voted_answers(reward: Reward | None, responses: Sequence[Response]) -> list[str | None]:
-    """Return the answer that each response votes for; None for a response without one.
+    """Return the answer that each response votes for; None for a response without an answer.
 
-    It is the reward's `answer` if the reward has this method, else the stripped text.
+    If the reward has no method `answer`, the stripped text of the response is the answer.
     """
     if isinstance(reward, GivesAnswers):
         return [reward.answer(response) for response in responses]

@@ -14,23 +14,26 @@ from mrl.evaluation.evaluation_prompts import prompt_key
 from mrl.evaluation.response_store import Row
 
 MAX_SAMPLES = 1000
+"""Largest number of responses to a prompt; with more, the binomial coefficients overflow float64."""
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the probability that k of n responses, drawn without replacement, include one that passed: 1 - C(n-c, k) / C(n, k).
+    """Return the probability that at least one of k responses passed: 1 - C(n-c, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1: unbiased for every n >= k.
+    The k responses are drawn without replacement from n responses, of which c passed. The estimate is unbiased for every
+    n >= k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
     """
     assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples, f"n={num_samples}, c={num_passed}, k={k}"
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
 def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
-    """Return the probability that the majority answer of k of the n responses, drawn without replacement, passes.
+    """Return the probability that the majority answer of k responses passes.
 
-    Each drawn response votes for its answer; None is no vote, and without votes nothing passes. Tied answers win with
-    equal probability. An answer passes with the fraction of its responses that pass. The result is the exact mean over
-    all subsets and ties, computed by counting.
+    The k responses are drawn without replacement from the n responses. Each drawn response votes for its answer; a
+    response without an answer (None) does not vote. Without votes, nothing passes. Tied answers win with equal
+    probability. The probability that an answer passes is the fraction of its responses that pass. The result is the
+    exact mean over all subsets and ties, computed by counting.
     """
     return majorities(answers, passed, [k])[k]
 
@@ -51,27 +54,28 @@ def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequen
 def _win_probabilities(
     counts: tuple[int, ...], silent: int, needed: frozenset[int], most: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Return, for each size in `needed`, the probability [most + 1] that an answer of that many responses wins a vote of k, by k.
+    """Return for each size in `needed`: the probability [most + 1] that an answer with this many responses wins, by k.
 
-    `counts` are the responses per answer; `silent` is the number of responses without an answer.
+    k is the number of drawn responses. `counts` are the numbers of responses per answer; `silent` is the number of
+    responses without an answer.
     """
     total = sum(counts) + silent
     draws = np.array([float(comb(total, k)) for k in range(most + 1)])
     won = {size: np.zeros(most + 1) for size in needed}
     for votes in range(1, min(max(needed, default=0), most) + 1):
-        for size, shared_m in _others(counts, silent, votes, needed, most - votes):
-            won[size][votes:] += comb(size, votes) * shared_m
+        for size, ways_m in _ways_of_other_answers(counts, silent, votes, needed, most - votes):
+            won[size][votes:] += comb(size, votes) * ways_m
     return {size: ways / draws for size, ways in won.items()}
 
 
-def _others(
+def _ways_of_other_answers(
     counts: tuple[int, ...], silent: int, votes: int, needed: frozenset[int], most: int
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield, for each needed size, the number of ways [most + 1] to draw m responses of the other answers, by m.
+    """Yield for each needed size: the number of ways [most + 1] to draw m responses of the other answers, by m.
 
     No other answer may get more than `votes`. A way in which t other answers get exactly `votes` counts 1 / (t + 1),
-    the chance to win the tie. It is the integral of y**t from 0 to 1: each tied answer contributes a factor y, and
-    Gauss-Legendre quadrature integrates the product over y exactly.
+    the probability to win the tie, which is the integral of y**t from 0 to 1. Each tied answer therefore contributes a
+    factor y, and Gauss-Legendre quadrature integrates the product over y exactly.
     """
     rivals = Counter(size for size in counts if size >= votes)
     free = sum(size for size in counts if size < votes) + silent  # these cannot exceed `votes`
@@ -89,9 +93,9 @@ def _all_but_one(
     most: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield, for each needed size, `ways_ym` times the polynomials of all rivals but one of that size, by recursive halving.
+    """Yield for each needed size: `ways_ym` times the polynomials of all rivals except one rival of this size.
 
-    `rivals` are pairs (size, number of answers of that size).
+    `rivals` are pairs (size, number of answers of this size). They are halved recursively to share products.
     """
     if not any(size in needed for size, _ in rivals):
         return
@@ -150,7 +154,7 @@ def _legendre(number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @dataclass(frozen=True)
 class IntervalEstimate:
-    """A mean over prompts with the ends of its confidence interval; None if a single prompt gives no interval."""
+    """A mean over prompts with its confidence interval [low, high]; the bounds are None if there is only one prompt."""
 
     value: float
     low: float | None
@@ -160,7 +164,7 @@ class IntervalEstimate:
 def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstimate:
     """Return the mean of one value in [0, 1] per prompt [P], with Wilson's score interval for the effective number of prompts.
 
-    If all values are 0 or 1, this is Wilson's interval. Values in between (pass@k of a prompt is a probability) have a
+    If all values are 0 or 1, this is Wilson's interval. Values between 0 and 1, such as pass@k of a prompt, have a
     smaller variance than m(1 - m), where m is their mean. The effective number of prompts is then P * m(1 - m) /
     variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for Proportions in Complex
     Sample Surveys"). The variance includes one additional prompt with the largest spread m(1 - m), so that a few equal
@@ -202,7 +206,7 @@ class PromptScores:
     answers: list[str | None]
     failed: int  # responses that could not be scored; their score is 0
     cut: int  # responses cut at the token limit
-    tokens: int  # of all responses together
+    tokens: int  # number of tokens of all responses together
 
     @property
     def samples(self) -> int:
@@ -248,7 +252,7 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
 
 
 def choose_k(ks: Sequence[int], samples: int) -> list[int]:
-    """Return `ks` sorted; if empty, the powers of 2 up to `samples`, and `samples`. Raises ValueError for a k above `samples`."""
+    """Return `ks` sorted; if `ks` is empty, powers of 2 below `samples`, and `samples`. Raises ValueError if a k is too large."""
     if not ks:
         return sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     if max(ks) > samples:
@@ -262,7 +266,7 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
 def summarise(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
-    """Return the summary of each data source, sorted by name; with several sources, the summary of all prompts comes last."""
+    """Return the summary of each data source, sorted by name, and last, with several sources, the summary of all prompts."""
     by_source: dict[str, list[PromptScores]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt)
@@ -292,6 +296,3 @@ def _summary(
         cut_fraction=sum(prompt.cut for prompt in prompts) / responses,
         mean_tokens=sum(prompt.tokens for prompt in prompts) / responses,
     )
-
-
-"""Largest number of responses to a prompt: the binomial coefficients of more overflow float64."""

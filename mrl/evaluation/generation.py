@@ -30,7 +30,7 @@ from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingPa
 from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
 
 FILES_AHEAD = 2
-"""Files that are already requested while an older file is completed. Engines stay busy during the slowest response of a file."""
+"""Number of later files that are requested while a file is completed, so that engines stay busy during its slowest response."""
 
 MAX_POSTS = 64
 """Concurrent HTTP requests to one engine. One request carries several prompts if generate.requests_in_flight is larger."""
@@ -58,7 +58,7 @@ def generate(
         converting: shows the progress of converting a Megatron checkpoint.
 
     Raises:
-        ValueError: a mistake in the input files, found before engines start; or the reward gives no scores.
+        ValueError: the input files have an error (raised before engines start), or the reward gives no scores.
         EngineError: an engine failed. Finished files are kept.
     """
     prompts, settings = plan.prompts(), plan.config.generate
@@ -80,8 +80,8 @@ def generate(
 def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineClient]]:
     """Start SGLang engines that serve `folder`, and yield a client of each when all are ready.
 
-    The engines are stopped when the block ends. With rollout.engine_urls, the clients are those of running servers,
-    which are left running.
+    The engines are stopped when the block ends. With rollout.engine_urls, no engines are started: the clients connect to
+    these servers, which keep running.
 
     Raises:
         EngineError: an engine does not start.
@@ -110,13 +110,13 @@ def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineC
 
 
 class RequestDispatcher:
-    """Distributes requests over engines, with a bound on the concurrent requests of each engine.
+    """Distributes requests over engines, with a limit on the concurrent requests of each engine.
 
-    It is a context manager; at its end, requests that have not been sent are cancelled.
+    At the end of its `with` block, requests that have not been sent are cancelled.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
-        """`in_flight`: concurrent responses per engine. `logprobs`: request the log-probability of every token."""
+        """`in_flight` is the number of concurrent responses per engine. `logprobs`: request log-probabilities."""
         posts = min(MAX_POSTS, in_flight)
         self._per_post, self._logprobs = in_flight // posts, logprobs
         self._free: queue.SimpleQueue[EngineClient] = queue.SimpleQueue()

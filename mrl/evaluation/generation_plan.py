@@ -23,7 +23,7 @@ from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
-CONVERTED = "model"  # subfolder of the output with a converted Megatron checkpoint, until the generation is finished
+CONVERTED = "model"  # temporary subfolder of the output with the converted Megatron checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ServedModel:
 
 
 def find_model(config: Config) -> ServedModel:
-    """Return the model that model.path holds. Raises ValueError with the path to use instead if it holds none."""
+    """Return the model at model.path. If there is none, raise ValueError with the path to use instead."""
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
         if not base:
@@ -81,12 +81,12 @@ def find_model(config: Config) -> ServedModel:
         return ServedModel(HFConfig.load(base, config.model.family), path)
     if base:
         raise ValueError(
-            f"generate.base={base}: goes with a Megatron checkpoint, and model.path={path} is none; leave it out."
+            f"generate.base={base}: is only for a Megatron checkpoint, but model.path={path} is not one; remove generate.base."
         )
     inner = [folder for name in ("hf", "checkpoint", "actor") if (folder := path / name).is_dir()]
     inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
     if inner and not (path / "config.json").is_file():
-        raise ValueError(f"model.path={path}: is the folder of a run; name {' or '.join(map(str, inner))}.")
+        raise ValueError(f"model.path={path}: is a run directory; set model.path to {' or '.join(map(str, inner))}.")
     return ServedModel(check_hf_folder(path, config.model.family))
 
 
@@ -161,12 +161,12 @@ def plan_generation(config: Config) -> GenerationPlan:
     return GenerationPlan(config, store, model, sources, reward, sampling)
 
 
-DATA = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")
+DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args", "bad_rows", "overlong")
 """Keys of the data section that determine the prompts, in addition to the files."""
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return all settings that determine the responses, by config key. Number and place of the engines are not among them."""
+    """Return all settings that determine the responses, by config key. Number and GPUs of the engines are not included."""
     generate = config.generate
     names = (
         "samples",
@@ -184,7 +184,7 @@ def _response_settings(config: Config, model: ServedModel, prompt_files: list[Pa
         "model.path": str(Path(config.model.path).resolve()),
         "model.dtype": config.model.dtype,
         "data.test": [str(Path(file).resolve()) for file in config.data.test],
-        **{f"data.{name}": vars(config.data)[name] for name in DATA},
+        **{f"data.{name}": vars(config.data)[name] for name in DATA_KEYS},
         **{f"generate.{name}": vars(generate)[name] for name in names},
         "rollout.max_response_tokens": config.rollout.max_response_tokens,
         "run.seed": config.run.seed,
@@ -203,7 +203,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def describe_determinism(config: Config) -> str:
-    """Return how far the responses are reproducible, in words, for the terminal and generate.json."""
+    """Describe how reproducible the responses are, for the terminal and generate.json."""
     if config.generate.temperature == 0:
         kind = "greedy decoding: the most likely token each time"
     elif config.generate.deterministic:
@@ -212,6 +212,6 @@ def describe_determinism(config: Config) -> str:
         return "not reproducible: a response depends on the other requests in its engine's batch; run.seed only seeds the engines"
     if not config.generate.deterministic:
         return (
-            kind + "; when two tokens are nearly equally likely, rounding decides, which depends on the engine's batch"
+            kind + "; if two tokens are nearly equally likely, rounding decides, and it depends on the engine's batch"
         )
     return kind + "; on a GPU with batch-invariant kernels, on a CPU up to rounding"

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 class ResponseStore:
     """The files of one generation. A later process with the same settings adds the missing files.
 
-    As a context manager it holds an exclusive lock on the folder; only the lock holder may write.
+    Inside its `with` block, this process has an exclusive lock on the folder; only the lock holder may write.
     """
 
     def __init__(self, folder: str | Path, settings: Row) -> None:
@@ -26,11 +26,12 @@ class ResponseStore:
         Args:
             settings: everything that determines the responses, as a flat JSON object.
 
-        Raises: ValueError: the folder belongs to a generation with other settings (the message names the differences),
-        or it holds other files.
+        Raises:
+            ValueError: the folder belongs to a generation with other settings (the message names the differences), or it
+                contains other files.
         """
         self.folder = Path(folder)
-        self.settings: Row = json.loads(json.dumps(settings))  # in the form in which the manifest is read back
+        self.settings: Row = json.loads(json.dumps(settings))  # the same types as in a manifest that is read back
         self._lock: int | None = None
         self._check()
 
@@ -50,8 +51,8 @@ class ResponseStore:
         ]
         if changed:
             raise ValueError(
-                f"generate.output={self.folder}: was begun with other settings ({'; '.join(changed[:5])}); name another folder, "
-                "or remove it to start over."
+                f"generate.output={self.folder}: was started with other settings ({'; '.join(changed[:5])}); name another "
+                "folder, or remove this one to start over."
             )
 
     def bind(self, prompts_digest: str) -> None:
@@ -64,8 +65,8 @@ class ResponseStore:
         assert manifest, "__enter__ writes the manifest"
         if manifest.get("prompts_digest") not in (None, prompts_digest):
             raise ValueError(
-                f"generate.output={self.folder}: was begun with other prompts, though of the same files: chat template, "
-                "tokenizer, data.max_prompt_tokens or a user's data set has changed; change it back, or name another folder."
+                f"generate.output={self.folder}: was started with other prompts from the same files: the chat template, "
+                "tokenizer, data.max_prompt_tokens or a user-defined data set has changed; restore it, or name another folder."
             )
         self._write_manifest(prompts_digest=prompts_digest)
 
@@ -83,8 +84,10 @@ class ResponseStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.__exit__()
-            raise ValueError(f"generate.output={self.folder}: another process writes there; wait for it.") from None
-        except OSError:  # the file system has no locks; the user must not start two writers
+            raise ValueError(
+                f"generate.output={self.folder}: another process writes there; wait until it ends."
+            ) from None
+        except OSError:  # the file system has no locks: the user must not start two writers
             pass
         for unfinished in self.folder.glob("*.unfinished"):
             unfinished.unlink()
@@ -131,8 +134,9 @@ class ResponseStore:
 def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
     """Return the settings and all rows, in order, of a finished generation.
 
-    Raises: ValueError: the folder holds no generation, an unfinished one, one of another version, or one with missing
-    or added files.
+    Raises:
+        ValueError: the folder contains no generation, or the generation is unfinished, was written by another version,
+            or has missing or added files.
     """
     import pyarrow.parquet as pq
 
@@ -142,7 +146,7 @@ def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
         raise ValueError(f"{folder}: no {MANIFEST} there; expected a folder that `mrl generate` wrote.")
     if manifest["finished"] is None:
         raise ValueError(
-            f"{folder}: the generation was stopped; the same `mrl generate` with generate.output={folder} goes on."
+            f"{folder}: the generation is not finished; run the same `mrl generate` with generate.output={folder} to continue it."
         )
     tables = {path: pq.read_table(path) for path in sorted(folder.glob(FILES))}
     for path, table in tables.items():
@@ -151,8 +155,8 @@ def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
     rows = [row for table in tables.values() for row in table.to_pylist(maps_as_pydicts="strict")]
     if len(rows) != manifest["finished"]["responses"]:
         raise ValueError(
-            f"{folder}: {len(rows)} responses are there, {MANIFEST} says {manifest['finished']['responses']}; files were removed "
-            "or added. Generate again."
+            f"{folder}: found {len(rows)} responses, but {MANIFEST} says {manifest['finished']['responses']}; files were "
+            "removed or added. Generate again."
         )
     return manifest["settings"], rows
 
@@ -163,7 +167,7 @@ def _read_manifest(folder: Path) -> Row | None:
 
 
 def response_schema() -> Any:
-    """Return the pyarrow schema of the files. It is fixed, so that a column of nulls in one file keeps its type."""
+    """Return the pyarrow schema of the files. A fixed schema keeps the type of a column that has only nulls in one file."""
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])

@@ -20,7 +20,7 @@ _FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function
 
 
 class CodeTestCase(Protocol):
-    """Interface of a test case: input of the program, code appended to it, and check of its output."""
+    """Interface of a test case: stdin of the program, code appended to the program, and check of its stdout."""
 
     @property
     def stdin(self) -> str: ...
@@ -31,7 +31,7 @@ class CodeTestCase(Protocol):
 
 @dataclass(frozen=True)
 class StdoutTestCase:
-    """The program reads `stdin` and prints `expected`. White space between words and empty lines are ignored."""
+    """The program reads `stdin` and must print `expected`. White space between words and empty lines are ignored."""
 
     stdin: str
     expected: str
@@ -43,13 +43,12 @@ class StdoutTestCase:
 
 @dataclass(frozen=True)
 class AssertTestCase:
-    """The statements `check` run to their end after the program, without an exception."""
+    """The statements `check`, executed after the program, must not raise an exception."""
 
     check: str
     stdin: str = ""
-    mark: str = field(
-        default_factory=lambda: secrets.token_hex(16)
-    )  # printed at the end, so that sys.exit(0) does not pass
+    # printed after the statements, so that a program that calls sys.exit(0) does not pass
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def tail(self) -> str:
@@ -61,7 +60,7 @@ class AssertTestCase:
 
 @dataclass(frozen=True)
 class FunctionTestCase:
-    """A function, or a method of class Solution, returns `expected` for `arguments`.
+    """A function, or a method of class Solution, must return `expected` for `arguments`.
 
     The results are compared outside the sandbox. An `expected` list with one element also matches that element,
     because some data sets wrap the result.
@@ -97,8 +96,8 @@ def read_cases(ground_truth: str | Mapping[str, Any]) -> list[CodeTestCase]:
     Forms:
 
     - {"inputs": [stdin, ...], "outputs": [stdout, ...]}
-    - the same with "fn_name": an input is a list of arguments and its output a value; or an input is a text with one
-      JSON value per line, and its output a JSON text
+    - the same with "fn_name": an input is a list of arguments, and its output is a value; or an input is a text with one
+      JSON value per line, and its output is a JSON text
     - {"asserts": [statements, ...]}; the key may also be "functional"
 
     Raises ValueError for anything else.
@@ -122,23 +121,23 @@ def _cases(tests: Mapping[str, Any]) -> list[CodeTestCase]:
         return []
     pairs = zip(inputs, outputs, strict=True)
     if name := tests.get("fn_name"):
-        return [_returns(name, given, out) for given, out in pairs]
+        return [_function_case(name, given, out) for given, out in pairs]
     return [StdoutTestCase(_text(given), _text(expected)) for given, expected in pairs]
 
 
-def _returns(name: str, given: list[Any] | str, out: Any) -> FunctionTestCase:
-    """Return the test case of a function call. If the input is a text, a text output is JSON; else it is a plain value."""
+def _function_case(name: str, given: list[Any] | str, out: Any) -> FunctionTestCase:
+    """Return the test case of a function call. A text output is parsed as JSON only if the input is also a text."""
     if isinstance(given, str):
         lines = [json.loads(line) for line in given.splitlines() if line.strip()]
         return FunctionTestCase(name, lines, json.loads(out) if isinstance(out, str) else out)
     if not isinstance(given, list):
-        raise TypeError(f"arguments are {given!r:.40}, no list")
+        raise TypeError(f"arguments are {given!r:.40}, not a list")
     return FunctionTestCase(name, given, out)
 
 
 def _statements(check: Any) -> str:
     if not isinstance(check, str):
-        raise TypeError(f"{check!r:.40} is no text of statements")
+        raise TypeError(f"{check!r:.40} is not a text with statements")
     return check
 
 
@@ -158,7 +157,7 @@ def find_code(text: str) -> str | None:
 
 NO_CODE = "no code"
 REASONS = (*(reason for reason in get_args(Reason) if reason != "ok"), NO_CODE)
-"""Why a program did not run normally: the reasons of the sandbox, and a response without a complete code block."""
+"""Reasons why a program did not end normally: those of the sandbox, and a response without a complete code block."""
 
 
 def part_name(reason: str) -> str:
@@ -168,10 +167,11 @@ def part_name(reason: str) -> str:
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """1 if the program in the response passes all test cases of its row, else 0. `partial`: the fraction that it passes.
+    """1 if the program in the response passes all test cases of its row, else 0.
 
-    The parts of the score tell how the program ended: `ended` is 1 if it ended normally in every test case that was
-    run; `code_<reason>` is 1 for the first of REASONS that occurred. Scoring fails only if the test cases cannot be
+    With `partial`, the score is the fraction of test cases that the program passes. The parts of the score tell how the
+    program ended: `ended` is 1 if it ended normally in all test cases that were run; `code_<reason>` is 1 for the first
+    of REASONS that occurred. Scoring fails only if the test cases cannot be
     read or the sandbox does not start.
 
     Raises ValueError for unknown or invalid limits, and on a machine that does not support the sandbox.
@@ -179,8 +179,8 @@ class CodeExecution:
 
     partial: bool = False  # False: stop at the first failed test case
     whole_text: bool = False  # True: the whole response is the program, not its last ```python block
-    workers: int = 4  # number of programs run in parallel
-    limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)  # of one run of a program
+    workers: int = 4  # number of programs that run in parallel
+    limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)  # for each run of a program
 
     def __post_init__(self) -> None:
         require_sandbox()
@@ -202,18 +202,15 @@ class CodeExecution:
         try:
             cases = read_cases(response.ground_truth)
             code = response.text if self.whole_text else find_code(response.text)
-            passed, reason = (0, NO_CODE) if code is None else self._passed(code, cases)
-        except (
-            ValueError,
-            RuntimeError,
-            OSError,
-        ) as error:  # from the ground truth or the sandbox, never from the program
+            passed, reason = (0, NO_CODE) if code is None else self._run_cases(code, cases)
+        except (ValueError, RuntimeError, OSError) as error:
+            # from the ground truth or the sandbox, not from the program
             return Score.failed(str(error))
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)
 
-    def _passed(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
-        """Return the number of passed cases, and the first reason why the program did not end normally (None: it always did)."""
+    def _run_cases(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
+        """Return (number of passed cases, first reason why the program did not end normally, or None)."""
         passed, reason = 0, None
         for case in cases:
             result = self._run(code, case)

@@ -18,7 +18,7 @@ Post = Callable[[Json], Awaitable[Any]]
 
 
 class RemoteError(Exception):
-    """The service answered with an error, or not in time."""
+    """The service answered with an error, or did not answer in time."""
 
 
 class RetryableError(RemoteError):
@@ -36,11 +36,11 @@ class HttpService:
     """
 
     url: str  # base URL of the server, http://HOST:PORT
-    concurrency: int = 32  # concurrent calls
+    concurrency: int = 32  # number of concurrent calls
     timeout_s: float = 60.0  # seconds, limit of one attempt
-    attempts: int = 3  # attempts of a call
-    deadline_s: float = 240.0  # seconds, limit of a whole batch; calls without an answer by then fail
-    api_key_env: str | None = None  # environment variable with the key, read where rewards run; sent as Bearer token
+    attempts: int = 3  # largest number of attempts per call
+    deadline_s: float = 240.0  # seconds, limit of a whole batch; calls that have no answer by then fail
+    api_key_env: str | None = None  # environment variable of the process that runs rewards; sent as Bearer token
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -118,9 +118,10 @@ _PLACEHOLDERS = ("prompt", "response", "ground_truth")
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(HttpService):
-    """Asks a language model for a number, through an OpenAI-style /v1/chat/completions, and scales it to [0, 1].
+    """Asks a language model to grade a response with a number, and scales the number to [0, 1].
 
-    Scoring a response fails if the judge's answer does not match `pattern`, or if the number is outside [low, high].
+    The server must offer OpenAI's /v1/chat/completions. Scoring a response fails if the judge's answer does not match
+    `pattern`, or if the number is outside [low, high].
 
     Raises ValueError for a template without {response}, a pattern that is not a regular expression with one group, and
     unless low < high.
@@ -130,9 +131,8 @@ class Judge(HttpService):
 
     model: str  # name of the model on the server
     template: str = JUDGE_TEMPLATE  # message with {prompt}, {response} and {ground_truth}; other braces are kept
-    pattern: str = (
-        r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"  # regular expression of the number in the answer; the last match counts
-    )
+    # regular expression that finds the number in the answer; the last match counts
+    pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
     low: float = 0.0  # number that becomes score 0
     high: float = 10.0  # number that becomes score 1
     max_tokens: int = 1024  # longest answer of the judge
@@ -148,7 +148,7 @@ class Judge(HttpService):
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}.") from error
+            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}.") from error
         if groups != 1:
             raise ValueError(f"pattern={self.pattern!r}: expected one group, around the number; got {groups}.")
         if not self.low < self.high:
@@ -183,14 +183,14 @@ class Judge(HttpService):
 
 
 def _message_text(message: dict[str, Any]) -> str:
-    """Return a prompt message as text for the judge, with its role unless that is user."""
+    """Return a prompt message as text for the judge. Messages of other roles than user begin with the role."""
     content = message["content"]
     return content if message["role"] == "user" else f"[{message['role']}] {content}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(HttpService):
-    """Score of the conversation (prompt and response) by a sequence-classification model with one output.
+    """Scores the conversation (prompt and response) with a sequence-classification model that has one output.
 
     The server is SGLang with `--is-embedding`. The conversation is tokenised here, with the reward model's own
     tokenizer and chat template, and sent to /classify.
@@ -206,9 +206,8 @@ class RewardModel(HttpService):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(
-            self, "tokenizer", str(Path(self.tokenizer).expanduser().resolve())
-        )  # workers may have another working directory
+        # an absolute path, because workers may have another working directory
+        object.__setattr__(self, "tokenizer", str(Path(self.tokenizer).expanduser().resolve()))
         _tokenizer(self.tokenizer)
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
@@ -242,5 +241,5 @@ def _tokenizer(folder: str) -> Any:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
-        raise ValueError(f"tokenizer={folder}: it has no chat template, which the conversation needs.")
+        raise ValueError(f"tokenizer={folder}: it has no chat template to render the conversation.")
     return tokenizer

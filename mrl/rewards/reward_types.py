@@ -39,19 +39,19 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one response: a value, or the reason why it could not be scored (with value 0)."""
+    """The score of one response. If scoring failed, it has a reason (`failure`) and value 0."""
 
     value: float
-    failure: str | None = None  # why scoring failed; None: it did not
+    failure: str | None = None  # why scoring failed; None: it succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    terms: dict[str, float] = field(default_factory=dict)  # the unweighted values that a combined reward sums
+    terms: dict[str, float] = field(default_factory=dict)  # unweighted values of the terms of a Weighted reward
 
     @classmethod
     def failed(
         cls, why: str, parts: Mapping[str, float] | None = None, terms: Mapping[str, float] | None = None
     ) -> "Score":
-        """Return a failed score with value 0. The reason is cut to 500 characters for the logs."""
+        """Return a failed score with value 0. The reason is truncated to 500 characters."""
         why = why if len(why) <= 500 else why[:500] + "..."
         return cls(0.0, failure=why, parts=dict(parts or {}), terms=dict(terms or {}))
 
@@ -64,17 +64,17 @@ class Score:
 class Reward(Protocol):
     """Interface of a reward. `reward._target_` may name any callable of this form, also a coroutine function.
 
-    The reward gets all responses of a batch. Those of one prompt are complete and adjacent. It runs in a worker
-    process with a time limit. If a call raises, hangs or crashes, the reward is called again with the responses of one
-    prompt at a time, and then with single responses, so that only the responses that cause the failure fail. A class
-    may declare attributes that change this:
+    By default, one call gets all responses of a batch, in a worker process with a time limit. All responses to one
+    prompt are adjacent. If a call raises, hangs or crashes, the reward is called again with the responses to one prompt
+    per call, and then with one response per call. So only the responses that cause the failure get failed scores. A
+    class may declare attributes that change this:
 
-    - `per_sample = True`: it scores each response independently. The workers get one response per call.
-    - `whole_groups = True`: a score depends on the other responses to the prompt. It never gets a part of a group.
-    - `in_process = True`: it is fast and cannot hang or crash, or it only waits for the network. It runs in the
-      calling process.
-    - `imports = ("module", ...)`: slow imports that are preloaded once for all workers, so that a new worker starts
-      fast.
+    - `per_sample = True`: the reward scores each response independently. Each call gets one response.
+    - `whole_groups = True`: a score depends on the other responses to the prompt. No call gets a part of a group.
+    - `in_process = True`: the reward is fast and cannot hang or crash, or it only waits for the network. It runs in the
+      calling process, without a time limit.
+    - `imports = ("module", ...)`: modules that are slow to import; they are imported once for all workers, so that new
+      workers start fast.
     """
 
     def __call__(self, responses: list[Response]) -> Sequence[float | Score] | Awaitable[Sequence[float | Score]]: ...
@@ -90,7 +90,7 @@ def as_number(value: Any) -> float:
 
 
 def as_score(value: Any, response: Response) -> Score:
-    """Return the checked Score from what a reward returned for one response; a failed Score if that is not a finite number."""
+    """Return a checked Score for the value that a reward returned for one response; a failed Score for an invalid value."""
     try:
         return _checked(value, response) if isinstance(value, Score) else Score(as_number(value))
     except Exception as error:  # user-defined numbers and mappings may raise anything
@@ -113,7 +113,7 @@ def _checked(score: Score, response: Response) -> Score:
 
 
 def _named(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Return parts with names that are valid in metric names."""
+    """Return parts under names that are valid in metric names."""
     return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
 
 
@@ -124,7 +124,7 @@ class Scores:
     values: NDArray[np.float64]  # [B] 0 if scoring failed
     failed: NDArray[np.bool_]  # [B]
     parts: dict[str, NDArray[np.float64]]  # each [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values per assistant turn, from rewards that return them
+    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] value of each assistant turn; None: no values per turn
     seconds: float  # wall time of decoding and scoring
 
     @classmethod
@@ -140,7 +140,7 @@ class Scores:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return means over the responses: reward, each part (over the responses that have it), and fraction of failures."""
+        """Return metrics: mean reward, mean of each part over the responses that have it, and fraction of failures."""
         parts = {f"reward/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
         return parts | {
             "reward/mean": float(self.values.mean()),
@@ -184,7 +184,7 @@ class Weighted:
                 raise ValueError(f"weights.{name}={weight!r}: expected a number.")
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """Score by calling the parts one after another; none may be a coroutine function. A Scorer runs the parts in parallel."""
+        """Call the parts one after another; no part may be a coroutine function. A Scorer runs the parts in parallel instead."""
         found: dict[str, list[Score]] = {}
         for name, part in self.parts.items():
             values: Any = part(responses)
@@ -206,8 +206,8 @@ class Weighted:
         turns = max((len(score.turn_values) for score in found.values() if score.turn_values is not None), default=0)
         values = [0.0] * max(turns, 1)
         for name, score in found.items():
-            weight, values_of_part = self.weights.get(name, 1.0), score.turn_values or (score.value,)
-            for i, value in enumerate(values_of_part, start=len(values) - len(values_of_part)):
+            weight, part_values = self.weights.get(name, 1.0), score.turn_values or (score.value,)
+            for i, value in enumerate(part_values, start=len(values) - len(part_values)):
                 values[i] += weight * value
         if turns:
             return Score.of_turns(values, parts=parts, terms=terms)
@@ -219,7 +219,7 @@ CallResult = list[Score] | str
 
 
 def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward, sync or async, and return its scores, or the reason of its failure. Not callable from an event loop."""
+    """Call a reward, sync or async; return its scores, or why the call failed. Must not be called in an event loop."""
     try:
         found: Any = reward(responses)
         if inspect.isawaitable(found):
@@ -247,12 +247,12 @@ async def gather_scores(
     timeout_s: float | None = None,
     deadline_s: float | None = None,
 ) -> list[Score]:
-    """Run coroutines concurrently and return their scores in order. A call that raises or exceeds a limit gives a failed Score.
+    """Run calls concurrently and return their scores in order. A call that raises or exceeds a limit gives a failed Score.
 
     Args:
         concurrency: number of concurrent calls.
-        timeout_s: limit of one call, from its start.
-        deadline_s: limit of all calls together.
+        timeout_s: time limit of one call, from its start.
+        deadline_s: time limit of all calls together.
     """
     slots = asyncio.Semaphore(concurrency)
 

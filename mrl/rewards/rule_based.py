@@ -1,4 +1,4 @@
-"""Rule-based rewards: answers compared with the ground truth, and the form, length and repetition of a response."""
+"""Rule-based rewards: compare answers with the ground truth, or check the form, length and repetition of a response."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from mrl.rewards.reward_types import Response
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _MARKED = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-_TAIL = 4000  # the answer is searched in this number of last characters
+_TAIL = 4000  # number of characters at the end of a response that are searched for the answer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GSM8K:
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the final number in a canonical form; None without one."""
+        """Return the final number in a canonical form; None if there is none."""
         found = _MARKED.findall(response.text)
         if not found and not self.strict:
             found = _NUMBER.findall(response.text)
@@ -63,7 +63,7 @@ class MathVerify:
 
     The answer is the last \boxed{...} of the response, or else its last formula or number. The ground truth is a number
     or LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters are read. Some comparisons do not
-    terminate; the time limit of the scorer ends them.
+    terminate; the scorer stops them at its time limit.
     """
 
     per_sample: ClassVar[bool] = True
@@ -91,7 +91,7 @@ class MathVerify:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} or \fbox{...} in the last 4,000 characters; None without one."""
+    r"""Return the content of the last complete \boxed{...} or \fbox{...} in the last 4,000 characters, or None."""
     tail = text[-_TAIL:]
     for opening in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", tail))):
         depth = 1
@@ -117,10 +117,9 @@ def _parsed(text: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # sympy takes a second to import
 
     _silence_warnings()
-    ways = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    return parse(
-        text, ways, parsing_timeout=0
-    )  # the library's timeouts are signals, which cannot interrupt long arithmetic
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    # no timeout of the library: it uses signals, which cannot stop long arithmetic
+    return parse(text, targets, parsing_timeout=0)
 
 
 def _equal(gold: list[Any], answer: list[Any]) -> bool:
@@ -138,7 +137,7 @@ def _silence_warnings() -> None:
 
 # Possessive quantifiers (`*+`) prevent exponential backtracking on responses of many brackets.
 _WRAPPED = r"[\s$*_`\"'({\[]*+(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*+\{\s*+)*+[\s(]*+([%s])(?![A-Za-z'’])"
-_FORMS = (  # in order of priority; of one form, the last match counts
+_FORMS = (  # in order of priority; the last match of a form counts
     r"\\boxed\s*+\{%s",
     r"<answer>%s",
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",
@@ -155,8 +154,8 @@ class MultipleChoice:
     letter, and a response that begins with "B)" or "B." The last match of a form counts. Only capital letters count,
     because "a" is also an article.
 
-    Raises ValueError if `letters` are not capital letters. A response whose ground truth is not one of them also
-    raises it.
+    Raises ValueError if `letters` are not capital letters. Scoring raises ValueError if a ground truth is not one of
+    the letters.
     """
 
     in_process: ClassVar[bool] = True
@@ -175,7 +174,7 @@ class MultipleChoice:
         return self.choice(response.text)
 
     def choice(self, text: str) -> str | None:
-        """Return the letter that a text chooses; None if it chooses none."""
+        """Return the letter that a text chooses, or None."""
         text = re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
         tail = text[-4000:]
         wrapped = _WRAPPED % self.letters
@@ -214,7 +213,7 @@ class Format:
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}.") from error
+            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}.") from error
 
     def __call__(self, responses: list[Response]) -> list[float]:
         fits = self._has_tags if self.pattern is None else self._matches

@@ -1,10 +1,10 @@
 """Sandbox for untrusted Python: programs in responses, and the code tool of agents.
 
-Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before it compiles the program, this process
-gives up the network, new processes, other processes, and all files except the Python installation and its own
-temporary folder. The kernel enforces this (Landlock, seccomp, resource limits). This module starts the process, checks
-the limits that the kernel does not cover, ends the process in time, and reports why it ended. docs/tutorials/reward.md
-says what is locked and what is not.
+Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before the process compiles the program, it
+gives up access to the network, to other processes, and to all files except the Python installation and its own
+temporary folder; it also cannot start processes. The kernel enforces this (Landlock, seccomp, resource limits). This
+module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports why
+it ended. docs/tutorials/reward.md lists the restrictions.
 """
 
 import difflib
@@ -40,12 +40,12 @@ Reason = Literal[
     "too much output",
     "too many threads",
     "too much on disk",  # bytes or files
-    "killed",  # by a signal from elsewhere: a crash, or the kernel out of memory
+    "killed",  # by a signal that the sandbox did not send: a crash, or the machine is out of memory
 ]
 _TICK_S = 0.02  # seconds between two checks of threads and files
 _PF_EXITING = 0x4  # flag in /proc/PID/stat
 _LEAST_MEMORY = 64 << 20  # bytes that the interpreter needs to start
-_START_S = 30.0  # seconds for the interpreter to start and lock itself, also on a loaded machine
+_START_S = 30.0  # time limit for the start of the interpreter and its restrictions; long enough for a busy machine
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 _DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
 
@@ -58,7 +58,7 @@ class SandboxLimits:
     cpu_s: int = 10  # of all threads together
     memory_bytes: int = 1 << 30  # address space; the interpreter itself takes about 20 MiB
     output_bytes: int = 1 << 20  # limit of stdout, and of stderr
-    disk_bytes: int = 16 << 20  # all files in its folder together
+    disk_bytes: int = 16 << 20  # all files in its temporary folder together
     files: int = 64
     threads: int = 32
 
@@ -101,7 +101,7 @@ class SandboxResult:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Return what this machine lacks for the sandbox; None if nothing."""
+    """Return why this machine does not support the sandbox; None if it does."""
     if sys.platform != "linux" or os.uname().machine not in sandbox_child.ARCHITECTURES:
         return f"it needs Linux on {' or '.join(sandbox_child.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
     if sandbox_child.landlock_abi() < 1:
@@ -112,10 +112,10 @@ def unavailable_reason() -> str | None:
 
 
 def require_sandbox() -> None:
-    """Raise ValueError if this machine does not support the sandbox, with what it lacks."""
-    if lacks := unavailable_reason():
+    """Raise ValueError with the reason if this machine does not support the sandbox."""
+    if reason := unavailable_reason():
         raise ValueError(
-            f"untrusted code cannot be run on this machine: {lacks}; choose a reward or tool that runs none."
+            f"untrusted code cannot be run on this machine: {reason}; choose a reward or tool that runs no code."
         )
 
 
@@ -132,7 +132,7 @@ def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = 
 
     Raises:
         ValueError: the machine does not support the sandbox.
-        RuntimeError: locking the process failed; the program has not run.
+        RuntimeError: restricting the process failed; the program has not run.
     """
     require_sandbox()
     with (
@@ -168,7 +168,7 @@ def _sealed(name: str, text: str) -> Iterator[int]:
 def _start(
     folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start an interpreter on sandbox_child.py. Return it and the descriptor on which it reports that it is locked."""
+    """Start sandbox_child.py. Return the process, and the descriptor from which its report LOCKED can be read."""
     ready, status = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
@@ -213,12 +213,12 @@ class _Run:
     limits: SandboxLimits
     stdin: os.stat_result
     output: dict[int, bytearray] = field(default_factory=dict)  # by descriptor
-    stopped: tuple[Reason, str] | None = None  # why this module ended it
-    started: float = 0.0
-    checked: float = 0.0
+    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it did not
+    started: float = 0.0  # time.monotonic() when the program started
+    checked: float = 0.0  # time.monotonic() of the last check of the limits
 
     def wait_for_lock(self, ready: int) -> None:
-        """Wait until the process reports that it is locked. Raises RuntimeError if it does not."""
+        """Wait until the process reports that its restrictions are in force. Raises RuntimeError if it does not."""
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(ready, select.POLLIN)
         if poll.poll(_START_S * 1000) and os.read(ready, 64) == sandbox_child.LOCKED:
@@ -228,7 +228,7 @@ class _Run:
         raise RuntimeError(f"the sandbox could not be locked, nothing was run: {_last_line(said) or 'no answer'}")
 
     def watch(self) -> SandboxResult:
-        """Read its output and check its limits until it has ended, and return the result."""
+        """Read the output of the process and check its limits until it ends; return the result."""
         assert self.process.stdout and self.process.stderr, "both are pipes"
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
         self.output = {out: bytearray(), err: bytearray()}
@@ -295,7 +295,7 @@ class _Run:
             self._stop("too much on disk", "a removed file is still mapped into memory")
 
     def _files(self) -> Iterator[os.stat_result]:
-        """Yield the files in its folder and its removed open files. Raises PermissionError if it hides its open files."""
+        """Yield the files in the folder and the removed files that are still open. Raises PermissionError if these are hidden."""
         for entry in os.scandir(self.folder):
             with suppress(OSError):  # removed in the meantime
                 yield entry.stat(follow_symlinks=False)
@@ -307,7 +307,7 @@ class _Run:
         yield from removed.values()
 
     def _maps_removed(self) -> bool:
-        """Whether a file removed from its folder is mapped. It takes disk space that cannot be measured."""
+        """Whether the process maps a file that it removed. Such a file uses disk space that cannot be measured."""
         inside = os.fsencode(os.path.realpath(self.folder)) + b"/"
         for task in self._tasks():
             with suppress(OSError):  # the thread ends
@@ -316,7 +316,7 @@ class _Run:
         return False
 
     def _tasks(self) -> list[str]:
-        """Return the /proc folders of its threads. The main thread may end before the others; its folder is then empty."""
+        """Return the /proc folders of the threads. The main thread may end before other threads; its folder is then empty."""
         with suppress(OSError):  # it has ended
             return [entry.path for entry in os.scandir(f"/proc/{self.process.pid}/task")]
         return []
@@ -324,9 +324,7 @@ class _Run:
     def _stop(self, reason: Reason, detail: str) -> None:
         if not self.stopped:
             self.stopped = reason, detail
-            os.kill(
-                self.process.pid, signal.SIGKILL
-            )  # Popen.kill might reap the process, and its resource usage would be lost
+            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill might reap the process and lose its resource usage
 
     def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
         """Return why the process ended, if this module did not stop it. `usage` is its resource usage."""
@@ -347,7 +345,7 @@ class _Run:
 
 
 def _opened(task: str) -> Iterator[os.stat_result]:
-    """Yield the open files of a thread. Raises PermissionError if the thread is alive and they are not readable."""
+    """Yield the open files of a thread. Raises PermissionError if the thread is alive and hides them."""
     try:
         opened = list(os.scandir(f"{task}/fd"))
     except PermissionError:
@@ -370,7 +368,7 @@ def _is_ending(task: str) -> bool:
     return bool(flags & _PF_EXITING)
 
 
-# Start of the last line on stderr, for uncaught exceptions that a limit causes.
+# Start of the last line on stderr -> reason, for uncaught exceptions that a limit or a restriction causes.
 _REFUSALS: dict[str, Reason] = {
     "PermissionError: ": "forbidden",
     "OSError: [Errno 38]": "forbidden",  # ENOSYS: a system call that the sandbox hides
@@ -382,5 +380,5 @@ _REFUSALS: dict[str, Reason] = {
 
 
 def _last_line(text: str) -> str:
-    """Return the last non-empty line, cut to 300 characters."""
+    """Return the last non-empty line, truncated to 300 characters."""
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")

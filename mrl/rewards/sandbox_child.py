@@ -1,9 +1,9 @@
-"""The child process of the sandbox: locks itself down irrevocably, then runs an untrusted program.
+"""The child process of the sandbox: restricts itself permanently, then runs an untrusted program.
 
-`mrl.rewards.sandbox` starts this file as a script of a bare interpreter (`python -I -S sandbox_child.py CONFIG`).
-Therefore it imports only fast modules of the standard library (not json, signal or typing). The order matters:
-resource limits, Landlock, capabilities, seccomp, and only then the program is compiled. If a step fails, the process
-ends before it writes `LOCKED`, and the sandbox reports that nothing was run.
+`mrl.rewards.sandbox` runs this file as a script without site packages (`python -I -S sandbox_child.py CONFIG`).
+Therefore it imports only fast modules of the standard library (not json, signal or typing). The order of the steps
+matters: resource limits, Landlock, capabilities, seccomp, and last the compilation of the program. If a step fails, the
+process ends before it writes `LOCKED`, and the sandbox reports that nothing was run.
 """
 
 import builtins
@@ -15,7 +15,7 @@ import struct
 import sys
 import types
 
-LOCKED = b"locked"  # written to the status pipe after locking has succeeded
+LOCKED = b"locked"  # written to the status pipe after all restrictions are in force
 
 # -- seccomp: system calls ------------------------------------------------------------------------------------------------
 
@@ -64,11 +64,11 @@ ALLOWED_COMMON = {
 _SOCK_STREAM, _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 1, 8, 15, 0x8901, 0x8902
 _THREAD = 0x10000 | 0x400  # CLONE_THREAD, CLONE_FILES: a thread with its own descriptors could hide open files
 _ANY = 0xFFFFFFFF
-_TRUNCATES, _HOW = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
+_TRUNCATES, _OPEN_MASK = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
 
 
-# Rule for a call that depends on an argument: numbers on x86_64 and aarch64, index of the argument, mask, values, and
-# whether only these values are allowed (True) or these values are refused (False).
+# Rule for a call that depends on an argument: (numbers on x86_64 and aarch64, index of the argument, mask, values, allowed).
+# If `allowed`, only these values are allowed; otherwise only these values are refused.
 Rule = tuple[tuple[int, int | None], int, int, tuple[int, ...], bool]
 
 
@@ -82,15 +82,10 @@ def argument_rules(pid: int) -> list[Rule]:
         ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: only streams, which connect no other process
         ((72, 25), 1, _ANY, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to other processes
         ((16, 29), 1, _ANY, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: no signals to other processes
-        (
-            (157, 167),
-            0,
-            _ANY,
-            (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE),
-            False,
-        ),  # prctl: it must end with its parent, and stay inspectable
-        ((2, None), 1, _HOW, (_TRUNCATES,), False),  # open: no truncation of files opened for reading
-        ((257, 56), 2, _HOW, (_TRUNCATES,), False),  # openat: the same; Landlock does not cover it before ABI 3
+        # prctl: the process cannot outlive its parent, and cannot hide its open files
+        ((157, 167), 0, _ANY, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), False),
+        ((2, None), 1, _OPEN_MASK, (_TRUNCATES,), False),  # open: no truncation of files opened for reading
+        ((257, 56), 2, _OPEN_MASK, (_TRUNCATES,), False),  # openat: the same; Landlock covers this only from ABI 3 on
     ]
 
 
@@ -141,13 +136,10 @@ def seccomp_program(machine: str, pid: int) -> bytes:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-_FILE_RIGHTS = {
-    1: (1 << 13) - 1,
-    2: (1 << 14) - 1,
-    3: (1 << 15) - 1,
-    5: (1 << 16) - 1,
-}  # first ABI with these rights -> all rights that it has
-_WORK = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE  # plain files only, no subfolders
+# Lowest ABI version -> all file rights of this version.
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+# Rights in the temporary folder: plain files only, no subfolders.
+_WORK_RIGHTS = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 4, 22, 38, 9
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -188,7 +180,7 @@ def lock_files(work: str, readable: list[str]) -> None:
     tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)  # refuse all TCP, abstract sockets and signals
     attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _call(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
-    _allow(ruleset, work, _WORK & handled)
+    _allow(ruleset, work, _WORK_RIGHTS & handled)
     for path in readable:
         _allow(ruleset, path, _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE)
     _allow(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
@@ -200,7 +192,7 @@ def lock_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Set hard resource limits. A core limit of 1 byte is the only one that also starts no core dump handler."""
+    """Set hard resource limits. The core limit is 1 byte: at any other limit, the kernel may run a core dump handler."""
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -225,7 +217,7 @@ def lock_calls() -> None:
 
 
 def lock(config: dict) -> None:
-    """Lock this process down. Raises OSError if the kernel refuses a step."""
+    """Apply all restrictions to this process. Raises OSError if the kernel refuses one."""
     limit_resources(config["limits"])
     _libc.mallopt(-8, 1)  # one malloc arena, because each one reserves 64 MiB of the limited address space
     _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -237,7 +229,7 @@ def lock(config: dict) -> None:
 
 
 def _show(source: str):
-    """Return an excepthook that shows the frames and lines of the program, without those of this file."""
+    """Return an excepthook that prints a traceback of the program, without the frames of this file."""
 
     def show(kind, error, trace) -> None:
         import linecache
@@ -252,7 +244,7 @@ def _show(source: str):
 
 
 def main() -> None:
-    """Lock this process, report it, and run the program as `__main__`."""
+    """Restrict this process, report `LOCKED`, and run the program as `__main__`."""
     config = marshal.loads(bytes.fromhex(sys.argv[1]))
     lock(config)
     os.write(config["status_fd"], LOCKED)

@@ -19,13 +19,13 @@ SHOWN_FAILURES = 3  # failures logged per call
 
 
 class Scorer:
-    """Scores batches of responses. mrl.rewards.reward_types.Reward describes how the reward is called.
+    """Scores batches of responses. mrl.rewards.reward_types.Reward describes how a reward is called.
 
         with Scorer(reward) as scorer:
             scores = scorer(responses)
 
-    An exception, endless loop, crash or invalid result of the reward becomes the `failure` of the responses that cause
-    it, with value 0. A call ends soon after `timeout_s` at the latest.
+    If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores
+    (a `failure`, and value 0). A call takes at most a little longer than `timeout_s`.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Scorer:
 
         Args:
             workers: number of processes; default: one per core, at most 8.
-            sample_timeout_s: limit per response.
-            timeout_s: limit of one call of the scorer. Responses without a score by then fail.
+            sample_timeout_s: time limit per response.
+            timeout_s: time limit of one call of the scorer. Responses that have no score by then fail.
             memory_gb: memory limit of one process, in GiB.
 
         Raises:
@@ -116,13 +116,13 @@ def check_reward(reward: Reward) -> None:
 
 
 def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward in this process, where no limit ends it. The call is tracked so that a hang report can name it."""
-    name = getattr(reward, "__qualname__", type(reward).__qualname__)  # a function's, or an object's class
+    """Call a reward in this process, without a time limit. The call is registered so that a hang report can name it."""
+    name = getattr(reward, "__qualname__", type(reward).__qualname__)  # name of the function or class
     with track_activity(f"reward {name} on {len(responses)} responses, the first {responses[0].text!r:.60}"):
         return call_reward(reward, responses)
 
 
-PartKey = Callable[[int], Hashable]  # response number -> key of the call that it belongs to
+PartKey = Callable[[int], Hashable]  # number of a response -> key of its part; one call scores one part
 
 
 def _retry_on_smaller_parts(
@@ -131,12 +131,10 @@ def _retry_on_smaller_parts(
     splits: list[PartKey],
     deadline: float,
 ) -> list[Score]:
-    """Score in calls of ever smaller parts. Responses of a failed call are tried again with the next, finer split."""
+    """Score the responses, and score the responses of failed calls again in smaller parts, split by the next of `splits`."""
     scores: dict[int, Score] = {}
-    left, tried = (
-        list(range(len(responses))),
-        set[tuple[int, ...]](),
-    )  # responses without a score; parts whose call failed
+    left = list(range(len(responses)))  # responses without a score
+    tried: set[tuple[int, ...]] = set()  # parts whose call failed
     for number, split in enumerate(splits):
         if not left or (number and time.monotonic() > deadline):
             break
@@ -162,6 +160,7 @@ def _parts(numbers: list[int], key: PartKey) -> list[tuple[int, ...]]:
 
 
 def _splits(reward: Reward, responses: list[Response]) -> Iterator[PartKey]:
+    """Yield the splits to try in turn: the whole batch, one part per prompt, one part per response."""
     if not _declares(reward, "per_sample"):
         yield lambda number: None
         yield lambda number: responses[number].group
@@ -170,6 +169,7 @@ def _splits(reward: Reward, responses: list[Response]) -> Iterator[PartKey]:
 
 
 def _leaves(reward: Reward) -> Iterator[Reward]:
+    """Yield the rewards that a weighted sum consists of, or the reward itself."""
     if isinstance(reward, Weighted):
         for part in reward.parts.values():
             yield from _leaves(part)
@@ -178,5 +178,5 @@ def _leaves(reward: Reward) -> Iterator[Reward]:
 
 
 def _declares(reward: Any, attribute: str) -> bool:
-    """Whether a reward declares an attribute as true. A plain function declares none."""
+    """Whether a reward has the attribute with a true value. A plain function has none of these attributes."""
     return bool(getattr(reward, attribute, False))

@@ -23,10 +23,10 @@ RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 class Function:
     """Scores each response by `compute_score(data_source, solution_str, ground_truth, extra_info, **args)`.
 
-    The function returns a number, a bool, or a dict with `score`; the other numbers of the dict become parts. A
-    coroutine function scores `concurrency` responses at a time, each within `timeout_s`.
+    The function returns a number, a bool, or a dict with `score`; other numbers in the dict become parts. A coroutine
+    function is called for up to `concurrency` responses at the same time, each call for at most `timeout_s`.
 
-    Raises ValueError if the file or module cannot be imported, has no such function, or if the function does not take
+    Raises ValueError if the file or module cannot be imported or has no such function, or if the function does not take
     these arguments.
     """
 
@@ -38,18 +38,17 @@ class Function:
 
     def __post_init__(self) -> None:
         if self.path.endswith(".py"):
-            object.__setattr__(
-                self, "path", str(Path(self.path).expanduser().resolve())
-            )  # workers may have another working directory
+            # an absolute path, because workers may have another working directory
+            object.__setattr__(self, "path", str(Path(self.path).expanduser().resolve()))
         _check_signature(_load(self.path, self.name), self.name, self.args)
 
     @property
     def per_sample(self) -> bool:
-        """Whether each call gets one response. The calls of a coroutine function run concurrently in one worker instead."""
+        """Whether each worker call gets one response. A coroutine function gets many, and scores them concurrently."""
         return not inspect.iscoroutinefunction(_load(self.path, self.name))
 
     def __call__(self, responses: list[Response]) -> Any:
-        """Return the scores, or for a coroutine function an awaitable of them."""
+        """Return the scores; for a coroutine function, return an awaitable of the scores."""
         function = _load(self.path, self.name)
         if not self.per_sample:
             calls = [partial(self._wait, function, response) for response in responses]
@@ -117,7 +116,7 @@ def _from_file(path: Path) -> ModuleType:
 def _check_signature(function: Callable[..., Any], name: str, args: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return
     for key in RESPONSE_ARGUMENTS:
         if key in args:

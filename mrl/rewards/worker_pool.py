@@ -1,4 +1,4 @@
-"""Worker processes for rewards that may raise, hang or crash. A call can cost at most its time limit and its process."""
+"""Worker processes for rewards that may raise, hang or crash. A call that hangs is ended at its time limit."""
 
 import fcntl
 import multiprocessing
@@ -19,25 +19,24 @@ from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward, 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."
 
 
-_rewards: list[Reward] | str = []  # in a worker process: the rewards, or why they could not be loaded
+_rewards: list[Reward] | str = []  # in a worker process: the rewards, or the reason why they could not be loaded
 
 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Initialise a worker process: end it with the owner of the pool, limit its memory, and load the rewards."""
+    """Initialise a worker process: make it end when the owner of the pool ends, limit its memory, and load the rewards."""
     global _rewards
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # must also end code that never returns to the interpreter
     owner = multiprocessing.parent_process()
     assert owner is not None, "a worker has a parent"
-    fcntl.fcntl(
-        owner.sentinel, fcntl.F_SETOWN, os.getpid()
-    )  # the kernel ends this process by SIGIO when the owner ends
+    # The kernel ends this process with SIGIO when the owner ends.
+    fcntl.fcntl(owner.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(owner.sentinel, fcntl.F_SETFL, fcntl.fcntl(owner.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard == resource.RLIM_INFINITY or memory_bytes < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
     try:
         _rewards = pickle.loads(pickled)
-    except Exception as error:  # from a user module; returned as the result of each task, so that it is recorded
+    except Exception as error:  # from a user module; every call returns it as the reason of its failure
         _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
 
@@ -63,9 +62,9 @@ class WorkerPool:
         """
         try:
             self._pickled = pickle.dumps(list(rewards))
-        except Exception as error:  # pickle raises many kinds
+        except Exception as error:  # pickle raises errors of many types
             raise ValueError(
-                f"the reward cannot be sent to a worker process ({error}); use a class or function that a module names."
+                f"the reward cannot be sent to a worker process ({error}); use a class or function at the top level of a module."
             ) from error
         shared = {name for reward in rewards for name in getattr(reward, "imports", ())}  # optional in user classes
         self._imports = [__name__, *sorted(shared)]
@@ -79,10 +78,10 @@ class WorkerPool:
             assert self._started().active, "the property starts the pool"
 
     def run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call reward number `place` with each part of the responses.
+        """Call reward number `place` once for each part of the responses.
 
-        The limit of a call is `sample_s` seconds per response, but at most half of the time left until `deadline`
-        (time.monotonic), so that time is left for a second attempt. Calls that still run at the deadline are ended.
+        The time limit of a call is `sample_s` seconds per response, but at most half of the time until `deadline`
+        (time.monotonic), so that time remains for a second attempt. Calls that still run at the deadline are ended.
         """
         results = self._run(place, parts, sample_s, deadline)
         lost = [i for i, result in enumerate(results) if result is None]
@@ -131,7 +130,7 @@ class WorkerPool:
 
 
 def _result(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
-    """Return the result of a call; None if the pool broke, perhaps because of another call."""
+    """Return the result of a call; None if the pool broke, which another call may have caused."""
     try:
         return future.result(timeout=max(0.0, deadline - time.monotonic()))
     except FutureTimeout:
