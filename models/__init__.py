@@ -1,1 +1,1 @@
-"""Model families: how a Hugging Face checkpoint becomes a Megatron model and back (knows nothing of mrl)."""
+"""Model families: conversion of Hugging Face checkpoints to Megatron models and back. Does not import mrl."""

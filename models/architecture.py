@@ -1,6 +1,6 @@
-"""Descriptions of a model: Architecture (the content of one config), Family (how its weights are converted), ModelSpec.
+"""Descriptions of a model: Architecture (from one config), Family (how configs and weights are converted), and ModelSpec.
 
-A worker group builds a model from a ModelSpec. Nothing here imports Megatron, so the driver can use it.
+A worker group builds a model from a ModelSpec. This module does not import Megatron, so the driver can use it.
 """
 
 import json
@@ -20,7 +20,7 @@ _SHARED = "moe_shared_expert_intermediate_size"  # Megatron's name for the width
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder as a Hugging Face config describes it, in Megatron's terms. It is logged when a model is built."""
+    """The content of a Hugging Face config, translated to Megatron's fields. It is logged when a model is built."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -49,9 +49,9 @@ class Architecture:
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
-        """Raise ValueError if the layout cannot split this model; the message names the rule and the sizes that work.
+        """Raise ValueError if the layout cannot split this model; the message names the rule and the possible sizes.
 
-        `uneven_stages`: the user sets the number of layers per pipeline stage, and Megatron checks it.
+        `uneven_stages`: the user sets the number of layers per pipeline stage, and Megatron checks this number.
         """
         t = self.transformer
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
@@ -85,7 +85,7 @@ class Architecture:
             if self.is_moe(layer):
                 active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED) or 0)
             linear += attention + 3 * width * active
-        attended = 0.5  # fraction of the sequence that an average token attends to
+        attended = 0.5  # fraction of a sequence that a token attends to, on average
         return linear + width * self.vocab_size, self.num_layers * pair * attended
 
 
@@ -96,7 +96,7 @@ def _attention_flops(t: dict[str, Any]) -> tuple[float, float]:
 
 
 def _latent_attention_flops(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the same for latent attention, where keys and values have different sizes."""
+    """Return the same as `_attention_flops` for latent attention, where keys and values have different sizes."""
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -116,13 +116,13 @@ class Family:
     """One Hugging Face architecture: translation of its config, and the table of its weights."""
 
     architecture: str  # name in `architectures` of config.json
-    translate: Callable[[HFConfig], Architecture]  # called by `read`, which also raises at unread fields
+    translate: Callable[[HFConfig], Architecture]  # `read` calls it, and raises at fields that it does not read
     table: tuple[ParamMapping, ...]
-    # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that it concatenates, in order.
+    # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that SGLang concatenates in it, in order.
     # {expert} stands for all experts in order.
     engine_fusions: dict[str, tuple[str, ...]]
     defaults: dict[str, Any]  # default of transformers for each field that a config may omit
-    engine_required_fields: tuple[str, ...] = ()  # fields with a default that SGLang requires in config.json
+    engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction
     engine_unsupported_parts: frozenset[str] = frozenset()  # names in Architecture.parts that SGLang silently ignores
 
@@ -138,7 +138,7 @@ class Family:
         return arch
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
-        """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute another function than the trainer."""
+        """Raise ValueError if SGLang 0.5.23 cannot read the config, or if its outputs would differ from the trainer's."""
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -150,17 +150,17 @@ class Family:
         rope = arch.rope
         if isinstance(rope, YarnRope) and rope.amplitude != rope.derived_amplitude:
             raise ValueError(
-                f"model.path: attention_factor={rope.attention_factor} of the rotary embedding, which SGLang ignores: "
-                f"it uses {rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
+                f"model.path: SGLang ignores attention_factor={rope.attention_factor} of the rotary embedding and uses "
+                f"{rope.derived_amplitude}; train the model with mrl sft, or from recorded rollouts "
                 "(rollout.replay)."
             )
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
-        """Return one row per Megatron parameter of this model, for every layer and expert."""
+        """Return one row for each Megatron parameter of this model: the rows of the table, repeated for layers and experts."""
         return [entry for row in self.rows(arch) for entry in _expand_row(row, arch)]
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
-        """Return the entries of `engine_fusions` for which this model has all tensors."""
+        """Return the entries of `engine_fusions` whose tensors this model has."""
         names = [name for row in self.rows(arch) for name in row.hf]
         return {
             fused: parts
@@ -174,7 +174,7 @@ class Family:
         return self.has_extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
-        """Return the rows of the table that this model has, layers and experts not expanded."""
+        """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
         rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
@@ -196,7 +196,7 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What every trainer rank builds its part of a model from."""
+    """Settings from which every trainer rank builds its part of a model."""
 
     model_path: str  # Hugging Face folder
     dims: ParallelDims
@@ -204,5 +204,5 @@ class ModelSpec:
     optimizer: OptimConfig | None  # None: the model is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # micro-batches may compute the prompt of a group once
-    logprob_chunk: int = 1024  # rows of logits in memory at a time
-    family: str | None = None  # file that defines the model's family; None: one of models/families
+    logprob_chunk: int = 1024  # rows of logits that are in memory together
+    family: str | None = None  # reference to a family outside models/families (see models.families.load_family)

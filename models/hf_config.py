@@ -1,4 +1,4 @@
-"""A Hugging Face config that checks its fields: every field is read by the family or known not to change the logits."""
+"""A Hugging Face config that checks its fields: the family reads every field that may change the logits."""
 
 import json
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class HFConfig:
         raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
 
     def any_spelling(self, *names: str) -> Any:
-        """Return a field that has several spellings; raise ValueError if all are missing or their values differ."""
+        """Return a field that has several names; raise ValueError if all are missing or if their values differ."""
         self.read_fields.update(names)
         values = {name: self.fields[name] for name in names if name in self.fields}
         if not values:
@@ -90,7 +90,7 @@ class HFConfig:
         return value
 
     def expect(self, **values: Any) -> None:
-        """Raise ValueError unless each field has its expected value, or one of several in a tuple."""
+        """Raise ValueError unless each field has its expected value. A tuple lists several expected values."""
         for name, allowed in values.items():
             options = allowed if isinstance(allowed, tuple) else (allowed,)
             if self[name] not in options:
@@ -107,8 +107,8 @@ class HFConfig:
         """Raise ValueError if a field has not been read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
-                f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change what "
-                f"the model computes. Remove the field if it has no influence; otherwise use a family that reads it "
+                f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change the "
+                f"outputs of the model. Remove the field if it has no influence; otherwise use a family that reads it "
                 f"(docs/tutorials/model.md)."
             )
 
@@ -120,9 +120,9 @@ class HFConfig:
         return names[0]
 
     def rope(self, head_dim: int, *, partial: bool = False) -> Rope:
-        """Read the rotary embedding of heads of size `head_dim`, from the fields of any version of transformers.
+        """Return the rotary embedding for heads of size `head_dim`; read the fields of any version of transformers.
 
-        `partial`: the family may rotate only a fraction of each head, `partial_rotary_factor`.
+        `partial`: the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
         """
         parameters = dict(self._rope_parameters())
         kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))

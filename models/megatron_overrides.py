@@ -1,4 +1,4 @@
-"""Checks the user's `megatron:` section against Megatron's config fields, which are read from source to avoid a slow import."""
+"""Checks the user's `megatron:` section. Reads the fields of Megatron's config from its source, because imports are slow."""
 
 import ast
 import difflib
@@ -89,10 +89,12 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
-    """Raise ValueError at a load-balancing loss that is not defined for packs."""
+    """Raise ValueError for a load-balancing loss that does not work with packs."""
     key = f"megatron.moe_router_load_balancing_type={kinds}"
     if "seq_aux_loss" in kinds:
-        raise ValueError(f"{key}: the router treats a pack as one sequence, so this equals aux_loss; use aux_loss.")
+        raise ValueError(
+            f"{key}: the router treats a pack as one sequence, so seq_aux_loss equals aux_loss; use aux_loss."
+        )
     if "global_aux_loss" in kinds and dims.dp > 1:
         raise ValueError(
             f"{key}: it needs the same number of packs on all replicas, and depends on their order; with "
@@ -101,7 +103,7 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
 
 
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
-    """Raise ValueError at a field that TransformerConfig does not have, or that is in `derived` (set by mrl)."""
+    """Raise ValueError for a field that TransformerConfig does not have, or that is in `derived` (set by mrl)."""
     known = transformer_config_fields()
     for name in overrides:
         if name in derived:

@@ -86,11 +86,11 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         persist_layer_norm=False,
         moe_grouped_gemm=libraries.transformer_engine and is_moe,
     )
-    if is_moe:  # no load-balancing loss by default: it would change the routing of a trained model against the rewards
+    if is_moe:
+        # No load-balancing loss and a fixed correction bias by default: both would change the routing of a trained model
+        # without regard to the rewards.
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
-        values |= dict(
-            moe_router_bias_update_rate=0.0
-        )  # the correction bias keeps its loaded value, for the same reason
+        values |= dict(moe_router_bias_update_rate=0.0)
     kind = MLATransformerConfig if arch.is_latent else TransformerConfig
     return kind(**(values | arch.transformer | overrides))
 
@@ -114,7 +114,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
 
 
 def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
-    """Return `linear` with or without a bias; Megatron's config has one switch for all matrices."""
+    """Return a constructor of `linear` with or without a bias, because Megatron's config has one switch for all matrices."""
 
     def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
         return linear(*args, bias=has_bias, **kwargs)
@@ -163,7 +163,7 @@ def _layer_spec(
     parts: frozenset[str],
     moe: bool,
 ) -> ModuleSpec:
-    # Latent attention has its norm as a separate module, because several matrices read its output.
+    # Latent attention has a separate norm module, because several matrices read the output of the norm.
     is_latent = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
@@ -212,7 +212,7 @@ def _block_spec(
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Return the vocabulary rows that Megatron allocates: the next multiple of the tensor-parallel size."""
+    """Return the number of vocabulary rows that Megatron allocates: the next multiple of the tensor-parallel size."""
     return vocab_size + -vocab_size % tp_size
 
 
@@ -264,13 +264,13 @@ def _build_stage(
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
     for name, param in model.named_parameters():
-        if ".experts." in name:  # as with ep > 1: the optimizer state then has the same structure under every layout
+        if ".experts." in name:  # Megatron does this if ep > 1; here it gives every layout the same optimizer state
             param.allreduce = False  # type: ignore[missing-attribute]
     return model
 
 
 def _set_rope(model: GPTModel, rope: Rope, packed_attention: bool) -> None:
-    """Replace the frequencies and the amplitude that Megatron computes from its config by those of `rope`."""
+    """Replace Megatron's RoPE frequencies and amplitude by those of `rope`."""
     if packed_attention:
         model.rotary_pos_emb = PackedRotaryEmbedding(rope)
     else:

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face names and Megatron shards: declared once per family, used in both directions."""
+"""Conversion of weights between Hugging Face tensors and Megatron shards, from one table per model family."""

@@ -1,6 +1,6 @@
 """Converts checkpoints between Hugging Face and Megatron one tensor at a time, and checks that a conversion is exact.
 
-A conversion needs no model, process group or GPU. The check of logits builds both models in memory.
+A conversion needs no model in memory, no process group and no GPU. Only the check of logits builds both models in memory.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def to_hf(
     A second call resumes an interrupted conversion.
 
     Raises:
-        ValueError: the checkpoint is of another model, the output exists, an interrupted conversion had other inputs, or the
+        ValueError: the checkpoint belongs to another model, the output exists, an interrupted conversion had other inputs, or the
             disk is too small.
     """
     refuse_existing(output)
@@ -113,7 +113,7 @@ def to_hf(
 def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
-    """List the tensors of the checkpoint; raise ValueError if Megatron tensors would combine different dtypes."""
+    """Return the tensors of the checkpoint; raise ValueError if a Megatron tensor would combine different dtypes."""
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
@@ -171,7 +171,7 @@ def check_round_trip(config: HFConfig) -> ConversionCheck:
 def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCheck:
     """Compare the bytes of every tensor of a Megatron checkpoint with the folder, in the dtype of the checkpoint.
 
-    Raises ValueError if the folder is incomplete or the checkpoint is of another model.
+    Raises ValueError if the folder is incomplete or the checkpoint belongs to another model.
     """
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
@@ -192,10 +192,10 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 
 
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
-    """Compare the logits of our Megatron model and of transformers for random tokens, in float32 in this process.
+    """Compare the logits of the Megatron model and of transformers for random tokens, in float32 in this process.
 
-    The largest difference may be `LOGITS_LIMIT` times the largest logit, or `LOGITS_LIMIT` if that logit is below 1. The check
-    creates a process group if this process has none.
+    The check passes if no difference exceeds `LOGITS_LIMIT` times the larger of the largest logit and 1. It creates a process
+    group if this process has none.
     """
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
@@ -246,7 +246,7 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and all bytes are equal (unlike torch.equal also for NaN and signed zeros)."""
+    """Whether dtype, shape and all bytes are equal. Unlike torch.equal, this also compares NaN and the sign of zeros."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoints: validates the headers of all files without torch, then maps tensors from the files.
+"""Reads Hugging Face checkpoints: validates the headers of all files without torch, then memory-maps the tensors.
 
 A safetensors file consists of 8 bytes (length of the header, little-endian), the header (JSON), and the bytes of the tensors
 without gaps.
@@ -39,7 +39,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if file_bytes < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
-            raise _damaged(path, f"it has {file_bytes} bytes, and its header would have {length}")
+            raise _damaged(path, f"it has {file_bytes} bytes, but says that its header has {length}")
         text = file.read(length)
     try:
         fields = json.loads(text)
@@ -52,7 +52,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     if end > file_bytes:
         truncated = next(name for name, entry in entries.items() if entry.start + entry.nbytes > file_bytes)
         raise _damaged(
-            path, f"it has {file_bytes} bytes, its header says {end}; the first truncated tensor is {truncated}"
+            path, f"it has {file_bytes} bytes, but its header says {end}; the first truncated tensor is {truncated}"
         )
     for name, entry in entries.items():
         _check_bytes(path, name, entry)
@@ -76,9 +76,9 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 
 def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Lay out a file with tensors of these (dtype, shape) in this order.
+    """Return the layout of a file with these tensors (dtype, shape) in this order.
 
-    Returns (bytes before the first tensor, entry of each tensor).
+    The layout is (bytes before the first tensor, entry of each tensor).
     """
     fields: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -210,7 +210,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a supported dtype in the spelling of safetensors."""
-    return next(name for name, torchs in TORCH_NAMES.items() if torchs == str(dtype).removeprefix("torch."))
+    return next(name for name, torch_name in TORCH_NAMES.items() if torch_name == str(dtype).removeprefix("torch."))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -243,13 +243,13 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
-    """Check that config and tensors of a Hugging Face folder match, without loading weights; return the config.
+    """Check that config and tensor headers of a Hugging Face folder match; return the config. Loads no weights.
 
     `family`: reference to the model family, if it is not in models/families (see models.families.load_family).
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
-            dtype, or has another shape than the config says.
+            dtype, or has a shape that does not match the config.
     """
     config = HFConfig.load(folder, family)
     check_tensors(config, HFWeights(folder))
@@ -257,7 +257,7 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
-    """Raise ValueError unless `weights` are exactly the tensors of a model with this config."""
+    """Raise ValueError unless `weights` contains exactly the tensors of a model with this config."""
     family = family_of(config)
     arch = family.read(config)
     expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
@@ -268,7 +268,7 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
     for name, shape in shapes.items():
         where = f"{name} in {weights.file_of(name).name}"
         if name not in expected:
-            problems.append(f"{where} {list(shape)} is not in the table")
+            problems.append(f"{where} {list(shape)} is not in the table of {family.architecture}")
         elif shape != expected[name]:
             problems.append(f"{where} is {list(shape)}, config.json says {list(expected[name])}")
         elif dtypes[name] not in ITEM_BYTES:

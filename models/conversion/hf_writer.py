@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders one tensor at a time; a folder appears only when it is complete."""
+"""Writes Hugging Face folders one tensor at a time. A folder gets its name only when it is complete."""
 
 import json
 import math
@@ -42,7 +42,7 @@ class HFFolderWriter:
     def __init__(
         self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """`tensors`: all tensors of the folder, in order. A tensor of more than `max_shard_bytes` gets its own file."""
+        """`tensors`: all tensors of the folder, in order. A tensor larger than `max_shard_bytes` gets its own file."""
         self.partial, self.tensors = partial, tensors
         self._file_of: dict[str, str] = {}
         self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
@@ -82,7 +82,7 @@ class HFFolderWriter:
             self._open[file].write(prefix)
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(entries[name].start)
-        # A second storage over the same bytes: NumPy makes a storage that it references impossible to resize.
+        # A second storage over the same bytes, because NumPy makes the storage that it references impossible to resize.
         own = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
         self._open[file].write(own.numpy().data)
         self._missing[file].remove(name)
@@ -120,9 +120,9 @@ def write_export(
 ) -> None:
     """Write a Hugging Face folder: `tensors`, config and tokenizer files of `source`, and `notes` (file name -> text).
 
-    `tensors` are all tensors of a model like `source`, in any order; one at a time is in memory. `target` appears when it is
-    complete. An existing `target` raises FileExistsError and is never replaced. `family`: reference to the model family, if it
-    is not in models/families.
+    `tensors` are all tensors of a model with the config of `source`, in any order; only one is in memory at a time. `target`
+    appears when it is complete. Raises FileExistsError if `target` exists. `family`: reference to the model family, if it is not
+    in models/families.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -171,7 +171,7 @@ def main_dtype(tensors: dict[str, TensorKind]) -> str:
 
 
 def _assign_shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
-    """Split the names into consecutive groups of at most `max_bytes` bytes, or of one larger tensor."""
+    """Yield consecutive groups of names. A group has at most `max_bytes` bytes, or a single larger tensor."""
     names, size = [], 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]

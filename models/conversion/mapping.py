@@ -1,8 +1,8 @@
 """Layout rules between Hugging Face tensors and Megatron parameters, and index ranges of tensor slices. No communication.
 
-Each rule has two steps. First a Hugging Face tensor is split into tensor-parallel shards along `axis` (None: every rank holds the
-whole tensor). Then `merge` arranges the shards of one rank in Megatron's layout. `split` is the inverse of `merge`, and
-concatenation along `axis` is the inverse of the first step. Each rule is therefore declared once and works in both directions.
+A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis` (None: every rank has the
+whole tensor). Then `merge` combines the shards of one rank to its Megatron tensor. `split` is the inverse of `merge`, and
+concatenation along `axis` is the inverse of the first step. Therefore one rule works in both directions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
     def chunks(self, max_elements: int) -> list[Box]:
-        """Split along the first dims into boxes of at most `max_elements` elements, and at least one element."""
+        """Split along the first dims into boxes of at most `max_elements` elements (at least one element)."""
         if self.numel <= max_elements:
             return [self]
         dim = next(d for d, size in enumerate(self.sizes) if size > 1)
@@ -83,7 +83,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class ParamMapping:
     """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
 
-    This base class combines nothing: the parameter has the layout of its single Hugging Face tensor.
+    This base class is for a parameter with the layout of its single Hugging Face tensor.
     """
 
     megatron: str  # parameter name; {layer} and {expert} stand for numbers in the whole model
@@ -93,7 +93,7 @@ class ParamMapping:
     where: Literal["always", "untied", "dense", "moe"] = "always"  # models or layers that have this parameter
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part of the model that this parameter belongs to, see Architecture.parts
-    expert: int | None = None  # number of the expert, after `at`; expert tensor parallelism then splits the parameter
+    expert: int | None = None  # number of the expert, set by `at`; expert tensor parallelism then splits the parameter
 
     def at(self, layer: int, expert: int | None = None) -> ParamMapping:
         """Return this row for one layer and expert."""
@@ -107,7 +107,7 @@ class ParamMapping:
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
 
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
-        """Return the slice of every Hugging Face tensor on each tensor-parallel rank; one box if all ranks hold the whole."""
+        """Return the slice of every Hugging Face tensor on each tensor-parallel rank; one box if all ranks have it whole."""
         boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
         if self.axis is None or tp_size == 1:
             return {name: [box] for name, box in boxes.items()}
@@ -135,7 +135,7 @@ class ParamMapping:
         return self.merge([t.chunk(tp_size, self.axis)[tp_rank] for t in padded], sizes)
 
     def to_hf(self, shards: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Convert the Megatron tensors of all tensor-parallel ranks to hf_tensors Hugging Face tensors."""
+        """Convert the Megatron tensors of all tensor-parallel ranks to whole Hugging Face tensors."""
         if self.axis is None:
             shards = shards[:1]
         parts = [self.split(shard, sizes) for shard in shards]

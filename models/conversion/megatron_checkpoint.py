@@ -1,10 +1,9 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
 The format is independent of the layout: a key names a tensor of the whole model, which is stored in any number of chunks.
-The keys are the Megatron names of the family's table, with two exceptions that checkpoints of live models show. If all layers
-have the same structure, they share a key whose first dim is the layer. The experts of a layer share a key in the same way. A
-tensor that tensor parallelism splits is stored as a single process would hold it. Only vocabularies may have padding rows at
-their end.
+The keys are the Megatron names of the family's table, with two exceptions. If all layers have the same structure, they share
+one key, and the first dim of its tensor is the layer. The experts of a layer share one key in the same way. A tensor that
+tensor parallelism splits has the shape that it has in a single process. Only vocabularies may have padding rows at the end.
 """
 
 import io
@@ -74,7 +73,7 @@ class TensorLocation:
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model, which it does unless dense and MoE layers can be mixed."""
+    """Whether Megatron 0.19 stacks the layers of this model. It does unless moe_layer_freq is a list with one entry per layer."""
     return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
 
 
@@ -90,8 +89,8 @@ class MegatronReader:
     def __init__(self, folder: str | Path, arch: Architecture, rows: Sequence[ParamMapping]) -> None:
         """Validate `folder` and read its metadata.
 
-        Raises ValueError unless `folder` is a complete checkpoint of this model; ForeignPickleError (a ValueError) if one of its
-        pickles could run code.
+        Raises ValueError if `folder` is not a complete checkpoint of this model, and ForeignPickleError (a ValueError) if one
+        of its pickles could run code.
         """
         self.folder, self.arch = Path(folder), arch
         metadata = validate_checkpoint(self.folder)
@@ -112,7 +111,7 @@ class MegatronReader:
         return self._stored[self._locate(row).key].properties.dtype
 
     def read(self, row: ParamMapping) -> Tensor:
-        """Read the row's tensor as a single process would hold it, without padding rows; returns a new tensor."""
+        """Read the row's Megatron tensor in its single-process shape, without padding rows; return a new tensor."""
         location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
         stored = self._stored[location.key]
         requested = ChunkStorageMetadata(
@@ -133,7 +132,9 @@ class MegatronReader:
                 target = target.narrow(dim, start, size)
             target.copy_(piece)
         if out is None or num_read != math.prod(shape):
-            raise ValueError(f"{self.folder}: {num_read} of {math.prod(shape)} elements of {location.key} are stored.")
+            raise ValueError(
+                f"{self.folder}: {num_read} of {math.prod(shape)} elements of {location.key} are stored; write it again."
+            )
         return out.reshape(shape)
 
     def _load(self, index: MetadataIndex) -> Tensor:
@@ -203,7 +204,7 @@ class MegatronWriter:
     def write(
         self, name: str, tensor_of: Callable[[TensorToWrite], Tensor], done_with: Callable[[TensorToWrite], object]
     ) -> None:
-        """Write one file of `missing`. Get its tensors one by one from `tensor_of` and call `done_with` after each."""
+        """Write one file of `missing`. `tensor_of` returns a tensor; `done_with` is called after the tensor is written."""
         lengths = []
         with self.partial.unfinished(name).open("wb") as file:
             for item in self.files[name]:
@@ -253,7 +254,7 @@ class MegatronWriter:
 
 
 def torch_save_tensor(tensor: Tensor, file: IO[bytes]) -> None:
-    """Call torch.save, and raise the error of a failed write itself instead of the later error from closing the archive."""
+    """Call torch.save. If the write fails, raise its error instead of the later error from closing the archive."""
     try:
         torch.save(tensor, file)
     except RuntimeError as error:
@@ -276,7 +277,7 @@ def _assign_files(items: Sequence[TensorToWrite], max_bytes: int) -> dict[str, l
 
 
 def _add_description(described: dict[str, TensorStorageMetadata], item: TensorToWrite) -> torch.Size:
-    """Add the tensor to the description of its key; return its offset in that key."""
+    """Add the tensor to the description of its key; return the offset of the tensor in the stored tensor of this key."""
     key, size = item.location.key, torch.Size([*item.location.counts, *item.shape])
     if key not in described:
         described[key] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), size, [])

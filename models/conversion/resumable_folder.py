@@ -1,4 +1,4 @@
-"""Output folders that appear only when they are complete, and that an interrupted writer can resume."""
+"""Output folders that get their name only when they are complete. An interrupted write can be resumed."""
 
 import fcntl
 import json
@@ -24,9 +24,9 @@ class ByteProgress(Protocol):
 class ResumableFolder:
     """A folder that is written as `folder` and renamed to `target` when it is complete.
 
-    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores what the
-    files were made from. A later process keeps the finished files only if its inputs and options are the same. Inside the
-    `with` block, this process has the folder locked.
+    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores the
+    inputs and options of the files (`made_from`). A later process keeps the finished files only if its inputs and options are
+    the same. Inside the `with` block, this process has a lock on the folder.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
@@ -36,14 +36,14 @@ class ResumableFolder:
 
     @classmethod
     def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "ResumableFolder":
-        """Write to `TARGET.partial`, new or left by an interrupted writer; raise ValueError if the target exists."""
+        """Return a folder `TARGET.partial`, which may exist from an interrupted write; raise ValueError if the target exists."""
         target = Path(target)
         refuse_existing(target)
         made_from = json.loads(json.dumps(made_from))  # the same types as in a manifest that is read back
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
     def __enter__(self) -> "ResumableFolder":
-        """Create or resume the folder; raise ValueError if it was made from other inputs or another process is writing it."""
+        """Create or resume the folder; raise ValueError if its inputs were different or if another process is writing it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.folder)
         manifest = self.folder / _MANIFEST
@@ -67,7 +67,7 @@ class ResumableFolder:
         return self.folder / (name + _UNFINISHED)
 
     def finish(self, name: str, note: Any = None) -> None:
-        """Sync a complete file to the disk and give it its final name; store `note` (JSON) under its name in `finished`."""
+        """Sync a complete file to the disk and give it its final name; store `note` (JSON) in `finished[name]`."""
         fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
         self.finished[name] = note

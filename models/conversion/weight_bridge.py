@@ -1,4 +1,4 @@
-"""Moves weights between a Hugging Face folder and the ranks of a live Megatron model, according to the family's table."""
+"""Loads Hugging Face weights into the ranks of a Megatron model in memory, and exports them, by the family's table."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ _VALUE_HEAD = [
 
 
 class WeightBridge:
-    """The family's table of a model, bound to the parameters of this rank."""
+    """The family's table of a model, together with the parameters of this rank."""
 
     def __init__(
         self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
     ) -> None:
-        """`chunks`: unwrapped virtual stages. Raises AssertionError if table and model have different parameters."""
+        """`chunks`: virtual stages without DDP wrapper. Raises AssertionError if table and model have different parameters."""
         family = family_of(config)
         arch = family.read(config)
         self.family, self.arch = family, arch
@@ -81,14 +81,14 @@ class WeightBridge:
                 weights.release(name)
 
     def stage(self, name: str) -> int:
-        """Return the pipeline stage of the Megatron parameter `name`, also if its expert is on other ranks."""
+        """Return the pipeline stage of the Megatron parameter `name`, which may be an expert on other ranks."""
         return self._stage_of[_layer_or_name(name)]
 
     def reader(self) -> Callable[[str, Box], Tensor]:
         """Return a function that reads slices of Hugging Face tensors from the current weights of this rank.
 
-        The slices may share memory with the parameters. A reader serves one pass over the weights, because it caches the row
-        that it split last.
+        The slices may share memory with the parameters. Make a new reader after each update of the weights, because a reader
+        caches the last row that it split.
         """
         last: tuple[str, list[Tensor]] = ("", [])
 
@@ -106,7 +106,7 @@ class WeightBridge:
         return read
 
     def participates_in_export(self, rank: int) -> bool:
-        """Whether `rank` must iterate `export` like rank 0, because it holds a shard or expert that no lower rank has."""
+        """Whether `rank` must iterate `export`, because it has a shard or expert that no lower rank of its stage has."""
         rank_in_stage = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
         return rank_in_stage < lcm(self.dims.tp, experts)
@@ -128,7 +128,7 @@ class WeightBridge:
                 shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
                 yield from row.to_hf(_gather(shard, _shard_group(row), row.axis is not None), self.sizes).items()
             elif row.expert < self.local_experts:
-                # One exchange for the experts with the same local number on all ranks.
+                # One gather for all experts with this local number.
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _export_experts(
@@ -147,7 +147,7 @@ class WeightBridge:
     def _broadcast_over_stages(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Tensor:
-        """Return this rank's shard of the row's parameter, broadcast to all pipeline stages by the stage that has it."""
+        """Return this rank's shard of the row's parameter; the pipeline stage that has it broadcasts it to all stages."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:
             assert param is not None, f"{row.megatron} is on no stage"
@@ -174,7 +174,7 @@ def _shard_group(row: ParamMapping) -> ProcessGroup:
 
 
 def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
-    """Return the shards of all ranks of `group` in rank order; only the own shard if it is not `needed`."""
+    """Return the shards of all ranks of `group` in rank order; only this rank's shard if the gather is not `needed`."""
     if not needed or group.size() == 1:
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(group.size())]

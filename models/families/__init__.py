@@ -1,4 +1,4 @@
-"""Registry of model families. Each family is one file with a table that a reader can compare with Hugging Face by eye."""
+"""Registry of model families. Each file has the config translation and the weight tables of related families."""
 
 import importlib
 import sys
@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: HFConfig) -> Family:
-    """Return the family of `config`: the one that `config.family` refers to, or else the built-in one of its architecture.
+    """Return the family that `config.family` refers to; if it is None, return the built-in family of the architecture.
 
     Raises:
         ValueError: no family supports the architecture, or the referenced family cannot be loaded or has another architecture.

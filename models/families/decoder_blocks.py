@@ -128,7 +128,7 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 
 
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Return how SGLang stacks the experts of a layer; the arguments are the Hugging Face names of the matrices."""
+    """Return the SGLang parameters that stack all experts of a layer; arguments: Hugging Face names of the matrices."""
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
         "experts.w2_weight": (f"experts.{{expert}}.{down}.weight",),
@@ -157,7 +157,7 @@ def read_decoder(
 ) -> Architecture:
     """Translate the config of a decoder that consists of these blocks; `transformer` adds fields of Megatron's config.
 
-    `rope`: needed if not all components of a head are rotated in the default way. Raises ValueError at an unsupported value.
+    `rope`: default: RoPE over all components of a head. Raises ValueError for an unsupported value.
     """
     config.expect(hidden_act="silu", attention_dropout=0.0, is_encoder_decoder=False, tie_encoder_decoder=False)
     heads = config["num_attention_heads"]
@@ -243,9 +243,8 @@ def sigmoid_experts_parts(config: HFConfig) -> frozenset[str]:
 def read_sigmoid_experts(config: HFConfig) -> dict[str, Any]:
     """Return Megatron's fields for sigmoid experts; raise ValueError at an unsupported value."""
     config.expect(norm_topk_prob=True)
-    config.read_fields.update(
-        ("num_nextn_predict_layers", "num_mtp_layers")
-    )  # extra layers, which are neither loaded nor exported
+    # fields of extra layers, which are neither loaded nor exported
+    config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))
     layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]
     return dict(

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, dense layers first, then sigmoid experts with shared experts.
 
-The norms in the attention use `rms_norm_eps`, like SGLang and Megatron. transformers uses 1e-6, which is also the value in the
-published configs.
+The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. transformers always uses 1e-6; the published configs
+have the same value.
 """
 
 from dataclasses import replace
@@ -81,9 +81,8 @@ def translate(config: HFConfig) -> Architecture:
     config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
     config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # settings of pretraining
     nope, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    config.expect(
-        head_dim=(None, rotated), qk_head_dim=(None, nope + rotated)
-    )  # transformers 5 also writes these fields
+    # transformers 5 also writes these fields
+    config.expect(head_dim=(None, rotated), qk_head_dim=(None, nope + rotated))
     heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
     rope = config.rope(rotated)
     arch = read_decoder(
@@ -108,7 +107,7 @@ def translate(config: HFConfig) -> Architecture:
 
 
 def _softmax_scale(rope: Rope) -> dict[str, float]:
-    """Return the fields with which Megatron multiplies the softmax scale by the square of YaRN's mscale_all_dim amplitude."""
+    """Return Megatron's fields for YaRN's softmax scale, which is multiplied by the square of the mscale_all_dim amplitude."""
     if not isinstance(rope, YarnRope):
         return {}
     return dict(rotary_scaling_factor=rope.factor, mscale_all_dim=rope.mscale_all_dim or 0.0)

@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention, RoPE on a part of each head, dense layers first, then sigmoid and shared experts."""
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head; first dense layers, then sigmoid experts with shared experts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE; two fields switch biases on."""
+"""Llama 2 and 3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE, optional biases."""
 
 from models.architecture import Architecture, Family
 from models.families.decoder_blocks import (

@@ -1,8 +1,8 @@
 """Qwen2, Qwen2.5 and Qwen3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE.
 
-Qwen2 has biases of the query, key and value projections. Qwen3 has query/key norms, and comes dense and as MoE.
+Qwen2 has biases of the query, key and value projections. Qwen3 has query/key norms; there are dense and MoE models.
 
-Qwen3-MoE has experts in most layers. A field says whether the weights of the chosen experts are normalized to sum to 1.
+Qwen3-MoE has experts in most layers. The field norm_topk_prob says whether the weights of the chosen experts sum to 1.
 """
 
 from models.architecture import Architecture, Family
