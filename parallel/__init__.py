@@ -1,9 +1,9 @@
-"""Megatron-Core's parallelism behind a device-neutral interface. Imports neither models nor mrl."""
+"""Megatron-Core's parallelism, on GPUs and CPUs. Imports neither models nor mrl."""
 
 import sys
 from pathlib import Path
 
 if not Path("/proc/driver/nvidia/version").exists():
-    # Without an NVIDIA driver, importing flash_mla (one of SGLang's CUDA kernels) makes `import megatron` fail. Megatron works
-    # if the package seems not to be installed.
+    # Without an NVIDIA driver, `import megatron` fails because it imports flash_mla (one of SGLang's CUDA kernels). This entry
+    # makes flash_mla look as if it were not installed, and then Megatron works.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Saves and loads Megatron's distributed checkpoints (torch_dist): any parallel layout can load what another one saved."""
+"""Saves and loads Megatron's distributed checkpoints (torch_dist). Any parallel layout can load a checkpoint of any other."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def begin_save(
 ) -> CheckpointSave:
     """Start writing weights, optimizer state and RNG states into `folder`; every rank calls this.
 
-    `folder` is a valid checkpoint once the caller has finished the returned save. Works before the first optimizer step too.
+    `folder` is a valid checkpoint after the caller has called `finish` on the result. Also works before the first optimizer step.
     """
     weights = _sharded_weights(chunks)
     state = {**weights, "optimizer": sharded_state_to_save(optimizer, weights)}
@@ -66,14 +66,14 @@ def save(
     dims: ParallelDims,
     timeout_s: float = 3600,
 ) -> None:
-    """Save synchronously what `begin_save` saves; `folder` appears under its name only when it is complete."""
+    """Save weights, optimizer state and RNG states synchronously. `folder` gets its name only when it is complete."""
     partial = _partial(folder)
     begin_save(partial, chunks, optimizer, dims, asynchronous=False).finish(timeout_s)
     _rename_on_rank_0(partial, Path(folder))
 
 
 def save_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
-    """Save synchronously the weights only; `chunks` may be wrapped in DistributedDataParallel or not."""
+    """Save only the weights, synchronously; `chunks` may be wrapped in DistributedDataParallel or not."""
     partial = _partial(folder)
     CheckpointSave(partial, _sharded_weights(chunks), {}, asynchronous=False).finish(timeout_s=0)
     _rename_on_rank_0(partial, Path(folder))
@@ -101,9 +101,9 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 def load(
     folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, dims: ParallelDims
 ) -> bool:
-    """Load weights and optimizer state of `folder`; also the RNG states if the same layout saved them.
+    """Load weights and optimizer state of `folder`, and the RNG states if the same layout saved them.
 
-    Every rank calls this. Returns whether the RNG states were restored. Hyperparameters of the optimizer (betas, weight decay)
+    Every rank calls this. Returns True if the RNG states were restored. Hyperparameters of the optimizer (betas, weight decay)
     keep their current values. Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of
     this model.
     """
@@ -127,9 +127,7 @@ def _read(state: dict, folder: Path) -> dict:
     ):
         try:
             return dist_checkpointing.load(state, str(folder))
-        except (
-            CheckpointException
-        ) as error:  # torch's class is no subclass of Exception; it holds the failure of each rank
+        except CheckpointException as error:  # not a subclass of Exception; `failures` has the failure of each rank
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(cause) from error
 
@@ -171,7 +169,7 @@ def _sharded_parts(state: dict) -> list[ShardedBase]:
 
 
 def _problem(part: ShardedBase, stored: dict) -> str | None:
-    """Say how the stored tensor differs from what this rank needs; None if it fits."""
+    """Describe how the stored tensor differs from the tensor that this rank needs; None if it does not differ."""
     if isinstance(part, ShardedObject):
         return None if part.unique_key in stored else f"{part.unique_key} is missing"
     stored_tensor = stored.get(part.key)
@@ -185,7 +183,7 @@ def _problem(part: ShardedBase, stored: dict) -> str | None:
 
 
 def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -> bool:
-    """Whether the shapes differ only in padding rows of the vocabulary. This layout has fewer than tp of them."""
+    """Whether the shapes differ only in padding rows of the vocabulary. This layout has fewer than tp padding rows."""
     assert isinstance(part, ShardedTensor)
     rows, *rest = part.global_shape
     min_rows = rows - groups.tp_group().size() + 1
@@ -197,9 +195,9 @@ def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -
 
 
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
-    """Sharded state dict of each virtual stage, under keys that only this process uses.
+    """Return the sharded state dict of each virtual stage, under keys that only this process uses.
 
-    In the files, tensors are named by their position in the whole model.
+    The files name tensors by their position in the whole model.
     """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
     return {f"model{n}": module.sharded_state_dict(metadata=metadata) for n, module in enumerate(_unwrapped(chunks))}
@@ -228,17 +226,17 @@ logger = logging.getLogger(__name__)
 
 
 def rng_file_name(rank: int) -> str:
-    """Return the name of the file with the states of `rank`."""
+    """Return the name of the file with the RNG states of `rank`."""
     return f"rng_{rank:05d}.safetensors"
 
 
 def rng_snapshot(dims: ParallelDims) -> bytes:
-    """Return the content of this rank's file: all current states, the rank and the layout."""
+    """Return the content of this rank's RNG file: all current states, the rank and the layout."""
     return save_arrays(_rng_states(), {"rank": str(dist.get_rank()), "layout": _rng_layout(dims)})
 
 
 def read_rng(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | None:
-    """Read this rank's states from `folder` for `restore`.
+    """Read this rank's RNG states from `folder`, for `restore_rng`.
 
     Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if a file is missing or
     damaged.

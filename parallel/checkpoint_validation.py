@@ -1,9 +1,9 @@
 """Validates a torch_dist checkpoint before any library reads it: required files, file sizes, and safe pickles.
 
 A pickle can call any function that it names. torch's distributed checkpoints contain two kinds of pickles that torch loads
-without a check: `.metadata`, and the objects that are stored next to the tensors. This module refuses a checkpoint whose
-pickles name anything but the types listed below. It reads archives with torch's own archive reader, so that both see the same
-pickle. Megatron is not imported.
+without a check: `.metadata`, and the objects that are stored next to the tensors. This module rejects a checkpoint if its
+pickles name types that are not listed below. It reads archives with torch's archive reader, so that it checks the same pickle
+that torch loads. Megatron is not imported.
 """
 
 import importlib
@@ -40,8 +40,8 @@ _METADATA_TYPES = {
 }
 """Types allowed in `.metadata`: descriptions of tensors and their locations.
 
-No subclass of dict is allowed. A pickle can set attributes of instances, and a forged attribute `items` would hide the
-content of the table from these checks.
+No subclass of dict is allowed: a pickle can set attributes of its instances, and a forged attribute `items` would hide entries
+from these checks.
 """
 
 _BUILTINS = ("bytearray", "complex", "frozenset", "set", "slice")
@@ -72,12 +72,12 @@ _OBJECT_TYPES = {
 
 _ARCHIVE_MAGIC = b"PK\x03\x04"  # the first bytes of a torch.save archive
 _ADVICE = (
-    "No training run writes this, or the file was changed later; do not load the checkpoint, and ask for its origin."
+    "No training run writes this: other software made or changed the file. Do not load it, and ask for its origin."
 )
 
 
 class ForeignPickleError(ValueError):
-    """A pickle of a checkpoint names a type that no checkpoint needs. The pickle was not executed."""
+    """A pickle of a checkpoint names a type that is not allowed. The pickle was not executed."""
 
 
 def validate_checkpoint(folder: str | Path) -> Metadata:
@@ -93,7 +93,7 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
     _check_descriptions_exist(folder)
     metadata = read_metadata(folder / METADATA)
     _check_locations(folder, metadata)
-    _check_file_sizes(folder, metadata)  # before the pickles: "truncated" says more than a broken pickle would
+    _check_file_sizes(folder, metadata)  # before the pickles, because "truncated" is the clearer error
     for path, offset, length in _stored_objects(folder, metadata):
         _check_archive(path, offset, length)
     for path in sorted(folder.glob("*.pt")):  # common.pt of older Megatron versions
@@ -104,7 +104,7 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata` file that contains allowed types only.
 
-    Raises ForeignPickleError at another type, ValueError if the file is damaged.
+    Raises ForeignPickleError if it contains another type, and ValueError if the file is damaged.
     """
     with path.open("rb") as file:
         metadata = _unpickle(_CheckedUnpickler(file, _load_metadata_type, str(path)), str(path))
@@ -130,7 +130,7 @@ def _check_descriptions_exist(folder: Path) -> None:
 
 
 def _check_locations(folder: Path, metadata: Metadata) -> None:
-    """Refuse locations that are not plain files directly in `folder`."""
+    """Raise ValueError unless every location is a plain file directly in `folder`."""
     for index, info in metadata.storage_data.items():
         if type(info) is not _StorageInfo or type(info.relative_path) is not str:
             raise ValueError(f"{folder}/{METADATA}: the location of {index} is {info}, expected a file name. {_ADVICE}")
@@ -142,7 +142,7 @@ def _check_locations(folder: Path, metadata: Metadata) -> None:
 
 
 def _check_file_sizes(folder: Path, metadata: Metadata) -> None:
-    """Check that every file exists and is long enough for what `.metadata` says it contains."""
+    """Check that every file exists and is long enough for the content that `.metadata` describes."""
     needed: dict[str, int] = defaultdict(int)
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed[info.relative_path], info.offset + info.length)
@@ -157,7 +157,7 @@ def _check_file_sizes(folder: Path, metadata: Metadata) -> None:
 
 
 def _stored_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[Path, int, int]]:
-    """Yield (file, offset, length in bytes) of everything that is not a tensor. torch reads tensors with its own allow-list."""
+    """Yield (file, offset, length in bytes) of every object that is not a tensor. torch loads tensors with its own allow-list."""
     for index, info in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             path = folder / info.relative_path
@@ -199,7 +199,7 @@ class _CheckedUnpickler(pickle.Unpickler):
         return loaded_type
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a placeholder for a tensor's storage, which is raw bytes and no pickle."""
+        """Return a placeholder for a tensor's storage, which is raw bytes and not a pickle."""
         return _Placeholder()
 
 

@@ -1,4 +1,4 @@
-"""Writes one checkpoint: all ranks plan it, each rank writes its files (in a fork if asynchronous), all ranks finish it."""
+"""Writes a checkpoint in three steps: all ranks plan, each rank writes its files (perhaps in a fork), all ranks finish."""
 
 import ctypes
 import gc
@@ -36,10 +36,10 @@ _NICE = 10  # lower priority than training
 
 
 class ForkedWriter[T]:
-    """Runs the function `write` once, in a forked child process or directly in this one.
+    """Runs the function `write` once, in a forked child process or directly in this process.
 
     The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
-    SIGKILL when the thread that forked it ends. The child keeps neither stdout nor stderr open and does not use the GPU.
+    SIGKILL when the thread that forked it ends. The child closes stdout and stderr, and does not use the GPU.
     """
 
     def __init__(self, write: Callable[[], T], in_fork: bool) -> None:
@@ -56,13 +56,13 @@ class ForkedWriter[T]:
             child_connection.close()
 
     def is_done(self) -> bool:
-        """Whether the write has succeeded, failed or been killed. The child's memory is free then."""
+        """Whether the write has succeeded, has failed or was killed. If so, the child's memory is free."""
         if self._outcome is None and self._connection.poll():
             self._outcome = self._receive(timeout_s=0)
         return self._outcome is not None
 
     def result(self, timeout_s: float) -> T:
-        """Return what `write` returned; the child has ended afterwards.
+        """Return the result of `write`. The child has ended afterwards.
 
         Raises RuntimeError if `write` failed, if the child was killed, or if it does not end within `timeout_s` seconds.
         """
@@ -126,16 +126,16 @@ class CheckpointSaveError(RuntimeError):
 class CheckpointSave:
     """One save of a checkpoint into `folder`. Every rank creates it with its part of `state` and then calls `finish`.
 
-    Megatron plans, writes and describes the shards. This class replaces the last part of Megatron's save, which reports errors
-    to rank 0 only and leaves the other ranks waiting if the disk of rank 0 is full.
+    Megatron's functions plan and write the shards. This class replaces the last part of Megatron's save. That part reports
+    errors to rank 0 only, so the other ranks would wait forever if the disk of rank 0 is full.
     """
 
     def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
         """Plan the shards of `state` (a sharded state dict) and write them with `files` (name -> content).
 
         A synchronous save has written this rank's files when this returns. In an asynchronous save, a fork of this process
-        writes the tensors with their values of now. Host memory is copied only where training changes it meanwhile; tensors on
-        a GPU are copied to the host once. Raises CheckpointSaveError on all ranks.
+        writes the tensors with their current values. Host memory is copied only where training changes it during the write;
+        tensors on a GPU are copied to the host once. Raises CheckpointSaveError on all ranks.
         """
         self.folder = folder
         with raise_on_all_ranks(self._error):
@@ -146,15 +146,14 @@ class CheckpointSave:
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error):
-                buckets = FileSystemWriterAsync.preload_tensors(
-                    self._strategy.writer.write_buckets or []
-                )  # GPU to host
+                # copies tensors from the GPU to the host
+                buckets = FileSystemWriterAsync.preload_tensors(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
                 self._writer = ForkedWriter(write, asynchronous)
         except CheckpointSaveError:  # another rank failed, for example for lack of host memory
             self.abandon()
             raise
-        # Only the writer refers to the host copies from now on: their memory is free when the writer ends.
+        # After this line only the writer refers to the host copies, so their memory is free when the writer ends.
         self._strategy.writer.write_buckets = None
 
     def is_written(self) -> bool:
@@ -164,8 +163,8 @@ class CheckpointSave:
     def finish(self, timeout_s: float) -> None:
         """Wait until all ranks have written, then complete the checkpoint and sync it to the disk. Every rank calls this.
 
-        Raises CheckpointSaveError on all ranks, with the folder and the cause of the first failed rank, also if a writer was
-        killed or does not end within `timeout_s` seconds. All writers have ended afterwards.
+        Raises CheckpointSaveError on all ranks if a writer failed, was killed or does not end within `timeout_s` seconds. The
+        message has the folder and the cause on the first failed rank. All writers have ended afterwards.
         """
         assert self._writer is not None, "the constructor raises if there is no writer"
         with raise_on_all_ranks(self._error):
@@ -186,7 +185,7 @@ class CheckpointSave:
 
 
 class _SaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, extended to keep its plan."""
+    """Megatron's save strategy, which also keeps its plan as attributes."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None  # on rank 0
@@ -207,8 +206,8 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
 def _plan(state: dict, folder: Path) -> _SaveStrategy:
     apply_factories(state)
     dict_list_map_inplace(_with_own_storage, state)
-    # ForkedWriter returns the results. Megatron would spawn a manager process for them; it imports torch again (seconds) and
-    # survives a killed worker.
+    # ForkedWriter returns the results. Megatron would spawn a manager process for the results, which imports torch again
+    # (seconds) and survives when the worker is killed.
     filesystem_async._results_queue = queue.Queue()
     strategy = _SaveStrategy()
     dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
@@ -216,7 +215,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage that covers only its bytes: Megatron copies views of larger storages."""
+    """Give a tensor in host memory a storage with its bytes only, because Megatron copies views of larger storages."""
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
         part.data = _view_as_storage(part.data.detach())
     return part
@@ -226,8 +225,8 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # A second storage over the same bytes. Writing passes it to NumPy, which makes a storage impossible to resize; offloading
-    # resizes the original.
+    # A second storage over the same bytes: writing passes the storage to NumPy, which makes it impossible to resize, and
+    # offloading must resize the original storage.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 
@@ -244,8 +243,6 @@ def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes])
         )
         if isinstance(bucket_results, Exception):
             raise bucket_results
-        fsync_path(
-            Path(bucket[0])
-        )  # Megatron syncs before it closes the file: Python's buffer is flushed after that sync
+        fsync_path(Path(bucket[0]))  # Megatron syncs the file before Python flushes its buffer
         results += bucket_results
     return results

@@ -1,8 +1,8 @@
-"""Log of the last collective of each process group, in a file that other processes can read while this one hangs or is dead.
+"""Log of the last collective of each process group, in a file that other processes can read if this process hangs or dies.
 
-torch calls a hook before it issues a collective, with any backend. The hook writes 48 bytes into mapped memory, which the kernel
-keeps when the process is killed. On a GPU, a collective is issued before it runs. A rank that lags behind the others in issuing
-is still the one that they wait for.
+With any backend, torch calls a hook before it issues a collective. The hook writes 48 bytes into a memory-mapped file, which
+keeps them if the process is killed. On a GPU, a collective is issued before it runs. The rank that has issued fewer collectives
+than the others is nevertheless the rank that the others wait for.
 """
 
 import atexit
@@ -27,12 +27,12 @@ class LastCollective:
     group: str  # torch's name of the group, the same on all members
     purpose: str  # Megatron's description, such as TENSOR_MODEL_PARALLEL_GROUP
     ranks: tuple[int, ...]  # global ranks of the members
-    entered: int  # number of collectives so far, without point-to-point messages
+    entered: int  # number of collectives issued so far, without point-to-point messages
     messages: int  # number of sends and receives so far
     operation: str  # torch's name of the last operation
     peer: int  # group rank of the other end of a message, or of the root of a broadcast; else -1
-    nbytes: int  # bytes of its first tensor
-    at: float  # time.time() when it was entered
+    nbytes: int  # bytes of the first tensor of the last operation
+    at: float  # time.time() when the last operation was issued
 
 
 class CollectiveLog:
@@ -100,9 +100,8 @@ def _remove_hook(group: Any) -> None:
 def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> Any:
     collectives = messages = 0
 
-    def on_collective(
-        call: Any,
-    ) -> None:  # takes 4 microseconds; the operation's name instead of its number would take one more
+    # A call takes 4 microseconds; reading the name of the operation instead of its number would take one more.
+    def on_collective(call: Any) -> None:
         nonlocal collectives, messages
         operation = int(call.name)
         if operation in message_operations:
@@ -117,7 +116,7 @@ def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> 
 
 
 def read_collective_log(path: str | Path) -> list[LastCollective]:
-    """Read the log of a process, without groups that it never used; empty if it has no log."""
+    """Read the log of a process, without groups that the process never used; return [] if there is no log."""
     path = Path(path)
     with suppress(OSError, ValueError):
         known, slots = json.loads(path.with_name(path.name + ".json").read_text()), path.read_bytes()

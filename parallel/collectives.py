@@ -1,4 +1,4 @@
-"""torch.distributed helpers: rendezvous, an all-reduce that gradients flow through, and errors that all ranks share."""
+"""torch.distributed helpers: rendezvous, a differentiable all-reduce, and errors that are raised on all ranks."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ from parallel.device import backend
 
 
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """Serve a key-value store from this process. It listens on `address` only; torch's own constructor listens everywhere.
+    """Serve a key-value store from this process, on `address` only (torch's constructor listens on all addresses).
 
-    `port` 0 takes any free port (`store.port` tells which). With `world_size`, the call waits until that many processes have
-    joined, this one included. Raises OSError if this machine does not have the address or the port is taken.
+    With `port` 0, the store uses a free port, `store.port`. With `world_size`, the call waits until `world_size` processes have
+    joined, including this one. Raises OSError if this machine does not have the address, or if the port is in use.
     """
     ((family, *_), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     with socket.create_server((address, port), family=family, backlog=2048) as listener:
@@ -37,7 +37,7 @@ def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int 
 def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
     """Join the trainer's default process group; rank 0 serves the rendezvous store on `address` only.
 
-    Raises torch's error if a peer does not join within `timeout_s` seconds.
+    Raises torch.distributed's error if a rank does not join within `timeout_s` seconds.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -48,10 +48,10 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum `values` over the ranks of `group`, with a gradient. Every rank calls this, forward and backward.
+    """Sum `values` over the ranks of `group`; differentiable. Every rank takes part in the forward and the backward pass.
 
-    The loss of each rank may depend on the sum, and the total loss is the sum over ranks. The backward pass therefore sums
-    the gradients over the group as well.
+    The loss of each rank may depend on the sum, and the total loss is the sum over ranks. Therefore the backward pass also sums
+    the gradients over the group.
     """
     return _AllReduceSum.apply(values, group) if group.size() > 1 else values
 
@@ -75,10 +75,10 @@ def _all_reduced(values: Tensor, group: ProcessGroup) -> Tensor:
 
 @contextmanager
 def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]:
-    """If any rank raises inside the block, every rank raises the error of the lowest such rank at its end.
+    """At the end of the block, raise the error of the lowest failed rank on every rank, if any rank raised inside the block.
 
     Without this, the other ranks would wait for the failed rank in their next collective. Every rank must enter and leave the
-    block. A ValueError (a mistake of the user) stays a ValueError; any other error becomes `make_error(message)`.
+    block. A ValueError (an error of the user) stays a ValueError; any other error becomes `make_error(message)`.
     """
     own_error: Exception | None = None
     try:

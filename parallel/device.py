@@ -1,4 +1,4 @@
-"""Device layer: this process's device, backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
+"""This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
 `patch_megatron_for_cpu()` must run before the first import from Megatron. It does nothing if CUDA is available.
 Megatron-Core 0.19 calls `torch.cuda` directly in places that its process-group arguments do not reach (streams, RNG state,
@@ -28,12 +28,12 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process: its current GPU, or the CPU."""
+    """Return the device of this process: its current GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
 
 
 def backend() -> str:
-    """torch.distributed backend for `device()`."""
+    """Return the torch.distributed backend for `device()`: nccl or gloo."""
     return "nccl" if has_cuda() else "gloo"
 
 
@@ -49,7 +49,7 @@ def synchronize() -> None:
 
 
 def release_cached_memory() -> int | None:
-    """Empty torch's memory cache; return the GPU bytes that torch still reserves, or None on a CPU (not counted there)."""
+    """Empty torch's memory cache; return the bytes of GPU memory that torch still reserves, or None on a CPU."""
     if not has_cuda():
         return None
     torch.cuda.empty_cache()
@@ -63,9 +63,9 @@ def set_threads() -> None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """NVIDIA libraries that this process can use: each is used if it is installed and a GPU is present, none is required.
+    """NVIDIA libraries that this process uses. All are optional; a library is used if it is installed and a GPU is present.
 
-    All are False on a CPU.
+    All fields are False on a CPU.
     """
 
     cuda: bool
@@ -200,7 +200,7 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace what Megatron's token exchange between experts assumes about CUDA and NCCL."""
+    """Replace functions of Megatron's token exchange between experts that assume CUDA and NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes from a CPU tensor must also become numpy
@@ -212,7 +212,7 @@ def _patch_expert_communication() -> None:
 
 
 def _uneven_all_gather(even):
-    """Extend gloo's all_gather, which needs equal shapes: unequal shapes are broadcast rank by rank."""
+    """Extend gloo's all_gather, which needs equal shapes: tensors of unequal shapes are broadcast rank by rank."""
 
     @functools.wraps(even)
     def all_gather(outputs, tensor, group=None, async_op=False):
@@ -227,7 +227,7 @@ def _uneven_all_gather(even):
 
 
 def _uneven_reduce_scatter(even):
-    """Extend gloo's reduce_scatter, which needs equal shapes: unequal shapes are all-reduced and each rank keeps its own."""
+    """Extend gloo's reduce_scatter, which needs equal shapes: tensors of unequal shapes are all-reduced one by one."""
 
     @functools.wraps(even)
     def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):

@@ -1,4 +1,4 @@
-"""Sizes of the parallel dimensions, their rules, and the arithmetic between ranks and coordinates. Imports no torch."""
+"""Sizes of the parallel dimensions, their rules, and the coordinates of each rank. Does not import torch."""
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -25,13 +25,13 @@ class ParallelDims:
     """
 
     tp: int = 1  # tensor parallel: the matrices of a layer are split over tp ranks
-    pp: int = 1  # pipeline parallel: consecutive layers are on the same of pp stages
-    vpp: int = 1  # virtual pipeline stages per rank: each rank holds vpp separate runs of layers
+    pp: int = 1  # pipeline parallel: the layers are divided into pp stages of consecutive layers
+    vpp: int = 1  # virtual pipeline stages per rank: each rank has vpp separate blocks of consecutive layers
     cp: int = 1  # context parallel: every sequence is split over cp ranks
     dp: int = 1  # data parallel: each replica trains its own samples
     ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks
     etp: int | None = None  # expert tensor parallel: the matrices of each expert are split over etp ranks; default: tp
-    sp: bool | None = None  # sequence parallel: activations between matrices are split over tp; default: if tp > 1
+    sp: bool | None = None  # sequence parallel: activations between matrices are split over tp; default: on if tp > 1
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
@@ -66,9 +66,9 @@ class ParallelDims:
 
     @classmethod
     def from_world_size(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
-        """Return dimensions with `dp` derived from the number of processes; raise ValueError if it does not factor.
+        """Return dimensions with dp = world_size / (tp * cp * pp); raise ValueError if the division leaves a remainder.
 
-        Without `world_size` and `dp`, there are as many replicas as one copy of the experts needs.
+        Without `world_size` and `dp`, dp is the smallest number of replicas that can hold one copy of the experts.
         """
         if world_size is None or dp is not None:
             dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)
@@ -111,7 +111,7 @@ class ParallelDims:
 
     @property
     def lockstep(self) -> bool:
-        """Whether replicas must run the same number of passes, because they exchange tokens with experts of other replicas."""
+        """Whether all replicas must run the same number of passes, because they send tokens to experts on other replicas."""
         return self.tp * self.cp % (self.ep * self.expert_tp) != 0
 
     def coords(self, rank: int) -> RankCoords:
@@ -122,7 +122,7 @@ class ParallelDims:
         return RankCoords(tp, cp, dp, pp)
 
     def expert_coords(self, rank: int) -> tuple[int, int]:
-        """Return the rank of global `rank` in (its expert-tensor-parallel group, its expert-parallel group)."""
+        """Return the ranks of global `rank` in its expert-tensor-parallel group and in its expert-parallel group."""
         rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
         return etp, rest % self.ep
 
@@ -145,7 +145,7 @@ class ParallelDims:
 
 
 def _min_replicas(*, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **others: Any) -> int:
-    """Return the smallest number of replicas whose ranks hold complete copies of the experts."""
+    """Return the smallest number of replicas whose ranks together have whole copies of the experts."""
     need = ep * (tp if etp is None else etp)
     return need // gcd(need, tp * cp) if min(need, tp, cp) > 0 else 1  # ParallelDims raises at a size below 1
 

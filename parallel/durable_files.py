@@ -1,7 +1,7 @@
 """Crash-safe writes: fsync, atomic replacement of files, and folders that appear only when they are complete.
 
-The functions write under a temporary name in the same folder and rename at the end. A reader sees the old content or all of
-the new content, even when the writer is killed.
+The functions write under a temporary name in the same folder and rename at the end. A reader sees either the old content or
+the complete new content, even if the writer is killed.
 """
 
 import os
@@ -23,7 +23,7 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; when the block ends without an error, the temporary file replaces `path`.
+    """Yield a temporary path next to `path`; if the block ends without an error, the temporary file replaces `path`.
 
     `durable`: wait until the bytes are on the disk before the rename. When the block fails, `path` stays as it was and the
     temporary file is removed. The temporary name keeps the suffix of `path`, because some writers append a missing one.

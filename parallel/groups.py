@@ -1,4 +1,4 @@
-"""Process groups of the trainer; the only module that touches Megatron's global parallel state."""
+"""Process groups of the trainer. No other module uses Megatron's global parallel state."""
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def free_scratch_memory() -> None:
 
 
 def suspend_communicators() -> None:
-    """Make NCCL release the device memory of all communicators until `resume_communicators()`. Every rank calls this.
+    """Release the device memory of all NCCL communicators until `resume_communicators()`. Every rank calls this.
 
     Between the two calls, no rank may run a collective on a GPU. Does nothing on a CPU or with an older NCCL.
     """

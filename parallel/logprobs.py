@@ -54,7 +54,7 @@ class _Head:
 
     group: ProcessGroup
     first_row: int  # token id of weight row 0
-    real_rows: int  # rows from this one on are padding; may be outside the rows of this rank
+    real_rows: int  # rows with this index or higher are padding; may be negative or exceed the number of rows
     temperature: float
     chunk_size: int
     needs_entropy: bool
@@ -78,7 +78,7 @@ class _Head:
         return self.logits(hidden, weight).sub_(normalizer[:, None]).exp_()
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the weight row [n, 1] of each target and whether this rank has it [n, 1]; otherwise the row is arbitrary."""
+        """Return the weight row [n, 1] of each target, and whether this rank has it [n, 1]; if not, the row is arbitrary."""
         row = (targets - self.first_row)[:, None]
         return row.clamp(0, rows - 1), (row >= 0) & (row < rows)
 

@@ -1,7 +1,7 @@
-"""Megatron layer modules for packed sequences: norms, rotary embedding, latent attention, and modules without CUDA.
+"""Megatron layer modules for packed sequences: norms, rotary embedding, latent attention, and plain torch modules.
 
-The plain torch modules have the parameter names of Transformer Engine's modules. All devices therefore share one checkpoint
-layout and one conversion table.
+The plain torch modules have the same parameter names as Transformer Engine's modules. Therefore checkpoints and conversion
+tables are the same on GPUs and CPUs.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm followed by a column-parallel projection; has `layer_norm_weight` like Transformer Engine's fused layer."""
+    """RMSNorm and a column-parallel projection. The norm weight is `layer_norm_weight`, as in Transformer Engine's layer."""
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -48,12 +48,11 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """RoPE that looks up the angle of every token of the pack, so that Megatron rotates all sequences in one operation."""
+    """RoPE with one angle per token of the pack, so that Megatron rotates all sequences in one operation."""
 
     def __init__(self, rope: Rope) -> None:
-        super().__init__(
-            rope.dim, 1.0, use_cpu_initialization=True
-        )  # Megatron moves the frequencies to the device at first use
+        # Megatron moves the frequencies to the device at the first use.
+        super().__init__(rope.dim, 1.0, use_cpu_initialization=True)
         self.inv_freq = rope.inv_freq()
 
     def get_rotary_seq_len(
@@ -71,8 +70,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
     """Return the hidden states [L, H] of all tokens, from [L/tp, H] under sequence parallelism.
 
-    `replicated`: the output head computes the same on every tensor-parallel rank. Otherwise each rank computes a part of the
-    vocabulary and so a part of the gradient, and the backward pass sums the parts.
+    `replicated`: the output head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part of
+    the vocabulary and a part of the gradient, and the backward pass sums these parts.
     """
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
@@ -80,7 +79,7 @@ def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool
 
 
 class TorchSpecProvider(LocalSpecProvider):
-    """Provides the torch modules of this file where Megatron's Transformer Engine provider provides NVIDIA's."""
+    """Provides the torch modules of this file to Megatron, in place of Transformer Engine's modules."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -96,7 +95,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def spec_provider() -> BackendSpecProvider:
-    """Return the provider of Transformer Engine modules if they are installed with a GPU, else of plain torch modules."""
+    """Return the provider of Transformer Engine's modules if they can be used, else the provider of plain torch modules."""
     if capabilities().transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # heavy
 
@@ -105,7 +104,7 @@ def spec_provider() -> BackendSpecProvider:
 
 
 class DownProjection(torch.nn.Linear):
-    """Linear layer whose whole weight is on every tensor-parallel rank; each rank applies it to its part of the sequence."""
+    """Linear layer that is replicated on every tensor-parallel rank. Each rank applies it to its part of the sequence."""
 
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig) -> None:
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
@@ -131,20 +130,20 @@ class AmplifiedRotaryEmbedding(PackedRotaryEmbedding):
 class PackedLatentAttention(MLASelfAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over packs, with replicated down-projections.
 
-    Queries, keys and values of all heads are projected up from two low-rank vectors of each token. The part of a key that is
-    rotated by position is shared by all heads. Without Transformer Engine, Megatron 0.19 splits the down-projections over
-    tensor-parallel ranks. Then each rank would get the gradient of the shared key part from its own heads only. With replicated
-    down-projections, the sequence-parallel gather of the shared part sums the gradients of all heads. Tensor parallelism
-    therefore needs sequence parallelism here.
+    Queries, keys and values of all heads are projected up from two low-rank vectors of each token. All heads share the part of
+    a key that is rotated by position. Without Transformer Engine, Megatron 0.19 splits the down-projections over tensor-parallel
+    ranks. Then the gradient of the shared part on a rank would come only from the heads of this rank. With replicated
+    down-projections, the sequence-parallel gather of the shared part sums the gradients of all heads. Therefore tensor
+    parallelism needs sequence parallelism here.
     """
 
     def __init__(
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, rope: Rope, **kwargs
     ) -> None:
-        split = dict(
+        temporary = dict(
             linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear
         )  # replaced below
-        super().__init__(config, replace(submodules, **split), *args, **kwargs)
+        super().__init__(config, replace(submodules, **temporary), *args, **kwargs)
         assert config.tensor_model_parallel_size == 1 or config.sequence_parallel, (
             "latent attention with tensor parallelism needs sequence parallelism"
         )

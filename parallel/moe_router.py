@@ -24,11 +24,11 @@ class PackedRouter(TopKRouter):
     Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, this is wrong: the count is already
     the sum over all ranks (an in-place all-reduce), or it differs between ranks.
 
-    The correction bias, if the model has one, stays in float32 whatever the dtype of the model.
+    The correction bias, if the model has one, stays in float32 for any dtype of the model.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Move and cast like any module, then restore the values that the correction bias had before the cast."""
+        """Move and cast the module, then restore the values that the correction bias had before the cast."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -63,10 +63,10 @@ def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, Route
 
 @contextmanager
 def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator[None]:
-    """Make a forward pass of `chunk` over one pack use the experts in `routing` [L, layers, topk]; None: route freely.
+    """Use the experts in `routing` [L, layers, topk] for one forward pass of `chunk`; None: the router chooses the experts.
 
-    After the block, the same choice is kept for recomputation in the backward pass of this pack. Backward passes run in the
-    order of the forward passes.
+    After the block, the choice is kept for the recomputation in the backward pass of this pack. Backward passes run in the order
+    of the forward passes.
     """
     if routing is None:
         yield
@@ -83,7 +83,7 @@ def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> It
 
 
 def stop_replay(chunks: list[DistributedDataParallel]) -> None:
-    """Route freely again, and drop the choices that were kept for recomputation."""
+    """Let the routers choose the experts again, and drop the choices that were kept for recomputation."""
     for chunk in chunks:
         for _, replay in _router_replays(chunk):
             replay.clear_router_replay_action()

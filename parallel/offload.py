@@ -1,11 +1,11 @@
 """Offloads a Megatron model from its device to the host and loads it back bit-exactly, so that processes can share a GPU.
 
-Storages are resized to zero in place. Every tensor over them stays the same tensor, and views stay views (parameters of
-Megatron's flat buffers, the optimizer's shards of those). Parameters, buffers and optimizer state are copied to the host.
-Gradients are dropped, because each step accumulates from zero. On a CPU the same happens with plain memory.
+Storages are resized to zero in place, so all tensors and views over them stay valid (parameters are views of Megatron's flat
+buffers, and the optimizer has views of shards of these buffers). Parameters, buffers and optimizer state are copied to the host.
+Gradients are dropped, because each step accumulates them from zero. On a CPU the same is done with plain memory.
 
 Some device memory of the process remains: CUDA's context, tables that layers compute once (rotary angles) and, before NCCL
-2.29.7, the buffers of the communicators. Later NCCL versions release those too (see `parallel.groups.suspend_communicators`).
+2.29.7, the buffers of the communicators. Later NCCL versions also release these (see `parallel.groups.suspend_communicators`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 26  # pinned memory is allocated in powers of two
 
 
 class ModelOffloader:
-    """Moves one rank's part of a model between device and host. Every rank calls `move_to`, not during computation."""
+    """Moves one rank's part of a model between device and host. Every rank calls `move_to`, while nothing is computed."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: Callable[[], MegatronOptimizer | None]
@@ -37,7 +37,7 @@ class ModelOffloader:
 
     @property
     def level(self) -> OffloadLevel:
-        """What is completely on the device, also after a failed move."""
+        """The highest level that is completely on the device, also after a failed move."""
         if self._weights.storages:
             return OffloadLevel.FULLY_OFFLOADED
         return (
@@ -68,7 +68,7 @@ class ModelOffloader:
         return self._remaining_bytes()
 
     def _storages_of_state(self) -> list[UntypedStorage]:
-        """Storages of master parameters and moments. The master parameters of fp32 weights are the weights and are left out."""
+        """Return the storages of master parameters and moments, without master parameters that are views of fp32 weights."""
         optimizer = self._get_optimizer()
         weights = _storages(_weight_tensors(self._chunks))
         state = _storages(optimizer_tensors(optimizer)) if optimizer else []

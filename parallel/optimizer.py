@@ -1,9 +1,9 @@
-"""Megatron's distributed optimizer: gradient buffers, construction, and its state as checkpoints store it.
+"""Megatron's distributed optimizer: gradient buffers, construction, and conversion of its state for checkpoints.
 
 A checkpoint stores optimizer state per parameter, in the parameter's shape, so any layout can load it. The format is Megatron's
-`fully_reshardable`. Megatron writes it by gathering the whole state on every data-parallel rank several times. Here each rank
-writes the parameters that lie in its shard of the flat buffer, without a copy. A parameter that crosses the border between two
-shards is assembled on the rank that holds its beginning.
+`fully_reshardable`. To write it, Megatron gathers the whole state on every data-parallel rank several times. Here each rank
+writes the state of the parameters in its shard of the flat buffer, without a copy. If a parameter crosses the border between two
+shards, its state is assembled on the rank that has its beginning.
 """
 
 from collections import ChainMap
@@ -48,10 +48,10 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
 
 @contextmanager
 def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
-    """Prevent Megatron from giving the two copies of a tied embedding their own bucket while it lays out the buffers.
+    """While Megatron plans the buffers, prevent it from giving the two copies of a tied embedding a bucket of their own.
 
-    Megatron 0.19 saves optimizer state at offsets without the padding of buckets and loads it at offsets with the padding. With
-    more than one bucket, the loaded state would be shifted.
+    Megatron 0.19 saves optimizer state at offsets without the padding of buckets, and loads it at offsets with the padding. With
+    more than one bucket, the loaded state would therefore be shifted.
     """
     tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
     for param in tied:
@@ -95,7 +95,7 @@ ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
 def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken. Parameter groups store it, and an empty group does not count."""
+    """Return the number of optimizer steps taken. Parameter groups store this number; empty groups do not count."""
     return max((int(group.get("step", 0)) for group in _groups(optimizer)), default=0)
 
 
@@ -113,7 +113,7 @@ def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
 
 
 def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
-    """Return the tensors that this rank reads: the whole state of each parameter that lies partly in its buffers."""
+    """Return the tensors that this rank reads: the whole state of each parameter that has elements in its buffers."""
     initialize_optimizer_state(optimizer)
     state = {}
     for number, part in enumerate(_optimizers(optimizer)):
@@ -157,7 +157,7 @@ def _groups(optimizer: MegatronOptimizer) -> list[dict]:
 
 def _description_of_param(weights: dict) -> dict[Tensor, ShardedDescription]:
     described, _ = extract_sharded_tensors_and_factories(weights)
-    return {one.data: one for one in nested_values(described)}
+    return {description.data: description for description in nested_values(described)}
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,8 @@ def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.Process
     if shards[0].rank != group.rank():
         dist.send(own_shard.detach().contiguous(), group=group, group_dst=shards[0].rank)
         return own_shard
-    assembled = torch.empty(
-        shards[-1].end, dtype=own_shard.dtype
-    )  # on the host: a assembled embedding may not fit on the GPU
+    # on the host, because the state of a whole embedding may not fit on the GPU
+    assembled = torch.empty(shards[-1].end, dtype=own_shard.dtype)
     assembled[: shards[0].end] = own_shard.detach()
     for shard in shards[1:]:
         part = own_shard.new_empty(shard.end - shard.start)
@@ -228,7 +227,8 @@ def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.Process
 def _described_like(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
     """Describe the state `flat` of this rank with the shape and location of `weight`.
 
-    Every data-parallel rank has a replica of the weight, and rank 0 writes it. Only this rank has the state, so it writes it.
+    Every data-parallel rank has a replica of a weight, and rank 0 writes it. The state is only on this rank, so this rank
+    writes the state.
     """
     *others, replica = weight.replica_id
     assert replica == rank, f"{weight.key}: replica {weight.replica_id} on data-parallel rank {rank}"

@@ -1,11 +1,11 @@
 """Packed sequences: many sequences of different lengths in one row of tokens, without padding. No torch.distributed.
 
-A pack consists of segments. A segment attends causally to itself and fully to its parent, its parent's parent and so on. A plain
-sequence is one segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
+A pack consists of segments. A segment attends causally to itself and fully to all its ancestors. A plain sequence is one
+segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
 
 Context parallelism splits every segment into 2 * cp chunks of equal length. Rank r holds chunks r and 2 * cp - 1 - r (zig-zag),
 because early tokens attend to few tokens and late ones to many. A segment whose length is not a multiple of 2 * cp is extended by
-padding tokens that no other token attends to. This module adds and removes them, so callers do not see them.
+padding tokens that no other token attends to. This module adds and removes the padding tokens; callers do not see them.
 
 Shapes: S real tokens of all segments, L tokens on this rank, padding included.
 """
@@ -45,15 +45,15 @@ class AttentionCall:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, extended by what PackedAttention and PackedRotaryEmbedding read.
+    """Megatron's description of a pack, with additional fields for PackedAttention and PackedRotaryEmbedding.
 
-    `cu_seqlens_q` and the related fields are set for Transformer Engine only: Megatron's own RoPE uses them if they are set.
+    `cu_seqlens_q` and the related fields are set for Transformer Engine only, because Megatron's own RoPE reads them if they are
+    set.
     """
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position of each token in its sequence
-    source: Ints = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # [L] index of the real token (0 to S-1); -1: padding
+    # [L] index of the real token (0 to S-1); -1: padding
+    source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()
     query_index: Tensor | None = None  # [L] order in which the calls read queries; None: unchanged
     key_index: Tensor | None = None  # [K] rows of the gathered keys that the calls read in order; None: unchanged
@@ -79,7 +79,7 @@ def pack(
     multiple: int = 1,
     cu_seqlens: bool = False,
 ) -> PackedSequences:
-    """Describe the part of a pack of these segments that context-parallel rank `cp_rank` holds.
+    """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
     `multiple`: L is a multiple of it (the tensor-parallel size under sequence parallelism, more for FP8 kernels); the last
     segment is padded. `cu_seqlens`: set the fields of Transformer Engine's attention, which does not support parents.
@@ -154,7 +154,7 @@ class _PackLayout:
         ancestors: list[list[int]] = []
         for segment in segments:
             ancestors.append([] if segment.parent is None else [*ancestors[segment.parent], segment.parent])
-        offsets = np.array([lengths[line].sum() for line in ancestors], np.int64)
+        offsets = np.array([lengths[numbers].sum() for numbers in ancestors], np.int64)
         return cls(lengths, padded, np.cumsum(lengths) - lengths, offsets, ancestors, cp_size)
 
     @property
@@ -174,11 +174,10 @@ class _PackLayout:
         return source, self.offsets[segment] + inside
 
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
-        """Return for each chunk on `rank`: (number of queries, of keys), rows of its queries, gathered rows of its keys."""
+        """Return for each chunk on `rank`: (number of queries, number of keys), rows of queries, gathered rows of keys."""
         local = int(self.padded.sum()) // self.cp_size
-        first = (
-            np.cumsum(self.padded) - self.padded
-        ) // self.cp_size  # first row of each segment, the same on every rank
+        # first row of each segment, the same on every rank
+        first = (np.cumsum(self.padded) - self.padded) // self.cp_size
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
             ancestor_rows = [self._rows(s, int(self.lengths[s]), first, local) for s in self.ancestors[segment]]

@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoPE): parameters from a Hugging Face config, and their frequencies. Imports torch lazily.
 
-RoPE (Su et al., 2021, arXiv:2104.09864) rotates pair i of the `dim` rotated components of a head at position p by the angle
-p * inv_freq[i]. Models with extended context scale the frequencies. Each class below implements one way; its fields have the
-names of Hugging Face's `rope_parameters`. The operations and their order are those of transformers: trainer, engine and
-pretraining then have bit-equal frequencies. A rounding difference would be multiplied by the position.
+RoPE (Su et al., 2021, arXiv:2104.09864) rotates `dim` components of a head in pairs: at position p, pair i is rotated by the
+angle p * inv_freq[i]. Models with extended context scale the frequencies. Each class below implements one method of scaling; its
+fields have the names of Hugging Face's `rope_parameters`. The operations and their order are the same as in transformers, so
+trainer, engine and pretraining have bit-equal frequencies. A rounding difference would be multiplied by the position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rope:
     """Plain RoPE: inv_freq[i] = theta ** (-2i / dim)."""
 
     rope_theta: float
-    dim: int  # number of rotated components of a head: the first ones
+    dim: int  # the first `dim` components of a head are rotated
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,7 +69,7 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1: frequencies of long waves are divided by `factor`, those of short waves are kept, with a ramp between them."""
+    """Llama 3.1: divides the frequencies of long waves by `factor` and keeps those of short waves, with a ramp between."""
 
     factor: float
     low_freq_factor: float  # waves longer than original_max_position_embeddings / low_freq_factor are divided
@@ -101,12 +101,12 @@ class YarnRope(Rope):
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float | None = (
-        None  # components with at least this many rotations in the original context are kept; default 32
-    )
-    beta_slow: float | None = None  # components with at most this many rotations are divided by `factor`; default 1
+    # Components that make at least `beta_fast` (default 32) rotations in the original context are kept. Components that make at
+    # most `beta_slow` (default 1) rotations are divided by `factor`.
+    beta_fast: float | None = None
+    beta_slow: float | None = None
     attention_factor: float | None = None  # the amplitude; default: derived from factor and mscale
-    mscale: float | None = None  # weights in the formula of the amplitude; both or none
+    mscale: float | None = None  # this and mscale_all_dim: weights in the formula of the amplitude; set both or none
     mscale_all_dim: float | None = None
     truncate: bool = True  # round the ends of the ramp to whole components
 

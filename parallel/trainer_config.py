@@ -11,23 +11,23 @@ class OffloadLevel(IntEnum):
 
     FULLY_OFFLOADED = 0  # the model occupies no device memory
     WEIGHTS_LOADED = 1  # parameters and buffers: enough for forward passes and weight sync
-    FULLY_LOADED = 2  # gradients and optimizer state as well: enough for training
+    FULLY_LOADED = 2  # also gradients and optimizer state: enough for training
 
 
 class LrSchedule(StrEnum):
-    """How the learning rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
 
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
     wsd = "wsd"  # warmup, stable, decay: constant, then a drop over the last fifth
-    linear_to_tenth = "linear_to_tenth"  # from the first step, also during the warm-up, to lr / 10; ignores lr_min
+    linear_to_tenth = "linear_to_tenth"  # linear to lr / 10, from the first step on, also during the warm-up; no lr_min
 
 
 def config_field(default: Any, description: str, unit: str = "", **bounds: float) -> Any:
-    """Make a dataclass field with description, unit and bounds as metadata, from which checks and docs are made.
+    """Make a dataclass field whose metadata has a description, a unit and bounds, for checks and documentation.
 
-    `default` may be a factory. `bounds`: `above` and `below` are exclusive, `least` and `most` inclusive.
+    `default` may be a factory. `bounds`: `above` and `below` are exclusive, `least` and `most` are inclusive.
     """
     metadata = dict(description=description, unit=unit, **bounds)
     if callable(default):

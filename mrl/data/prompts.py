@@ -203,7 +203,7 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
         ), False
     if len(ids) > constraints.max_prompt_tokens:
         return (
-            f"{len(ids)} tokens; at most {constraints.max_prompt_tokens} leave room for the response; shorten or "
+            f"{len(ids)} tokens are more than the {constraints.max_prompt_tokens} that leave room for the response; shorten or "
             "remove the row, lower rollout.max_response_tokens, or use a model with more context."
         ), True
     return "", False

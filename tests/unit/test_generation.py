@@ -137,7 +137,7 @@ def test_a_resumed_generation_equals_an_uninterrupted_one(configure, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         run(plan)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"was stopped; the same `mrl generate` with generate\.output="):
+    with pytest.raises(ValueError, match=r"is not finished; run the same `mrl generate` with generate\.output="):
         read_responses(plan.store.folder)
     engine, progress = Engine(), Counting()
     run(plan_generation(configure()), engine, progress=progress)

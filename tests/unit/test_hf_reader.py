@@ -80,7 +80,7 @@ def file_for_folder(folder):
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
-    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, its header says \d+; the first "
+    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, but its header says \d+; the first "
     r"truncated tensor is .*Download",
     cut_header: r"model.safetensors: the file is damaged.*it has 100 bytes",
     no_safetensors_file: r"model.safetensors: the file is damaged",

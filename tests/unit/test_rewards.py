@@ -209,7 +209,7 @@ def test_a_pattern_matches_the_whole_response():
     [
         (lambda: Format(), "either tags or pattern"),
         (lambda: Format(tags=("a",), pattern="b"), "either tags or pattern"),
-        (lambda: Format(pattern="("), "no regular expression"),
+        (lambda: Format(pattern="("), "not a regular expression"),
         (lambda: Length(10, "square"), "linear or cosine"),
         (lambda: Length(0), "must be 1 or more"),
         (lambda: Overlong(10, 11), "from 1 to max_tokens=10"),

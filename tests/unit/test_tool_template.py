@@ -82,7 +82,7 @@ def test_a_long_result_is_truncated_with_a_mark(tokenizer, limit, text):
 LOOP = "{% for m in messages %}"
 COUNT = "{% if m['role'] == 'tool' %}{{ messages | length }}{% endif %}"
 REFUSED = {
-    "refuses messages of role 'tool' (no tools here)": (
+    "rejects messages of role 'tool' (no tools here)": (
         LOOP
         + "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{{ m['content'] }}{% endfor %}"
     ),
@@ -90,7 +90,7 @@ REFUSED = {
     "it must render each result exactly once": LOOP
     + "{% if m['role'] != 'tool' %}{{ m['content'] }};{% endif %}{% endfor %}",
     "puts nothing around a result": LOOP + "{{ m['content'] }}{% endfor %}",
-    "depends on how many": LOOP + COUNT + "{{ m['content'] }};{% endfor %}",
+    "depends on their number": LOOP + COUNT + "{{ m['content'] }};{% endfor %}",
 }
 
 
