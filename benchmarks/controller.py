@@ -158,10 +158,10 @@ class SimulatedRanks:
         self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
     ) -> list[UpdateReport]:
         """Return as many numbers as a real actor reports."""
-        sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "gap", "entropy", "tokens", "weight"], 1.0)
+        sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "mismatch_abs", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
-        maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"gap": 0.0} if last else {})}
+        maxima = {"optim/grad_norm": 1.0, "seconds": 0.0, **({"mismatch_abs": 0.0} if last else {})}
         return [UpdateReport(sums if last else {}, maxima) for _ in rank_batches[at.dp]]
 
     def push_weights(self, rank: int, version: int, engines_were_offloaded: bool) -> SyncReport:

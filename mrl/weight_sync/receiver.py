@@ -1,4 +1,4 @@
-"""Receiver: an engine rank's end of a weight sync, inside SGLang's scheduler process.
+"""Receiver: receives weights on an engine rank, inside SGLang's scheduler process.
 
 SGLang calls `handle_message` as a custom weight loader. The engine is started with `custom_weight_loader=[WEIGHT_LOADER]`
 (mrl/weight_sync/engine_control.py). A request to /update_weights_from_tensor with `load_format=WEIGHT_LOADER` then delivers a
@@ -47,7 +47,7 @@ from mrl.weight_sync.transports import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_NAMES = 8  # chunks named in a receipt
+MAX_NAMES = 8  # a receipt names at most this many chunks
 _NUMBER = re.compile(r"\d+")
 
 
@@ -68,7 +68,7 @@ class ReceiverSession:
     buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
     recv_end: RecvEnd | None = None
     verified_push: str | None = None  # the push whose weights the model holds, verified by checksum
-    headers: dict[str, BucketHeader] = field(default_factory=dict)  # of the current push, by Bucket.key
+    headers: dict[str, BucketHeader] = field(default_factory=dict)  # headers of the current push, by Bucket.key
 
 
 _session: ReceiverSession | None = None
@@ -76,7 +76,7 @@ _weights_were_pushed = False  # whether any push has ever written to the model
 
 
 def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Do what the coordinator's message asks. SGLang passes a list of (name, tensor); the first name is the message."""
+    """Handle a message of the coordinator. SGLang passes a list of (name, tensor); the first name is the message."""
     message = json.loads(named_tensors[0][0])
     try:
         with torch.no_grad():
@@ -87,7 +87,7 @@ def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Te
 
 
 def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Replace the last session, and report where this rank is and which parameters it has."""
+    """Replace the last session; report this rank's location and its parameters."""
     from sglang.srt.runtime_context import get_parallel  # only importable inside SGLang
 
     global _session
@@ -104,9 +104,9 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 
 def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Take this rank's part of the plan, and check its destinations against the checkpoint that SGLang loaded.
+    """Read this rank's part of the plan, and check its destinations against the checkpoint that SGLang loaded.
 
-    The check needs a model that no push has changed yet.
+    The check is skipped once a push has changed the model.
     """
     from sglang.srt.runtime_context import get_model  # only importable inside SGLang
 
@@ -126,7 +126,7 @@ def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
 def misplaced_chunks(
     folder: Path, parameters: Mapping[str, Tensor], buckets: Sequence[tuple[Bucket, Sequence[Destination]]]
 ) -> list[str]:
-    """List chunks whose destination differs from the Hugging Face folder that the engine was started on.
+    """List chunks whose destination differs from the Hugging Face folder that the engine was started with.
 
     This shows whether the engine stores weights where the family's table says. Names and shapes alone would not distinguish a
     gate projection from an up projection. Only the first and the last chunk of each kind of tensor are compared; tensors that
@@ -135,13 +135,13 @@ def misplaced_chunks(
     first_and_last: dict[str, list[tuple[TensorChunk, Destination]]] = {}
     for bucket, destinations in buckets:
         for chunk, destination in zip(bucket.chunks, destinations, strict=True):
-            ends = first_and_last.setdefault(_NUMBER.sub("#", f"{chunk.name} {destination.param}"), [])
-            ends[1:] = [(chunk, destination)]
+            first_last = first_and_last.setdefault(_NUMBER.sub("#", f"{chunk.name} {destination.param}"), [])
+            first_last[1:] = [(chunk, destination)]
     weights = HFWeights(folder)
     return [
         f"{chunk} in {destination.param}"
-        for ends in first_and_last.values()
-        for chunk, destination in ends
+        for first_last in first_and_last.values()
+        for chunk, destination in first_last
         if chunk.name in weights and not _equals_file(weights, chunk, _view(parameters, destination))
     ]
 
@@ -179,7 +179,7 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
         data = session.recv_end.receive(bucket.sender, bucket.number, header.nbytes)
         if header.encoding == "delta":
             if base != message["base"]:
-                raise ValueError(f"a difference from {message['base']} came to an engine that holds {base}.")
+                raise ValueError(f"the engine received a difference from {message['base']}, but holds {base}.")
             _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
         else:
             for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
@@ -188,14 +188,14 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
             torch.cuda.current_stream().synchronize()  # the copy must end before the sender reuses the slot
         session.channel.put(ack_key(push, bucket.key, session.engine_rank), None)
         session.headers[bucket.key] = header
-    post_load_weights(model)  # some models derive further tensors from their weights
+    post_load_weights(model)  # some models compute further tensors from their weights
     wrong = _wrong_chunks(session, parameters)
     session.verified_push = None if wrong else push
     session.channel.put(receipt_key(push, session.engine_rank), wrong)
 
 
 def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:
-    """List chunks whose bytes in the model differ from the sender's checksum: the first few by name, then their number."""
+    """Compare checksums of the model with the senders'; return the names of up to MAX_NAMES wrong chunks, then "and N more"."""
     wrong = []
     for bucket, destinations in session.buckets:
         checksums = session.headers[bucket.key].checksums
@@ -223,14 +223,14 @@ def _view(parameters: Mapping[str, Tensor], destination: Destination) -> Tensor:
 
 
 def _current_session() -> ReceiverSession:
-    assert _session is not None, "a message came before a session was begun"
+    assert _session is not None, "a message arrived before a session was begun"
     return _session
 
 
 def _report_failure(message: dict[str, Any], error: Exception) -> None:
     if _session is None:
         return  # there is no channel to report on; the coordinator's wait ends at its deadline
-    with suppress(Exception):  # the store is gone; its host notices that itself
+    with suppress(Exception):  # the store is lost; the process that hosts it notices that
         key = failure_key(message.get("push", OPENING), _session.engine_rank)
         _session.channel.put(key, f"{type(error).__name__}: {error}")
 

@@ -1,7 +1,7 @@
-"""Sender: how a trainer rank lays out, hashes, optionally compresses and sends its buckets, and waits for acknowledgements.
+"""Sender: sends the buckets of a trainer rank and waits for acknowledgements.
 
-With weight_sync.delta a bucket is sent as the difference from the last push: the bitwise XOR with the bytes sent before, grouped
-by byte significance (a weight that changes a little changes only its low bytes) and compressed by Zstandard.
+With weight_sync.delta a bucket is sent as the difference from the last push: the bitwise XOR with the bytes of the last push,
+grouped by byte significance (a small change of a weight changes only its low bytes) and compressed by Zstandard.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key
 from mrl.weight_sync.transfer_plan import Bucket
 from mrl.weight_sync.transports import NUM_SLOTS, SendEnd
 
-ZSTD_LEVEL = 1  # of 22; higher levels take longer than they save on a network
+ZSTD_LEVEL = 1  # of 22; higher levels cost more time than they save on a network
 _CHUNK_WORDS = 1 << 24  # 4-byte words that are hashed at once on a GPU
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
 ReadTensor = Callable[[str, Box], Tensor]
-"""Reads a box of a Hugging Face tensor, by name, that this trainer rank has."""
+"""(tensor name, box) -> that box of a Hugging Face tensor; this trainer rank must have it."""
 
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """What a sender tells the receivers about a bucket."""
+    """Description of a bucket, which receivers read before its bytes."""
 
-    nbytes: int  # as sent
+    nbytes: int  # number of sent bytes
     checksums: tuple[int, ...]  # of each chunk, as the engine should hold it
     encoding: Literal["raw", "delta"] = "raw"
 
 
 @dataclass
 class SendStats:
-    """What one trainer rank sent in one push."""
+    """Traffic and waiting time of one trainer rank in one push."""
 
-    sent_bytes: int = 0  # summed over receivers
-    raw_bytes: int = 0  # the same without compression
+    sent_bytes: int = 0  # sum over receivers
+    raw_bytes: int = 0  # sent_bytes before compression
     messages: int = 0
     waited_s: float = 0.0  # for acknowledgements
 
@@ -83,7 +83,7 @@ class BucketSender:
                 nbytes, encoding = len(packed), "delta"
                 slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
-        # The header goes first: NCCL's first send to a rank blocks until that rank receives, which it does after the header.
+        # The header goes first: NCCL's first send to a rank blocks until the rank receives, which it does after the header.
         self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
         self.send_end.send(bucket.number, nbytes, receivers)
         stats.sent_bytes += nbytes * len(receivers)
@@ -142,7 +142,7 @@ def _weighted_sum(data: Tensor) -> int:
 
 
 def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
-    """Compress the difference of two contents of a bucket, [nbytes] uint8 on a CPU each; None if that saves no bytes."""
+    """Compress the XOR of a bucket's new and old bytes, [nbytes] uint8 on a CPU each; return None if that saves no bytes."""
     planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(planes.numpy()))
     return packed if len(packed) < new.numel() else None

@@ -1,7 +1,7 @@
 """Live weight sync: trainer ranks send the weights straight to the engine ranks, as the transfer plan says.
 
-A session is opened once for a set of engines: rank 0 greets the engines, compiles the transfer plan and has the engines check
-it, then every rank opens its end of the transport. Afterwards each push sends one version of the weights.
+A session is opened once for a set of engines. Rank 0 begins a session with each engine, compiles the transfer plan and has the
+engines check it. Then every rank opens its end of the transport. Each push then sends one version of the weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LayoutOf = Callable[[Topology], EngineLayout]
 
 
 class TrainerWeights(Protocol):
-    """One trainer rank's weights, as the conversion layer presents them."""
+    """One trainer rank's weights, as LiveSync uses them (models/conversion/weight_bridge.py)."""
 
     @property
     def dims(self) -> ParallelDims: ...
@@ -72,28 +72,28 @@ class TrainerWeights(Protocol):
         """Return the pipeline stage that has Megatron's parameter `name`."""
 
     def reader(self) -> ReadTensor:
-        """Return a function that reads the current weights of this rank; valid for one pass."""
+        """Return a function that reads this rank's current weights; use it for one push only."""
 
 
 class LiveSync:
-    """One trainer rank's end of a live weight sync. Every rank makes one; rank 0 also controls the engines."""
+    """One trainer rank's part in a live weight sync. Every rank creates one; rank 0 also controls the engines."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, layout_of: LayoutOf, settings: WeightSyncConfig
     ) -> None:
         """Open a session with the engines; all ranks call this.
 
-        Raises WeightSyncError or ValueError, the same on all ranks; everything that was opened is then closed.
+        Raises WeightSyncError or ValueError, the same on all ranks, after closing everything that was opened.
         """
         self._weights, self._delta = weights, settings.delta
         with ExitStack() as stack:
-            opening = _SessionOpening(urls, weights, settings, stack)
-            channel, locations = opening.join_channel()
-            choice = opening.ranks.on_rank_0(lambda: opening.distribute_plan(layout_of, channel, locations))
-            buckets: list[Bucket] = channel.get(sender_plan_key(opening.ranks.rank))
-            self.send_end = opening.open_transport(choice, channel, buckets)
+            opener = _SessionOpener(urls, weights, settings, stack)
+            channel, locations = opener.join_channel()
+            choice = opener.ranks.on_rank_0(lambda: opener.distribute_plan(layout_of, channel, locations))
+            buckets: list[Bucket] = channel.get(sender_plan_key(opener.ranks.rank))
+            self.send_end = opener.open_transport(choice, channel, buckets)
             self._closing = stack.pop_all()
-        self._ranks, self._coordinator = opening.ranks, opening.coordinator
+        self._ranks, self._coordinator = opener.ranks, opener.coordinator
         self.sender = BucketSender(channel, self.send_end, buckets, settings.delta)
         self._num_tensors = len({chunk.name for bucket in buckets for chunk in bucket.chunks})
         self._verified_push: str | None = None  # the last push, if every engine has verified it
@@ -105,8 +105,8 @@ class LiveSync:
         `engines_offloaded`: the engines had released their weights. The push is then complete, not a difference, and the engines
         stay paused, because they have no KV cache yet.
 
-        Returns what this rank sent, and the engines that failed. Those are out of service; the caller opens a new session with
-        the other engines and with replacements. Raises WeightMismatchError on all ranks.
+        Returns what this rank sent, and the engines that failed. Failed engines are out of service; the caller opens a new
+        session with the other engines and the replacements. Raises WeightMismatchError on all ranks.
         """
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
         start = time.perf_counter()
@@ -161,7 +161,7 @@ class LiveSync:
 
 
 class TrainerRankGroup:
-    """All trainer ranks, in a gloo group of their own, whose timeout is longer than every wait of a weight sync."""
+    """All trainer ranks in a separate gloo group. Its timeout is longer than every wait of a weight sync."""
 
     def __init__(self, timeout_s: float) -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -194,7 +194,9 @@ def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return call(), None
     except (WeightSyncError, WeightMismatchError, ValueError) as error:
         return None, error
-    except Exception as error:  # all ranks raise it: if one rank alone raised, the others would wait for it
+    except (
+        Exception
+    ) as error:  # all ranks raise the error: if one rank alone raised it, the others would wait for that rank
         logger.exception("weight sync")
         return None, WeightSyncError(f"{type(error).__name__}: {error}")
 
@@ -207,8 +209,8 @@ def _result_or_raise(outcome: tuple[Any, Exception | None]) -> Any:
 
 
 @dataclass(frozen=True)
-class _EngineGreeting:
-    """What rank 0 knows after it has begun a session with all engines."""
+class _SessionInfo:
+    """A session that rank 0 has begun with all engines."""
 
     connection: dict[str, Any]  # address, port and session of the control channel
     topology: Topology
@@ -224,8 +226,8 @@ class _TransportChoice:
     num_receivers: int
 
 
-class _SessionOpening:
-    """The steps of opening a session, in order. What is opened is registered on the stack."""
+class _SessionOpener:
+    """Opens a session, in steps; the methods are in their order. Everything that is opened is registered on the stack."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, settings: WeightSyncConfig, stack: ExitStack
@@ -234,9 +236,9 @@ class _SessionOpening:
         self.ranks = TrainerRankGroup(RANK_TIMEOUT_FACTOR * settings.timeout_s)
         stack.callback(self.ranks.close)
         self.coordinator: Coordinator | None = None  # on rank 0
-        self.greeting = self.ranks.on_rank_0(self._greet_engines)
+        self.session = self.ranks.on_rank_0(self._begin_session)
 
-    def _greet_engines(self) -> _EngineGreeting:
+    def _begin_session(self) -> _SessionInfo:
         """Host the control channel and begin a session with every engine; on rank 0."""
         topology = self._common_topology()
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
@@ -247,7 +249,7 @@ class _SessionOpening:
         self.coordinator = Coordinator(self.urls, topology.tp, timeout_s, PauseMode(self.settings.pause_mode), join)
         self.stack.callback(self.coordinator.close)
         infos = self.coordinator.begin_session(dict(connection, timeout_s=RECEIVER_TIMEOUT_FACTOR * timeout_s))
-        return _EngineGreeting(connection, topology, infos)
+        return _SessionInfo(connection, topology, infos)
 
     def _common_topology(self) -> Topology:
         """Ask all engines for their topology. Raises WeightSyncError if one does not answer, ValueError if they differ."""
@@ -256,40 +258,42 @@ class _SessionOpening:
             try:
                 with EngineControl(url, self.settings.timeout_s) as engine:
                     infos.append(engine.server_info())
-            except (
-                Exception
-            ) as error:  # a dead engine can fail in any way; ask the others too, so that all are reported
+            except Exception as error:  # a dead engine can fail in any way; the error below names all such engines
                 unreachable[url] = f"{type(error).__name__}: {error}"
         if unreachable:
             raise WeightSyncError(f"engines do not answer: {unreachable}", unreachable)
         kinds = {(info["device"], info["dtype"], Topology.of(info)) for info in infos}
         if len(kinds) != 1:
-            raise ValueError(f"engines must agree in device, dtype and topology, got {kinds} of {list(self.urls)}.")
+            raise ValueError(
+                f"engines must have the same device, dtype and topology, got {kinds} from {list(self.urls)}."
+            )
         return kinds.pop()[2]
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
         """Connect to the control channel; return it and the location of every trainer rank."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         locations = self.ranks.on_every_rank(lambda: ProcessLocation.of(device))
-        address, hosts = self.greeting.connection["address"], {location.host for location in locations}
+        address, hosts = self.session.connection["address"], {location.host for location in locations}
         if len(hosts) > 1 and address.startswith("127."):
             raise ValueError(
                 f"trainers are on {len(hosts)} machines, but engines listen on {address}, which only their own machine reaches; "
                 "use weight_sync.transport=disk."
             )
-        channels: list[ControlChannel] = []  # on_every_rank returns pickled results, and a channel cannot be pickled
+        channels: list[
+            ControlChannel
+        ] = []  # not a result of on_every_rank, which pickles results: a channel cannot be pickled
         self.ranks.on_every_rank(
-            lambda: channels.append(ControlChannel.join(**self.greeting.connection, timeout_s=self.settings.timeout_s))
+            lambda: channels.append(ControlChannel.join(**self.session.connection, timeout_s=self.settings.timeout_s))
         )
         return channels[0], locations
 
     def distribute_plan(
         self, layout_of: LayoutOf, channel: ControlChannel, locations: Sequence[ProcessLocation]
     ) -> _TransportChoice:
-        """Compile the plan, give every rank its part, have the engines check it, and choose the transport; on rank 0."""
+        """Compile the plan, send every rank its part, have the engines check it, and choose the transport; on rank 0."""
         assert self.coordinator is not None, "only rank 0 talks to the engines"
-        infos, tp = self.greeting.infos, self.greeting.topology.tp
-        parameters, layout = infos[0].parameters, layout_of(self.greeting.topology)
+        infos, tp = self.session.infos, self.session.topology.tp
+        parameters, layout = infos[0].parameters, layout_of(self.session.topology)
         layout = layout.with_output_copy() if OUTPUT in parameters and OUTPUT not in layout.row_of else layout
         for rank, info in infos.items():
             check_engine_parameters(layout, rank % tp, info.parameters, f"engine rank {rank}")
@@ -335,7 +339,7 @@ class _SessionOpening:
 
     def _open_process_group(self, choice: _TransportChoice, channel: ControlChannel, slot_bytes: int) -> SendEnd:
         setup = ProcessGroupSetup(
-            name=f"mrl_weights_{self.greeting.connection['session']}",
+            name=f"mrl_weights_{self.session.connection['session']}",
             backend="nccl" if choice.device == "cuda" else "gloo",
             num_senders=self.ranks.size,
             num_receivers=choice.num_receivers,

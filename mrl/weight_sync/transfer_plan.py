@@ -1,8 +1,9 @@
 """Transfer plan: which trainer rank sends which part of which tensor to which engine ranks, grouped into buckets.
 
-The plan is pure and computed once per session. Every part is a box (a rectangular slice) of a Hugging Face tensor. The trainer
-layout says which box a trainer rank has; the engine layout says which box an engine rank holds; their intersection is sent.
-Each engine rank therefore receives every byte that it holds exactly once, and no rank ever has the whole model.
+The plan is computed once per session, from the layouts alone. Every part is a box (a rectangular slice) of a Hugging Face
+tensor. The trainer layout says which box a trainer rank has; the engine layout says which box an engine rank holds; their
+intersection is sent. Each engine rank therefore receives every byte that it holds exactly once, and no rank ever has the whole
+model.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from models.conversion.mapping import Box, ParamMapping
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
 
-ALIGNMENT = 16  # bytes; chunks start at multiples of it, so that the buffer can be viewed as any dtype
-MIN_CHUNK_BYTES = 1 << 20  # chunks are not cut smaller than this to balance the senders
+ALIGNMENT = 16  # bytes; chunks start at multiples of this, so that the buffer can be viewed as any dtype
+MIN_CHUNK_BYTES = 1 << 20  # to balance the senders, tensors are not cut into smaller chunks than this
 CHUNKS_PER_SENDER = 16  # a chunk is at most 1/16 of the bytes that one sender sends on average
 
 
@@ -28,7 +29,7 @@ class TensorChunk:
     name: str  # of the Hugging Face tensor
     box: Box
     param: str  # SGLang's parameter that holds it
-    dtype: str  # the engine's, as torch spells it without "torch."
+    dtype: str  # of the engine's parameter, without "torch."
     itemsize: int  # bytes per element
 
     @property
@@ -50,7 +51,7 @@ class Bucket:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Start of each chunk in the flat buffer, followed by the end of the last one; bytes."""
+        """Start of each chunk in the flat buffer, and the end of the last chunk; in bytes."""
         ends = [0]
         for chunk in self.chunks:
             ends.append(ends[-1] + align(chunk.nbytes))
@@ -67,7 +68,7 @@ class Bucket:
 
 
 def align(nbytes: int) -> int:
-    """Round up to a multiple of ALIGNMENT."""
+    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -86,18 +87,18 @@ class TransferPlan:
     buckets: tuple[Bucket, ...]
     engine_shards: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank of an engine
     num_engines: int
-    min_bytes: int  # sum of the bytes that all engine ranks hold: no plan can send less
+    min_bytes: int  # bytes that all engine ranks hold together; no plan can send less
 
     @property
     def engine_tp(self) -> int:
         return len(self.engine_shards)
 
     def buckets_of_sender(self, rank: int) -> list[Bucket]:
-        """Buckets of one trainer rank, in sending order."""
+        """Return the buckets of one trainer rank, in sending order."""
         return [bucket for bucket in self.buckets if bucket.sender == rank]
 
     def buckets_of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Destination]]]:
-        """Buckets of one engine rank in receiving order, each with the destination of every chunk."""
+        """Return the buckets of one engine rank, in receiving order, each with the destination of every chunk."""
         shards: dict[str, list[EngineShard]] = defaultdict(list)
         for shard in self.engine_shards[engine_rank % self.engine_tp]:
             shards[shard.name].append(shard)
@@ -106,7 +107,7 @@ class TransferPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that arrives at all engine ranks together."""
+        """Bytes that all engine ranks together receive."""
         return sum(bucket.nbytes * len(bucket.receivers) for bucket in self.buckets)
 
     def __repr__(self) -> str:
@@ -179,9 +180,9 @@ def compile_transfer_plan(
 ) -> TransferPlan:
     """Plan the transfer from the trainer's shards to `num_engines` engines of one layout.
 
-    `dtype_of` returns (dtype, bytes per element) of an engine parameter. When several trainer ranks have a chunk, the one with
-    the fewest bytes to send so far sends it. Buckets and chunks have at most `bucket_bytes`; chunks are smaller when one would
-    otherwise be a large part of a sender's total.
+    `dtype_of` returns (dtype, bytes per element) of an engine parameter. When several trainer ranks have a chunk, the rank
+    with the fewest bytes to send so far sends it. Buckets and chunks have at most `bucket_bytes`. Chunks are smaller if
+    a chunk would otherwise be a large part of a sender's total.
     """
     tp = layout.topology.tp
     engine = tuple(layout.shards(rank) for rank in range(tp))
@@ -191,7 +192,7 @@ def compile_transfer_plan(
     routes = list(_routes(trainer, engine, dtype_of, chunk_bytes))
     load: dict[int, int] = defaultdict(int)
     by_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
-    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # largest first balances better
+    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # largest chunks first, for balance
         chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
         load[sender] += align(chunk.nbytes)
@@ -211,7 +212,7 @@ def _routes(
 
     A chunk has at most `chunk_bytes`.
     """
-    tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}  # engine ranks with the same box receive the same bytes
+    tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}  # engine ranks with the same box receive the same chunks
     for rank, shards in enumerate(engine):
         for shard in shards:
             tp_ranks_of.setdefault((shard.name, shard.box, shard.param), []).append(rank)
@@ -252,7 +253,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank sends or receives in a weight sync."""
+    """Traffic that one rank sends or receives in a weight sync."""
 
     rank: str
     bytes: int
@@ -271,12 +272,12 @@ class TransferCost:
 
     @property
     def ratio(self) -> float:
-        """Bytes that arrive, divided by the bytes that the engines hold."""
+        """Received bytes divided by the bytes that the engines hold."""
         return self.sent_bytes / self.min_bytes
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole sync if all senders and receivers work in parallel: that of the slowest rank."""
+        """Duration of the sync if all ranks work in parallel: the time of the slowest rank."""
         return max(traffic.seconds for traffic in [*self.senders, *self.receivers])
 
     @property

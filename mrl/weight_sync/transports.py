@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mrl.config.schema import Transport
 
-NUM_SLOTS = 2
+NUM_SLOTS = 2  # of each sender
 SHARED_MEMORY = Path("/dev/shm")
 _DEVICE_ARGUMENT = 6  # index of the device number among the arguments of torch's rebuild_cuda_tensor
 
@@ -64,7 +64,7 @@ def choose_transport(
             "have separate GPUs, or disk."
         )
     if transport is not Transport.process_group and (transport is Transport.cuda_ipc) != all(gpus):
-        raise ValueError(f"weight_sync.transport={transport} does not fit the device that weights are on; use auto.")
+        raise ValueError(f"weight_sync.transport={transport} does not fit the device of the weights; use auto.")
     if transport is Transport.process_group and colocated:
         raise ValueError(
             "weight_sync.transport=process_group: NCCL cannot join two processes on one GPU; use cuda_ipc."
@@ -115,8 +115,8 @@ class SharedMemorySendEnd:
         except OSError as error:
             self.path.unlink(missing_ok=True)
             raise ValueError(
-                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} beside those of other "
-                f"ranks ({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
+                f"weight_sync: {NUM_SLOTS} slots of {slot_bytes} bytes do not fit into {SHARED_MEMORY} with the slots of "
+                f"other ranks ({error.strerror}); use a smaller weight_sync.bucket_bytes, or weight_sync.transport=process_group."
             ) from error
 
     def handle(self) -> tuple[str, int]:
@@ -216,7 +216,7 @@ class ProcessGroupSetup:
 
 
 class ProcessGroupEnd:
-    """Either end of point-to-point sends in one process group of all senders and receivers."""
+    """Either end of the transport in one process group of all senders and receivers, with point-to-point sends."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class ProcessGroupEnd:
         data = self.slots[number % NUM_SLOTS][:nbytes]
         self._pending[number % NUM_SLOTS] = []  # the slot's earlier sends were acknowledged
         for rank in receivers:
-            with suppress(RuntimeError):  # the engine died; its HTTP connection reports that
+            with suppress(RuntimeError):  # the engine died; its failed HTTP request reports that
                 work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
                 self._pending[number % NUM_SLOTS] += [work] if work else []
 
@@ -279,5 +279,5 @@ def _join_group(store: dist.Store, setup: ProcessGroupSetup, rank: int) -> dist.
         timeout=timedelta(seconds=setup.timeout_s),
     )
     assert isinstance(group, dist.ProcessGroup), f"rank {rank} of {world_size} is not in its own group: {group}"
-    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group

@@ -1,1 +1,1 @@
-"""Megatron trainer processes: one per GPU (on a CPU, one per rank)."""
+"""Trainer ranks: Megatron processes, one per GPU."""

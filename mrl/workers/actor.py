@@ -35,8 +35,8 @@ class MegatronActor(MegatronModel):
     ) -> list[UpdateReport]:
         """Run one optimizer step per mini-batch on this replica's rows; gradients are summed over replicas.
 
-        Log-probabilities are those of logits / temperature. Without a column old_logprobs, the current log-probabilities take its
-        place, which is right when a rollout has only one step. Raises NonFiniteGradientError.
+        Log-probabilities are those of logits / temperature. Without a column old_logprobs, the current log-probabilities are used
+        instead, which is correct if there is one optimizer step per rollout. Raises NonFiniteGradientError.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         reports = []
@@ -98,15 +98,15 @@ def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, 
     per_token, loss_statistics = loss(inputs)
     weights = micro.weights.to(per_token.dtype)
     total = (per_token * weights).sum()
-    gap = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN for tokens that no engine sampled
-    largest_gap = gap.max() if gap.numel() else gap.new_full((), float("-inf"))
+    mismatch = (inputs.old_logprobs - micro.rollout_logprobs).abs()  # NaN for tokens that no engine sampled
+    largest_mismatch = mismatch.max() if mismatch.numel() else mismatch.new_full((), float("-inf"))
     sums = {
         "loss": total.detach(),
-        "gap": gap.sum(),
+        "mismatch_abs": mismatch.sum(),
         "entropy": entropy.detach().sum(),
-        "tokens": torch.tensor(len(gap)),
+        "tokens": torch.tensor(len(mismatch)),
         **corrections.mismatch_sums(inputs.old_logprobs, micro.rollout_logprobs),
         "weight": weights.sum(),
         **{name: (value * weights).sum() for name, value in loss_statistics.items()},
     }
-    return total, MicroBatchStatistics(sums, {"gap": largest_gap})
+    return total, MicroBatchStatistics(sums, {"mismatch_abs": largest_mismatch})

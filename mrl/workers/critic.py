@@ -24,7 +24,7 @@ class MegatronCritic(MegatronModel):
     def update(
         self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
     ) -> list[UpdateReport]:
-        """Run one optimizer step per mini-batch on this replica's rows, towards the column `returns`.
+        """Run one optimizer step per mini-batch on this replica's rows, with the column `returns` as the target.
 
         Raises NonFiniteGradientError.
         """

@@ -1,4 +1,4 @@
-"""Partition of a batch into mini-batches, and of these over data-parallel replicas and micro-batches; needs only lengths."""
+"""Partition a batch into mini-batches, and each mini-batch over replicas and micro-batches. Only lengths are needed."""
 
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ class Packing:
 
     max_tokens: int  # of one micro-batch
     share_prompts: bool = True  # compute the prompt of a group once
-    cost: CostModel = field(default_factory=CostModel)  # of a sequence, as a function of its length
+    cost: CostModel = field(default_factory=CostModel)  # compute cost of a sequence by its length
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepPartition:
 
 
 def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBatch]:
-    """Split a batch into mini-batches of whole groups; there are fewer than asked for if there are fewer groups."""
+    """Split a batch into mini-batches of whole groups; return fewer if there are fewer groups."""
     if num_mini_batches == 1:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
@@ -97,7 +97,7 @@ def _counted_weights(batch: TrainBatch, aggregation: str, max_response_tokens: i
 
 
 def merge_rank_batches(partition: StepPartition) -> RankBatch:
-    """Return the same micro-batches, all of them for one replica."""
+    """Return a batch for one replica with the micro-batches of all replicas."""
     micros = tuple(rows for batch in partition.rank_batches for rows in batch.micro_batches)
     return replace(partition.rank_batches[0], micro_batches=micros)
 

@@ -17,8 +17,8 @@ from mrl.workers.trace_comparison import StepTrace
 from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
-RANK_PATIENCE_S = 60.0
-"""Ranks wait this much longer for each other than the driver waits for them: it then finds them where they are stuck."""
+RANK_TIMEOUT_MARGIN_S = 60.0
+"""Ranks wait this much longer for each other than the driver waits for a call, so that its hang report sees them waiting."""
 
 
 def _do_nothing(role: str) -> None:
@@ -44,8 +44,8 @@ class WorkerGroup:
         """Ask Ray for the processes; return at once.
 
         `options` returns the Ray actor options of every rank; it is called again at every restart. `model` is empty for the
-        actor. Each rank logs to `run_dir`/logs/, those of another model to a subfolder with its name. `before_device_use` is
-        called with the role (model name, or "actor") before each call that needs the model on its device.
+        actor. Each rank logs to `run_dir`/logs/, ranks of another model to a subfolder with the model's name. `before_device_use`
+        is called with the role (model name, or "actor") before each call that needs the model on its device.
         """
         self.dims, self.timeout_s, self.before_device_use = dims, timeout_s, before_device_use
         self.role = model or "actor"
@@ -54,26 +54,28 @@ class WorkerGroup:
         self._unregister()
         self._options, self._actor_args = options, (dims, run_dir, model)
         self.workers = self.create_workers()
-        assert len(self.workers) == dims.world_size, f"{len(self.workers)} places for {dims.world_size} ranks"
+        assert len(self.workers) == dims.world_size, f"{len(self.workers)} actors for {dims.world_size} ranks"
         self._ready: list[Any] = []
 
     # Life cycle.
 
     def create_workers(self) -> list[Any]:
-        """Ask Ray for the actor of every rank; a test may return other objects whose methods have a `remote`."""
+        """Ask Ray for the actor of every rank; tests may return other objects whose methods have a `remote`."""
         remote = ray.remote(TrainWorker)
-        return [remote.options(**place).remote(rank, *self._actor_args) for rank, place in enumerate(self._options())]
+        return [
+            remote.options(**options).remote(rank, *self._actor_args) for rank, options in enumerate(self._options())
+        ]
 
     def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
         """Start building the model on every rank; `wait_ready` waits for it."""
-        rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_PATIENCE_S
-        address = self.workers[0].rendezvous_address.remote()  # Ray passes the value on when it is known
+        rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_TIMEOUT_MARGIN_S
+        address = self.workers[0].rendezvous_address.remote()  # a future; Ray passes its value to setup()
         self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every rank has built its model; raises the first rank's error, or StalledError.
 
-        Raises StartError if a rank cannot build what its spec describes.
+        Raises StartError if a rank cannot build the model of its spec.
         """
         try:
             self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
@@ -90,7 +92,7 @@ class WorkerGroup:
         self.workers = self.create_workers()
 
     def alive(self, timeout_s: float = 30.0) -> bool:
-        """Return whether every rank answers. Ranks answer between calls only."""
+        """Return whether every rank answers. A rank does not answer while it runs another call."""
         try:
             ray.get([worker.cpu_seconds.remote() for worker in self.workers], timeout=timeout_s)
         except (ray.exceptions.RayError, TimeoutError):
@@ -250,7 +252,7 @@ class WorkerGroup:
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
         """Take a snapshot of the model's state and start writing it."""
-        deadline_s = timeout_s + RANK_PATIENCE_S
+        deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
     def save_finished(self) -> bool:
@@ -259,7 +261,7 @@ class WorkerGroup:
 
     def finish_save(self, timeout_s: float) -> None:
         """Wait until every rank has written its part; raises the error of a rank that failed."""
-        self._call_ranks(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=timeout_s + RANK_PATIENCE_S)
+        self._call_ranks(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=timeout_s + RANK_TIMEOUT_MARGIN_S)
 
     def abandon_save(self) -> None:
         """Stop the current save, if any."""

@@ -38,31 +38,31 @@ from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
-FP8_MULTIPLE = 16  # fp8 matrix products need a number of tokens that this divides
+FP8_MULTIPLE = 16  # fp8 matrix products need a multiple of this many tokens
 
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
-    sums: dict[str, Tensor]  # added over micro-batches, ranks and replicas
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # of these the largest is kept
+    sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # the largest value over micro-batches and ranks is kept
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
-    """Combine the statistics of all micro-batches of an optimizer step; `maxima` are numbers of the step itself."""
+    """Combine the statistics of all micro-batches of an optimizer step; `maxima`: further statistics of the whole step."""
     sums: dict[str, float] = {}
-    for one in statistics:
-        for name, value in one.sums.items():
+    for micro in statistics:
+        for name, value in micro.sums.items():
             sums[name] = sums.get(name, 0.0) + value.item()
-        for name, value in one.maxima.items():
+        for name, value in micro.maxima.items():
             largest, new = maxima.get(name, float("-inf")), value.item()
             maxima[name] = new if new > largest or math.isnan(new) else largest
     return UpdateReport(sums, maxima)
 
 
 class MegatronModel:
-    """Base of actor and critic. torch.distributed and parallel.groups are initialised before one is built."""
+    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before building a model."""
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -122,9 +122,9 @@ class MegatronModel:
         return columns
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
-        """Join the columns [R] of all micro-batches; returns None on all ranks of the replica but one.
+        """Join the columns [R] of all micro-batches, on one rank of the replica; return None on its other ranks.
 
-        That one is on the last pipeline stage, with tensor- and context-parallel rank 0.
+        That rank is on the last pipeline stage and has tensor-parallel rank 0 and context-parallel rank 0.
         """
         if not (groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0 and groups.is_last_stage()):
             return None
@@ -179,7 +179,7 @@ class MegatronModel:
     # Memory.
 
     def offload(self, keep_weights: bool) -> int:
-        """Release device memory, except that of the weights if `keep_weights`; all ranks call this.
+        """Release device memory, but keep the weights on the device if `keep_weights`; all ranks call this.
 
         Returns the bytes that this process still occupies on the device.
         """
@@ -192,7 +192,7 @@ class MegatronModel:
     # Reference policy.
 
     def copy_weights_to_reference(self) -> None:
-        """Copy the current weights to the host as those of the reference policy."""
+        """Copy the current weights to the host as the reference policy's weights."""
         self._reference = [tensor.to("cpu", copy=True) for tensor in self._weights()]
 
     @contextmanager
@@ -242,7 +242,7 @@ class MegatronModel:
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
-            # Other ranks iterate over all tensors. Rank 0 iterates over the rest after a failure: the others wait in its gathers.
+            # The other ranks iterate over all tensors. So does rank 0, even after a failure: the others wait in the gathers.
             for _ in tensors:
                 pass
 
@@ -251,11 +251,11 @@ class MegatronModel:
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
-        """Write whole tensors as a Hugging Face folder that is otherwise like the one this model was loaded from."""
+        """Write whole tensors as a Hugging Face folder, with the other files of the folder that the model was loaded from."""
         write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
-        """Open this rank's end of the weight sync with these engines; all ranks call this."""
+        """Open a weight sync session with these engines; all ranks call this."""
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
@@ -271,10 +271,10 @@ class MegatronModel:
         checkpoint.save(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def load(self, folder: str | Path) -> bool:
-        """Load a checkpoint that any layout wrote; return whether the random number generators were restored as well.
+        """Load a checkpoint that any layout wrote; return whether the random number generators were restored, too.
 
-        They are restored only under the layout that wrote them. Raises ValueError, before any weight changes, if `folder` is not
-        a complete checkpoint of such a model.
+        The generators are restored only under the layout that saved them. Raises ValueError, before any weight changes, if
+        `folder` is not a complete checkpoint of such a model.
         """
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 

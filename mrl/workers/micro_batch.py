@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 class MicroBatch:
     """Input of one packed forward pass.
 
-    The micro-batch has R sampled tokens. Local R is the number of those that this context-parallel rank predicts. L tokens lie
-    on this rank, padding included (see parallel.packing). Columns are ordered by row, then by token.
+    The micro-batch has R sampled tokens; this context-parallel rank predicts local R of them. The rank has L tokens, including
+    padding (see parallel.packing). Columns are ordered by row, then by token.
     """
 
     tokens: Tensor  # [L]
@@ -45,7 +45,7 @@ class MicroBatch:
         pack: Callable[[list[Segment]], PackedSequences],
         reduce: Callable[[Tensor], Tensor] = Responses.reduce,
     ) -> "MicroBatch":
-        """Pack the rows `rows` of `block`, in that order; without rows, one token that does not count.
+        """Pack the rows `rows` of `block`, in that order; without rows, one token with no weight in the loss.
 
         `reduce` sums over context-parallel ranks, see `Responses`.
         """
@@ -129,7 +129,7 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
     """Return [L, layers, topk] the experts of this rank's tokens.
 
-    Tokens that the engine did not compute, and padding, do not influence the result; they are spread evenly over the experts.
+    Padding, and tokens that the engine did not compute, do not influence the result; they are spread evenly over the experts.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
     experts = part.routed_experts[packed_tokens][source].astype(np.int64)

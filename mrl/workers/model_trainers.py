@@ -1,4 +1,4 @@
-"""The driver's side of actor, critic and teacher: which rows are computed, at which learning rate, and which metrics result."""
+"""The driver's side of actor, critic and teacher: selects rows and learning rates, and combines the reports to metrics."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ from parallel.trainer_config import OptimConfig
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """The optimizer steps on one rollout that the driver asks of a worker group."""
+    """The optimizer steps on one rollout that the driver requests from a worker group."""
 
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]
@@ -39,7 +39,7 @@ class UpdateObserver(Protocol):
 
 @dataclass(frozen=True)
 class UpdateRunner:
-    """Turns a rollout into optimizer steps."""
+    """Runs the optimizer steps on a rollout."""
 
     optimizer: OptimConfig
     packing: Packing
@@ -74,7 +74,7 @@ class ActorTrainer:
     group: WorkerGroup
     objective: Objective
     updates: UpdateRunner
-    temperature: float  # of sampling
+    temperature: float  # sampling temperature
     skip_zero_advantage: bool  # do not compute rows that cannot change the gradient
 
     def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
@@ -122,7 +122,7 @@ class CriticTrainer:
         return self.group.compute_values(train_batch(rollouts), self.updates.packing)
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
-        """Run optimizer steps towards the returns of all rows that are not rejected."""
+        """Run optimizer steps with the returns of all rows that are not rejected as targets."""
         reports, lr = self.updates.run(self.group, train_batch(rollouts, advantages), step, loss=self.loss)
         return _critic_metrics(reports) | {"critic/lr": lr}
 
@@ -160,10 +160,10 @@ def train_batch(
     )
 
 
-ACTOR_SUMS = ("loss", "gap", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
+ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
 """Sums that every actor update reports; the other sums come from the loss."""
-ACTOR_MAXIMA = ("gap", "seconds", "batch/computed_tokens")
-"""Maxima that get a metric of their own; the others are averaged over the optimizer steps."""
+ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
+"""Maxima that have their own metric; the others are averaged over the optimizer steps."""
 
 
 def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
@@ -171,13 +171,13 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 
     A mini-batch whose rows are all left out reports no tokens.
     """
-    tokens, gap, entropy = (_total(reports, name) for name in ("tokens", "gap", "entropy"))
+    tokens, mismatch_abs, entropy = (_total(reports, name) for name in ("tokens", "mismatch_abs", "entropy"))
     seconds, computed = (sum(r.maxima[name] for r in reports) for name in ("seconds", "batch/computed_tokens"))
     return {
         "loss/policy": float(np.mean([r.sums.get("loss", 0.0) for r in reports])),
         "policy/entropy_mean": entropy / tokens,
-        "mismatch/logprob_abs_mean": gap / tokens,
-        "mismatch/logprob_abs_max": max(r.maxima.get("gap", float("-inf")) for r in reports),
+        "mismatch/logprob_abs_mean": mismatch_abs / tokens,
+        "mismatch/logprob_abs_max": max(r.maxima.get("mismatch_abs", float("-inf")) for r in reports),
         **corrections.mismatch_metrics({name: _total(reports, name) for name in corrections.MISMATCH_SUMS}),
         "batch/trained_tokens": tokens,
         "batch/computed_tokens": computed,
@@ -188,7 +188,7 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 
 
 def _step_averages(reports: list[UpdateReport]) -> Metrics:
-    """Average the remaining statistics over the optimizer steps; sums of the loss are first divided by the tokens' weight."""
+    """Average the remaining statistics over the optimizer steps; sums are first divided by the sum of the weights."""
     of_steps: list[Metrics] = []
     for report in reports:
         weight = report.sums.get("weight", 0.0)

@@ -57,7 +57,7 @@ def trace_layers(
 ) -> StepTrace:
     """Record everything that precedes the optimizer step, and the hidden states between layers; all ranks call this.
 
-    Numbers that are not finite do not stop it. The gradient norm is that of the complete gradients, on rank 0.
+    Continues if numbers are not finite. The gradient norm is that of the complete gradients, on rank 0.
     """
     with ActivationHooks(model.chunks, model.spec.dims.sequence_parallel) as hooks:
         outputs = forward_outputs(model, block, batch, temperature)
@@ -112,8 +112,8 @@ def _gather(model: MegatronModel, tensors: Iterable[tuple[str, Tensor]]) -> dict
 class ActivationHooks:
     """Forward hooks that sketch the hidden states of this rank's layers while the context is open.
 
-    Between layers, hidden states are complete in H under every layout. Activations must not be recomputed meanwhile: a
-    recomputed state could not be assigned to its tokens.
+    Between layers, hidden states are complete in H under every layout. Turn off activation recomputation: a recomputed
+    state could not be assigned to its tokens.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], sequence_parallel: bool) -> None:
@@ -168,5 +168,5 @@ def sketch(hidden: Tensor) -> Tensor:
     """Return [n, 1 + K] float32 sketches of hidden states [n, H]."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(hidden.size(1), NUM_PROJECTIONS, generator=generator, dtype=torch.float64).to(hidden.device)
-    wide = hidden.double()  # so that the sketch's own round-off does not show
+    wide = hidden.double()  # so that round-off of the sketch itself is negligible
     return torch.cat([wide.norm(dim=1, keepdim=True), wide @ vectors], dim=1).float()

@@ -1,8 +1,8 @@
 """Traces of one optimizer step, and their comparison between layouts; for `mrl certify`, `mrl replay` and the parity tests.
 
-An activation sketch stands for the hidden state of a token. It consists of the state's length and its products with K random
+An activation sketch represents the hidden state of a token. It consists of the state's norm and its products with K random
 vectors, which are the same everywhere. For the difference d of two states, the mean square of the products is about |d|^2
-(Johnson and Lindenstrauss 1984). So sketches show how far apart two states are, with K + 1 numbers instead of H.
+(Johnson and Lindenstrauss 1984). So sketches show the distance of two states, with K + 1 numbers instead of H.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from mrl.core.types import TokenBlock
 Tensors = Mapping[str, NDArray]
 
 NUM_PROJECTIONS = 8  # K
-EMBEDDING, FINAL_NORM = 0, 10**6  # depths of the embedding and of the final norm; layers have their number, from 1
+EMBEDDING, FINAL_NORM = 0, 10**6  # depths; a layer's depth is its number, from 1
 OUTPUTS = "log-probabilities or values"
 OUTPUTS_AFTER_STEP = "the same after the step"
 
@@ -49,7 +49,7 @@ class ActivationSketch:
 
     depth: int
     tokens: NDArray[np.int64]  # [n] indices in the block
-    values: NDArray[np.float32]  # [n, 1 + K] length, products
+    values: NDArray[np.float32]  # [n, 1 + K] norm, products
 
     @property
     def name(self) -> str:
@@ -70,13 +70,12 @@ def merge_sketches(sketches: Iterable[ActivationSketch]) -> tuple[ActivationSket
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one rank records of a step; `StepTrace.merge` merges the traces of all ranks."""
+    """Trace of a step on one rank; `StepTrace.merge` merges the traces of all ranks."""
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    outputs: dict[int, NDArray] = field(
-        default_factory=dict
-    )  # row of the block -> [R of the row] log-probabilities or values
+    # Row of the block -> [R of the row] log-probabilities or values
+    outputs: dict[int, NDArray] = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)  # by Hugging Face name, on rank 0
     weights: Tensors = field(default_factory=dict)  # after the step, on rank 0
     updates: Tensors = field(default_factory=dict)  # change of the weights in the step, on rank 0
@@ -105,14 +104,14 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """How far a layout may differ from one process."""
+    """Largest differences that a layout may have from one process."""
 
     outputs: float  # largest absolute difference, in nats
     numbers: float  # relative difference of loss and gradient norm
     gradients: float  # relative to the largest element of each tensor
     weights: float  # relative to the largest element of each tensor
-    updates: float  # relative to the largest element; large, because Adam divides gradients, with their round-off, by themselves
-    layers: float  # distance of a token's hidden states, relative to their length
+    updates: float  # as weights; large, because Adam normalises gradients and thereby amplifies their round-off
+    layers: float  # distance of a token's hidden states, relative to their norm
 
 
 TOLERANCES = {
@@ -125,7 +124,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ParityDifference:
-    """One line of a parity report: how far a quantity of two traces differs."""
+    """One line of a parity report: the difference of two traces in one quantity."""
 
     name: str
     absolute: float  # largest difference of two elements
@@ -180,14 +179,14 @@ def _difference(name: str, reference: NDArray, other: NDArray, tolerance: float)
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How far the hidden states of two layouts differ at one depth, or their outputs."""
+    """Difference of two layouts in the hidden states at one depth, or in the outputs."""
 
     name: str
     largest: (
-        float  # distance of a token's states, relative to the length of the reference's; for log-probabilities, in nats
+        float  # largest distance of a token's states, relative to the reference's norm; of log-probabilities: in nats
     )
-    token: int  # index in the block of the token with that distance; -1: none
-    compared: int  # tokens that both sides computed
+    token: int  # index in the block of the token with this distance; -1: none
+    compared: int  # number of tokens that both layouts computed
     nonfinite: int  # first token that is not finite under the examined layout; -1: none
     reference_nonfinite: int  # the same under the reference
     tolerance: float

@@ -33,9 +33,9 @@ def requires_on_device[W: _HasModel, **P, R](
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Declare how much of the model a worker method needs on its device.
 
-    The driver loads the model before it calls such a method (WorkerGroup.call). `loaded_by_scheduler`: it does not, because
-    the memory scheduler has arranged the memory of trainer and engines. The method raises RuntimeError if the model is
-    offloaded, because it would compute on released memory.
+    The driver loads the model before it calls such a method (WorkerGroup.call). `loaded_by_scheduler`: the driver does not,
+    because the memory scheduler has already arranged the memory of trainer and engines. The method raises RuntimeError if the
+    model is offloaded, because it would compute on released memory.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -57,7 +57,7 @@ def requires_on_device[W: _HasModel, **P, R](
 
 
 def required_level(method: Callable) -> OffloadLevel:
-    """Return what `requires_on_device` declared for a worker method; nothing for an undecorated one."""
+    """Return the level that `requires_on_device` declared for a worker method; fully offloaded for an undecorated method."""
     return getattr(method, "required_level", OffloadLevel.FULLY_OFFLOADED)
 
 
@@ -69,7 +69,7 @@ def must_be_loaded_first(method: Callable) -> bool:
 class TrainWorker:
     """Ray actor of one trainer rank. WorkerGroup calls each method on all ranks of the layout at once.
 
-    `rank_batches` holds one batch for each data-parallel replica; a rank takes that of its own replica.
+    `rank_batches` holds one batch for each data-parallel replica; a rank takes the batch of its own replica.
     """
 
     def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
@@ -92,7 +92,7 @@ class TrainWorker:
         device.set_threads()
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Return this node's address and a port that is free now, where rank 0 will listen for the other ranks."""
+        """Return this node's address and a port that is free now; rank 0 will listen there for the other ranks."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -101,7 +101,7 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        from mrl.workers.actor import MegatronActor  # imports Megatron, which must be patched for a CPU before
+        from mrl.workers.actor import MegatronActor  # imports Megatron, which __init__ has patched for a CPU
         from mrl.workers.critic import MegatronCritic
         from parallel import collectives, groups
 
@@ -122,9 +122,9 @@ class TrainWorker:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, except that of the weights if `keep_weights`; return the bytes that are still occupied.
+        """Release device memory, but keep the weights if `keep_weights`; return the bytes that are still occupied.
 
-        Until `load_to_device()`, methods that need what was released raise RuntimeError. An asynchronous checkpoint that is
+        Until `load_to_device()`, methods that need the released memory raise RuntimeError. An asynchronous checkpoint that is
         being written is not affected.
         """
         with track_activity("offloading the model"):
@@ -233,20 +233,20 @@ class TrainWorker:
             (path / checkpoint.rng_file_name(self.rank)).write_bytes(checkpoint.rng_snapshot(self.dims))
             if self.rank == 0:
                 block.with_columns(**columns or {}).save(path / DUMPED_BATCH)
-        finally:  # also on a rank that could not write: the other ranks wait for it in the gathers of the export
+        finally:  # also on a rank that failed to write: the other ranks wait for it in the gathers of the export
             if weights:
                 self.model.export_hf(path / DUMPED_WEIGHTS, {})
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
-    def load_step_dump(self, folder: str, checkpoint: str | None) -> bool:
-        """Restore the RNG states of a step dump, and the weights of `checkpoint` if it is given.
+    def load_step_dump(self, folder: str, weights_folder: str | None) -> bool:
+        """Restore the RNG states of a step dump, and the weights of the checkpoint in `weights_folder` if it is given.
 
-        Returns whether the RNG states were restored: another layout cannot use them, and then they stay unchanged.
+        Returns whether the RNG states were restored. Under another layout they are not usable and stay unchanged.
         """
         from parallel import checkpoint  # imports Megatron
 
-        if checkpoint:
-            self.model.load_weights(checkpoint)
+        if weights_folder:
+            self.model.load_weights(weights_folder)
         states = checkpoint.read_rng(folder, self.dims)
         if states is not None:
             checkpoint.restore_rng(states)
@@ -259,7 +259,7 @@ class TrainWorker:
 
         `folder`: where the disk transport writes. Returns the engines that failed, URL -> reason; then no session is open.
         """
-        from mrl.weight_sync.engine_control import WeightSyncError  # with the model, where the session is
+        from mrl.weight_sync.engine_control import WeightSyncError  # not needed by the driver
 
         if self._sync is not None:
             self._sync.close()
@@ -270,7 +270,7 @@ class TrainWorker:
             if not error.failed:
                 raise
             return error.failed
-        self._collectives.watch()  # the session has a process group of its own
+        self._collectives.watch()  # the session has its own process group
         return {}
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED, loaded_by_scheduler=True)
@@ -296,7 +296,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint; return whether RNG states were restored too, which needs the same layout."""
+        """Load a distributed checkpoint; return whether RNG states were restored, too (only under the same layout)."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)

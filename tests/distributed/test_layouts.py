@@ -154,10 +154,10 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
     ]
     shares = [plan.rank_batches[dims.coords(rank).dp] for plan in plans]
     reports = actor.update(block, shares, PPOClip(0.01, 0.01), [3e-3, 1e-3])
-    gaps = [report.maxima["gap"] for report in reports if "gap" in report.maxima]
+    mismatches = [report.maxima["mismatch_abs"] for report in reports if "mismatch_abs" in report.maxima]
     return (
         old,
-        gaps,
+        mismatches,
         {name: tensor.clone().numpy() for name, tensor in actor.export()} if actor.participates_in_export else {},
     )
 
@@ -169,11 +169,11 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
 def test_all_mini_batches_use_the_old_log_probabilities_of_the_weights_before_the_first(run_ranks, tmp_path, dims):
     make("dense", tmp_path)
     one = ParallelDims()
-    old, gaps, expected = run_ranks(one, two_mini_batches, tmp_path, one)[0]
+    old, mismatches, expected = run_ranks(one, two_mini_batches, tmp_path, one)[0]
     ranks = run_ranks(dims, two_mini_batches, tmp_path, dims)
     for name, tensor in expected.items():
         np.testing.assert_allclose(ranks[0][2][name], tensor, atol=2e-5, err_msg=name)
-    for found, seen, _ in [(old, gaps, None), *ranks]:
+    for found, seen, _ in [(old, mismatches, None), *ranks]:
         np.testing.assert_allclose(found, old, atol=1e-5)
         np.testing.assert_allclose(seen, 0.25, atol=1e-5)  # the update of the policy itself is no mismatch
 

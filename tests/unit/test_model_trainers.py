@@ -24,11 +24,11 @@ class Group:
     @staticmethod
     def _report(step, partition) -> UpdateReport:
         tokens = float(step.sampled_lengths[step.rows].sum())
-        sums = dict(loss=1.0, tokens=tokens, gap=0.5 * tokens, entropy=2.0 * tokens) if tokens else {}
+        sums = dict(loss=1.0, tokens=tokens, mismatch_abs=0.5 * tokens, entropy=2.0 * tokens) if tokens else {}
         if tokens:  # trainer and engine agree, so every ratio is 1
             ones = ("mismatch/count", "mismatch/ratio", "mismatch/ratio_squared")
             sums |= dict.fromkeys(MISMATCH_SUMS, 0.0) | dict.fromkeys(ones, tokens)
-        maxima = {"optim/grad_norm": tokens, "seconds": 1.0, **({"gap": tokens} if tokens else {})}
+        maxima = {"optim/grad_norm": tokens, "seconds": 1.0, **({"mismatch_abs": tokens} if tokens else {})}
         return UpdateReport(sums, maxima | partition.metrics)
 
 
