@@ -66,7 +66,7 @@ PURPOSES = {
     ("mrl/weight_sync/session.py", "_try"): "",
     ("mrl/weight_sync/session.py", "<"): "",
     ("mrl/weight_sync/session.py", "__init__"): "opening the weight sync",
-    ("mrl/weight_sync/session.py", "_greet_engines"): "opening the weight sync",
+    ("mrl/weight_sync/session.py", "_begin_session"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "_common_topology"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "join_channel"): "opening the weight sync",
     ("mrl/weight_sync/session.py", "distribute_plan"): "opening the weight sync",
