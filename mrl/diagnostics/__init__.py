@@ -1,1 +1,1 @@
-"""Diagnostics of training steps: parity between layouts, step dumps and their replay."""
+"""Diagnostics of training steps: parity checks of layouts, step dumps, and the replay of step dumps."""

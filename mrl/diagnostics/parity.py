@@ -56,7 +56,7 @@ class ParityCheck:
     def _make_off_policy(
         self, block: TokenBlock, logprobs: Column, groups: NDArray[np.int64], rng: np.random.Generator
     ) -> TokenBlock:
-        """Make the block look as if older weights had sampled it: all log-probabilities are near `logprobs` [R].
+        """Make the block off-policy, as if older weights had sampled it: adds noise to the log-probabilities `logprobs` [R].
 
         Adds the columns that the loss needs.
         """
@@ -95,7 +95,7 @@ class ParityCheck:
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
     """Return random experts [S, layers, topk] in the form in which an engine sends them.
 
-    They differ from the router's choice, and equal tokens at equal positions have equal experts, as shared prompts need.
+    They differ from the router's choice. Equal tokens at equal positions have equal experts, because shared prompts need this.
     """
     rng = np.random.default_rng(2)
     topk, num_patterns = arch.transformer["moe_router_topk"], 997

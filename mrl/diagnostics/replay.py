@@ -1,4 +1,4 @@
-"""Replay of a dumped step under two layouts: finds the first layer that differs, and where a NaN begins."""
+"""Replay of a dumped step under two layouts: finds the first layer that differs, and the first layer with a NaN."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -63,7 +63,7 @@ class StepReplay:
     """Job of `mrl replay`; mrl.controller.build makes it."""
 
     dump: StepDump
-    checkpoint: str | None  # Megatron checkpoint of the weights; None: the ranks start with the right weights
+    checkpoint: str | None  # Megatron checkpoint of the weights; None: the ranks start with these weights
     packing: Packing
     loss: Loss
     dtype: str
@@ -82,7 +82,7 @@ class StepReplay:
         return compare_step_traces(block, expected, actual, self.dtype)
 
     def _reference_batches(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
-        """Partition the batch for the reference, without shared prompts: then an error in prompt sharing is found too."""
+        """Partition the batch for the reference layout, without shared prompts: so errors of shared prompts are found too."""
         packing, description = replace(self.packing, share_prompts=False), self.dump.description
         return partition_step(
             batch, dims, packing, description.aggregation, description.max_response_tokens
@@ -115,7 +115,7 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
 
 
 def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
-    """Compare the log-probabilities of the sampled tokens, as a last layer."""
+    """Compare the log-probabilities of the sampled tokens. The result is like that of a layer."""
     rows = sorted(reference.outputs.keys() & other.outputs.keys())
     indices = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
     tokens = np.concatenate([np.empty(0, np.int64), *(indices[row] for row in rows)])
@@ -125,7 +125,7 @@ def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, 
 
 
 def _locate(block: TokenBlock, layer: str, token: int) -> TokenLocation:
-    """Locate a token of the block; `token`: its index, -1 for none."""
+    """Locate a token of the block. `token`: index in the block; -1: no token."""
     if token < 0:
         return TokenLocation(layer, -1, -1, -1, False)
     row, position = row_and_position(block, token)
@@ -160,7 +160,7 @@ def plot_layers(path: Path, layers: Sequence[LayerDifference], *, title: str) ->
     axes.set_yscale("log")
     every = max(1, len(layers) // 16)
     axes.set_xticks(numbers[::every], [one.name for one in layers][::every], rotation=40, ha="right")
-    axes.set(ylabel="distance relative to the hidden state's length; last: nats")
+    axes.set(ylabel="distance relative to the hidden state's norm; last point: nats")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,8 @@
-"""Step dumps: a training step in a folder, complete and without pickles, so that `mrl replay` can repeat it under any layout.
+"""Step dumps: a training step in a folder, with all its inputs and without pickles. `mrl replay` repeats it under any layout.
 
-step_000007/    step_dump.json        the step's description: reason, config, layout, and size and checksum of every file
+step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of every file
                 batch.npz             tokens and columns of all rows, as the trainer ranks had them
-                mini_batches.npz      groups, and the rows that each optimizer step trained on and counted
+                mini_batches.npz      groups, and for each mini-batch the trained rows and the rows that the loss counts
                 rng_00000.safetensors states of the random number generators, one file per rank
                 weights/              Hugging Face folder of the weights before the mini-batch, if the dump has them
 
@@ -41,7 +41,7 @@ class WeightsLocation:
 
 @dataclass(frozen=True)
 class StepDescription:
-    """What the driver knows about a dumped step."""
+    """Description of a dumped step, which the driver writes."""
 
     step: int
     reason: str  # why it was dumped: requested, a spike, a gradient that is not finite
@@ -75,7 +75,7 @@ class StepDump:
     def read(cls, path: Path) -> "StepDump":
         """Read a step dump and check that it is complete and unchanged.
 
-        Of weights only the file sizes are checked. Raises ValueError that names the missing or changed file.
+        For weights only the file sizes are checked. Raises a ValueError that names the missing or changed file.
         """
         try:
             manifest = json.loads((path / MANIFEST).read_text())

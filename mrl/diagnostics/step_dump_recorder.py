@@ -1,4 +1,4 @@
-"""Recorder of step dumps: dumps requested steps, steps whose gradient is not finite, and steps with a gradient spike."""
+"""Recorder of step dumps. It dumps requested steps, steps whose gradient is not finite, and steps with a gradient spike."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ from mrl.workers.model_trainers import UpdateRequest
 from mrl.workers.worker import DUMPED_WEIGHTS, TrainWorker
 
 logger = logging.getLogger(__name__)
-SPIKE = "the gradient norm"  # first words of the reason of a spike's dump
+SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with these words if the step is a spike
 
 
 @dataclass
 class StepDumpRecorder:
-    """Observer of the actor's updates that dumps some of their steps.
+    """Watches the actor's updates, and dumps some of their steps.
 
-    The trainer ranks write the dumps: tokens go from Ray's object store to them, not through the driver.
+    The trainer ranks write the dumps: they fetch tokens from Ray's object store, so no token passes through the driver.
     """
 
     folder: Path  # RUN/step_dumps
@@ -37,18 +37,18 @@ class StepDumpRecorder:
     layout: dict[str, Any]
     config: dict[str, Any]
     latest_weights: Callable[[], WeightsLocation | None]  # newest weights on disk
-    first_step: int = 0  # steps before the actor's first update
+    first_step: int = 0  # number of steps before the actor's first update
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
     _num_spikes: int = field(init=False)  # spikes dumped so far, also before a resume
 
     def __post_init__(self) -> None:
         self._norms = deque(maxlen=self.settings.spike_window)
         manifests = [json.loads(path.read_text()) for path in self.folder.glob(f"step_*/{MANIFEST}")]
-        self._num_spikes = sum(manifest["step"]["reason"].startswith(SPIKE) for manifest in manifests)
+        self._num_spikes = sum(manifest["step"]["reason"].startswith(SPIKE_REASON_START) for manifest in manifests)
 
     @contextmanager
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
-        """Return the context of the actor's update number `step`; the update appends its reports to the list.
+        """Watch the actor's update number `step`. Yields a list, to which the update must append its reports.
 
         Raises FloatingPointError with the path of the dump if a gradient is not finite.
         """
@@ -74,8 +74,11 @@ class StepDumpRecorder:
     def _dump_nonfinite(
         self, group: WorkerGroup, update: UpdateRequest, description: StepDescription, error: NonFiniteGradientError
     ) -> FloatingPointError:
-        """Dump the step with the current weights, which are those before the failed mini-batch; returns the error to raise."""
-        cause: NonFiniteGradientError = getattr(error, "cause", error)  # Ray 2.60 wraps our error in a class of its own
+        """Dump the step with the current weights, and return the error to raise.
+
+        The current weights are the weights before the failed mini-batch.
+        """
+        cause: NonFiniteGradientError = getattr(error, "cause", error)  # Ray 2.60 wraps the error in another class
         reason = f"the gradient of mini-batch {cause.mini_batch} is not finite (norm {cause.norm})"
         description = replace(description, reason=reason, mini_batch=cause.mini_batch)
         try:
@@ -108,7 +111,7 @@ class StepDumpRecorder:
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
-        """Say why the step is a spike.
+        """Return the reason why the step is a spike.
 
         Returns "" if it is not a spike, if the median is not yet known, or if enough spikes have been dumped.
         """
@@ -119,13 +122,14 @@ class StepDumpRecorder:
         largest, median = max(grad_norms), float(np.median(self._norms))
         if largest <= factor * median:
             return ""
-        return f"{SPIKE} {largest:.4g} is more than {factor:g} times {median:.4g}, the median of {known} steps before"
+        reason = f"{SPIKE_REASON_START} {largest:.4g} is more than {factor:g} times {median:.4g}"
+        return f"{reason}, the median of {known} steps before"
 
     def _path(self, description: StepDescription) -> Path:
         return self.folder / f"step_{description.step:06d}"
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
-        """Have the trainer ranks write their parts, and the current weights if the description names them."""
+        """Let the trainer ranks write their parts of the dump, and the current weights if the description names them."""
         folder, batch = self._path(description), update.steps[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

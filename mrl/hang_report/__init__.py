@@ -1,1 +1,1 @@
-"""Hang reports: which process of a run is stuck or dead, and what the others wait for."""
+"""Hang reports: which process of a run is stuck or dead, and what the other processes wait for."""

@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: from snapshots of all processes to the processes to blame, and to the text of the report."""
+"""Diagnosis of a hang: finds the processes to blame in snapshots of all processes, and composes the text of the report."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory)
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """The processes that make the others wait, and what every called process is doing."""
+    """Processes that make the others wait, and a sentence about all pending processes."""
 
-    blamed: tuple[ProcessSnapshot, ...]  # empty if no process stands out
-    sentence: str
+    blamed: tuple[ProcessSnapshot, ...]  # empty if no process differs from the others
+    sentence: str  # what each blamed and each pending process is doing
 
 
 def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
     """Find the processes to blame; `is_pending`: whether a process was called and has not answered.
 
     The first of these groups that is not empty is blamed:
-    1. pending processes that died, except those that gave up waiting for a process that is alive (then that process is);
+    1. pending processes that died. If a process died because it gave up waiting for a live process, the live one is blamed;
     2. other processes that died;
     3. stopped processes;
     4. pending processes that do not wait;
-    5. pending processes that wait for something else than other ranks;
+    5. pending processes that wait for something other than other ranks;
     6. pending ranks that have entered fewer collectives than other members of a group;
     7. pending processes that are idle although their call has not ended.
     """
@@ -81,7 +81,7 @@ def _describe_state(snapshot: ProcessSnapshot) -> str:
 
 
 def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Say in which process groups a rank has entered fewer collectives than other members; "" if in none."""
+    """Name the process groups in which a rank has entered fewer collectives than other members; "" if there are none."""
     lags = []
     for own in snapshot.collectives:
         others = [
@@ -129,7 +129,7 @@ def _join_activities(snapshot: ProcessSnapshot) -> str:
 
 
 def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[ProcessSnapshot]]]:
-    """Group processes of one model and role that do the same; returns (description, members) for each group."""
+    """Group processes of one model and role that do the same work. Returns (description, members) of each group."""
 
     def key(one: ProcessSnapshot) -> tuple[str, ...]:
         work = (one.summary.purpose, one.summary.waits_for) if one.stacks else (one.state,)
@@ -140,7 +140,7 @@ def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[P
 
 
 def _describe_alike(snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe processes that do the same; omits file and line if they differ."""
+    """Describe processes that do the same work. File and line are left out if they differ."""
     texts = [_describe_state(snapshot) for snapshot in snapshots]
     return texts[0] if len(set(texts)) == 1 else texts[0].partition(" (")[0]
 
@@ -177,7 +177,7 @@ def report_text(
     host_lines: Sequence[str] = (),
     more: Sequence[str] = (),
 ) -> str:
-    """Compose the text of a hang report; `what`: the reason for it, `more`: lines for its end."""
+    """Compose the text of a hang report. `what`: the reason for the report. `more`: lines at its end."""
     lines = [what, "", f"Diagnosis: {diagnosis.sentence}.", ""]
     lines += [*host_lines, ""] if host_lines else []
     lines += ["Processes", *(f"  {describe_process(snapshot)}" for snapshot in snapshots), ""]

@@ -1,6 +1,6 @@
 """Network interfaces of this host: a probe of each, and the interface that NCCL or gloo would choose.
 
-A common trap: NCCL opens its connections on an interface whose own address does not lead back to this host. Then all ranks wait
+A common cause of hangs: NCCL opens its connections on an interface that cannot connect to its own address. Then all ranks wait
 forever without an error message.
 """
 
@@ -58,7 +58,7 @@ def _interface_index(name: str) -> int:
 
 
 def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str:
-    """Try a TCP connection from one of this host's addresses to itself; returns why it fails, or ""."""
+    """Try a TCP connection from one of this host's addresses to the same address. Returns the error; "" if it works."""
     try:
         with socket.create_server((address, 0)) as server:
             server.settimeout(timeout_s)
@@ -71,7 +71,7 @@ def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str
 
 
 def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]) -> list[str]:
-    """Return a line with the fix for each interface that NCCL may choose and that does not reach itself."""
+    """Return a line with the fix for each interface that NCCL may choose and that cannot connect to itself."""
     eligible = [one for one in interfaces if one.up and not is_virtual(one.name)]
     working = [one.name for one in eligible if not one.problem]
     fix = (
@@ -88,7 +88,7 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 
 
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
-    """Return the interfaces on which NCCL opens its connections; it bootstraps on the first.
+    """Return the interfaces on which NCCL opens its connections. NCCL bootstraps on the first one.
 
     `variable`: the value of NCCL_SOCKET_IFNAME.
     """
@@ -118,7 +118,8 @@ def gloo_interface(
 ) -> NetworkInterface | None:
     """Return the interface on which gloo opens its connections; None if there is none.
 
-    It is the one of GLOO_SOCKET_IFNAME (`variable`), else the one of the host name's addresses, else loopback.
+    It is the interface that GLOO_SOCKET_IFNAME (`variable`) names, else the interface with an address of the host's name
+    (`host_addresses`), else loopback.
     """
     if variable:
         return next((one for one in interfaces if one.name == variable.split(",")[0]), None)
@@ -130,12 +131,12 @@ def gloo_interface(
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address leads back to the host that uses it."""
+    """Return whether an address is a loopback address, which only the same host can reach."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def is_virtual(name: str) -> bool:
-    """Return whether an interface belongs to containers or tunnels and leads to no other host."""
+    """Return whether an interface belongs to containers or tunnels, so that it does not reach other hosts."""
     return name.startswith(VIRTUAL_PREFIXES)
 
 

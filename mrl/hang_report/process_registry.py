@@ -1,8 +1,8 @@
 """Registry of a run's processes: each registers itself, records its current activities, and dumps its stacks on a signal.
 
 The registry is a folder of the run. A process has four files there: `<name>.json` (ProcessRecord), `<name>.txt` (stack dumps),
-`<name>.activities` and, on trainer ranks, `<name>.ops` (parallel.collective_log). A hang report reads them from outside, even if
-the process is stopped or dead.
+`<name>.activities` and, on trainer ranks, `<name>.ops` (parallel.collective_log). Another process reads these files for a hang
+report, even if the registered process is stopped or dead.
 """
 
 import faulthandler
@@ -22,10 +22,9 @@ from typing import Any
 from mrl.core.jsonl import write_json
 
 DUMP_SIGNAL = signal.SIGUSR2  # faulthandler handles it in C, so it works inside a collective and while the GIL is held
-REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV = (
-    "MRL_STACKS",
-    "MRL_STACKS_NAME",
-)  # environment variables of an engine's processes
+# Environment variables of an engine's processes
+REGISTRY_FOLDER_ENV = "MRL_STACKS"
+REGISTRY_NAME_ENV = "MRL_STACKS_NAME"
 ACTIVITY_FILE_BYTES = 4096  # the text is cut to this size
 
 
@@ -46,16 +45,16 @@ class ProcessRecord:
     role: str  # rank, rollout or engine
     host: str
     pid: int
-    started: int  # start time in clock ticks since boot; with the pid it identifies a process, as pids are reused
+    started: int  # start time in clock ticks since boot; pids are reused, so pid and start time identify a process
     group: str = ""  # model of a trainer rank; "" for the actor
     rank: int = -1
 
 
 def register_process(folder: str | Path, name: str, title: str, role: str, **more: Any) -> Path:
-    """Register this process in `folder`; returns the path of its files without suffix."""
+    """Register this process in `folder`. Returns the path of its files without suffix."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    unregister_processes(folder, name)  # an earlier process of the same name
+    unregister_processes(folder, name)  # removes the files of an earlier process with the same name
     pid, path = os.getpid(), folder / name
     dump_stacks_on_signal(path.with_name(f"{name}.txt"))
     _activities.open(path.with_name(f"{name}.activities"))
@@ -72,7 +71,7 @@ def dump_stacks_on_signal(path: Path) -> None:
 
 
 def unregister_processes(folder: str | Path, name: str) -> None:
-    """Remove the files of processes that were ended on purpose; `name` may be a glob pattern."""
+    """Remove the files of processes that were stopped intentionally. `name` may be a glob pattern."""
     for path in Path(folder).glob(f"{name}.*"):
         with suppress(OSError):
             path.unlink()
@@ -153,7 +152,7 @@ def track_activity(text: str) -> Iterator[None]:
 
 
 def read_activities(path: Path) -> list[Activity]:
-    """Return the unfinished activities of a process at its last write, oldest first."""
+    """Return the activities that a process had not finished when it last wrote the file, oldest first."""
     activities = []
     with suppress(OSError):
         for line in path.read_bytes().rstrip(b"\0").splitlines():

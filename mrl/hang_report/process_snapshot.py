@@ -1,4 +1,4 @@
-"""Snapshots of the run's processes on this host, taken from outside: kernel state, stacks, activities, last collectives."""
+"""Snapshots of a run's processes on this host, taken by another process: kernel state, stacks, activities, last collectives."""
 
 import os
 import time
@@ -67,7 +67,7 @@ class ProcessSnapshot:
 def snapshot_processes(folder: str, records: list[ProcessRecord]) -> list[ProcessSnapshot]:
     """Take snapshots of these processes, which run on this host and are registered in `folder`.
 
-    Includes the child processes of engines. Takes at most DUMP_TIMEOUT_S for each process, whatever the process does.
+    Includes the child processes of engines. Takes at most DUMP_TIMEOUT_S for each process, even if it does not respond.
     """
     children = [child for record in records if record.role == "engine" for child in _engine_children(record)]
     return [_snapshot(Path(folder), record) for record in [*records, *children]]
@@ -116,9 +116,10 @@ def _wchan(pid: int) -> str:
 
 
 def _request_stack_dump(record: ProcessRecord, path: Path) -> str:
-    """Signal a process to dump its stacks and read them; returns "" if it does not handle the signal or does not write.
+    """Send a process the signal to write its stacks, and return the text that it writes.
 
-    The file may disappear at any moment, with an engine that is replaced or with the run directory.
+    Returns "" if the process does not handle the signal or writes nothing. The file may disappear at any moment, because an
+    engine is replaced or the run directory is removed.
     """
     with suppress(OSError):
         if not _handles_dump_signal(record.pid):
@@ -139,7 +140,7 @@ def _request_stack_dump(record: ProcessRecord, path: Path) -> str:
 
 
 def _handles_dump_signal(pid: int) -> bool:
-    """Return whether a process handles DUMP_SIGNAL; the signal would kill a process that does not."""
+    """Return whether a process handles DUMP_SIGNAL. The signal would kill a process that does not handle it."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

@@ -1,7 +1,7 @@
-"""Waits of the driver for Ray calls: each has a deadline; if it passes or a process dies, a hang report is written.
+"""Waiting of the driver for Ray calls, with a deadline. If the deadline passes or a process dies, it writes a hang report.
 
-A report covers the processes of the run on all hosts; the errors below hold its path. All of them are ProcessesLostErrors,
-because a restart of the lost processes may let the run continue.
+A report covers the run's processes on all hosts. The errors of this module have the path of the report. All of them are
+ProcessesLostErrors, because a restart of the lost processes may let the run continue.
 """
 
 import logging
@@ -33,7 +33,7 @@ from mrl.hang_report.process_snapshot import UNREACHABLE, ProcessSnapshot, snaps
 
 logger = logging.getLogger(__name__)
 
-# Texts with which gloo, NCCL and torch's store report that another rank is gone or late
+# Parts of the messages of gloo, NCCL and torch's store if another rank is gone or late
 PEER_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -46,18 +46,15 @@ PEER_ERRORS = (
     "Watchdog caught collective operation timeout",
     "failed to recv, got 0 bytes",
 )
-DEATH_ERRORS = (
-    RayActorError,
-    NodeDiedError,
-    OutOfMemoryError,
-)  # the last one: Ray kills processes when memory is short
+# Errors of calls to dead processes. OutOfMemoryError: Ray has killed the process because memory is short.
+DEATH_ERRORS = (RayActorError, NodeDiedError, OutOfMemoryError)
 POLL_S = 0.5  # longest single wait inside Ray
 DEATH_NOTICE_S = 5.0  # time for Ray to notice a death after other ranks have failed because of it
 REMOTE_TIMEOUT_S = 8.0  # longest wait for the snapshots of all other hosts
 
 
 class DiagnosedError(ProcessesLostError):
-    """Some processes are stuck or dead and the run cannot continue as it is; a hang report names them."""
+    """Some processes are stuck or dead, and the run cannot continue without a restart; a hang report names the processes."""
 
     def __init__(
         self, message: str, report: Path | None, names: tuple[str, ...] = (), ranks: tuple[int, ...] = ()
@@ -141,7 +138,7 @@ def write_report(folder: Path, text: str) -> Path:
 
 
 def _snapshot_all_hosts(folder: str, check_network: bool) -> tuple[list[ProcessSnapshot], list[str]]:
-    """Return the snapshots of all registered processes, and lines about their hosts."""
+    """Return (snapshots of all registered processes, lines about their hosts)."""
     by_host: dict[str, list[ProcessRecord]] = {}
     for record in read_process_records(folder):
         by_host.setdefault(record.host, []).append(record)
@@ -173,7 +170,7 @@ def _submit_snapshot_task(node: str, folder: str, records: list[ProcessRecord], 
 def snapshot_host(
     folder: str, records: list[ProcessRecord], check_network: bool
 ) -> tuple[list[ProcessSnapshot], list[str]]:
-    """Take snapshots of this host's processes; returns them and a line for each broken network interface."""
+    """Take snapshots of this host's processes. Returns (snapshots, a line for each broken network interface)."""
     lines = describe_broken_interfaces(gethostname(), probe_interfaces()) if check_network else []
     return snapshot_processes(folder, records), lines
 
@@ -197,14 +194,14 @@ class RayWaiter:
             answers = _wait_for_all(futures, timeout_s)
             return [answers[future] for future in futures]
         except GetTimeoutError as error:
-            raise self._stalled(futures, f"{what} did not finish within {timeout_s:g} s", starting) from error
+            raise self._stalled_error(futures, f"{what} did not finish within {timeout_s:g} s", starting) from error
         except DEATH_ERRORS as error:
             if isinstance(error, RayActorError) and error.actor_init_failed:
                 raise
-            raise self._process_lost(futures, what, error) from error
+            raise self._process_lost_error(futures, what, error) from error
         except RayError as error:
             if _is_data_lost(error):
-                raise self._data_lost(what, error) from error
+                raise self._data_lost_error(what, error) from error
             if self.role != "rank" or not isinstance(error, RayTaskError) or not is_peer_error(error.cause):
                 raise
             raise self._resolve_peer_error(futures, what, error, starting) from error
@@ -218,37 +215,39 @@ class RayWaiter:
         own = [e for e in errors if isinstance(e, RayTaskError) and not is_peer_error(e.cause)]
         dead = [e for e in errors if isinstance(e, DEATH_ERRORS)]
         if own or dead:
-            return own[0] if own else self._process_lost(futures, what, dead[0])
+            return own[0] if own else self._process_lost_error(futures, what, dead[0])
         reason = str(error).strip().splitlines()[-1]
-        return self._stalled(futures, f"{what}: ranks gave up waiting for another rank ({reason})", starting)
+        return self._stalled_error(futures, f"{what}: ranks gave up waiting for another rank ({reason})", starting)
 
-    def _stalled(self, futures: Sequence[ObjectRef], what: str, starting: bool) -> DiagnosedError:
-        return self._diagnosed(StalledError, what, self._is_pending(_pending_numbers(futures)), starting)
+    def _stalled_error(self, futures: Sequence[ObjectRef], what: str, starting: bool) -> DiagnosedError:
+        return self._diagnosed_error(StalledError, what, self._pending_test(_pending_numbers(futures)), starting)
 
-    def _process_lost(self, futures: Sequence[ObjectRef], what: str, error: RayError) -> DiagnosedError:
+    def _process_lost_error(self, futures: Sequence[ObjectRef], what: str, error: RayError) -> DiagnosedError:
         dead = tuple(n for n, future in enumerate(futures) if isinstance(call_error(future), DEATH_ERRORS))
         kind = RankLostError if self.role == "rank" else RolloutWorkerLostError
         why = ", killed by Ray because the host is short of memory" if isinstance(error, OutOfMemoryError) else ""
-        is_pending = self._is_pending(_pending_numbers(futures))
-        lost = self._diagnosed(kind, f"{what}: a process died{why}", is_pending, False, [f"Ray says: {error}"])
+        is_pending = self._pending_test(_pending_numbers(futures))
+        lost = self._diagnosed_error(kind, f"{what}: a process died{why}", is_pending, False, [f"Ray says: {error}"])
         lost.ranks = lost.ranks or (dead if self.role == "rank" else ())
         return lost
 
-    def _data_lost(self, what: str, error: RayError) -> DiagnosedError:
-        """The call's input is lost because its producer, a process of the other role, died."""
+    def _data_lost_error(self, what: str, error: RayError) -> DiagnosedError:
+        """Return the error of a call whose input is lost, because the process of the other role that made the input died."""
         kind = RolloutWorkerLostError if self.role == "rank" else RankLostError
         message = f"{what}: its input data is lost"
-        lost = self._diagnosed(kind, message, self._is_pending(set()), False, [f"Ray says: {error}"])
+        lost = self._diagnosed_error(kind, message, self._pending_test(set()), False, [f"Ray says: {error}"])
         lost.role = "rollout" if self.role == "rank" else "rank"
         return lost
 
-    def _is_pending(self, numbers: set[int]) -> Callable[[ProcessRecord], bool]:
+    def _pending_test(self, numbers: set[int]) -> Callable[[ProcessRecord], bool]:
+        """Return a function that tells whether a process is pending. `numbers`: indices of the pending calls."""
+
         def is_pending(record: ProcessRecord) -> bool:
             return (record.role, record.group) == (self.role, self.group) and max(record.rank, 0) in numbers
 
         return is_pending
 
-    def _diagnosed(
+    def _diagnosed_error(
         self,
         kind: type[DiagnosedError],
         what: str,
@@ -258,9 +257,11 @@ class RayWaiter:
     ) -> DiagnosedError:
         try:
             report = make_hang_report(self.run_dir, what, is_pending, check_network=starting, more=more)
-        except Exception as error:  # a failed report must not hide the error that it was made for
+        except Exception as error:  # a failed report must not hide the error that it is about
             logger.exception("the hang report failed")
-            diagnosed = kind(f"{what}. There is no hang report because making it failed: {error!r}", None)
+            diagnosed = kind(
+                f"{what}. There is no hang report, because an error occurred in making it: {error!r}", None
+            )
             diagnosed.role = self.role
             return diagnosed
         blamed = [snapshot.record for snapshot in report.diagnosis.blamed if snapshot.record.role == "rank"]
@@ -274,8 +275,8 @@ class RayWaiter:
 def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[ObjectRef, Any]:
     """Wait for all answers or for the first error, which is raised.
 
-    Each wait inside Ray is short, because an exception raised by a signal handler inside Ray would break Ray.
-    Raises GetTimeoutError, and whatever the run's `check_wait` raises.
+    Each wait inside Ray is short, because an exception that a signal handler raises inside Ray would break Ray.
+    Raises GetTimeoutError, and the errors of `check_wait`.
     """
     end, pending, answers = time.monotonic() + timeout_s, list(futures), {}
     while pending:

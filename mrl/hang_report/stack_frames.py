@@ -1,6 +1,6 @@
-"""Parser of faulthandler's stack dumps, and tables that translate a stack into words.
+"""Parser of faulthandler's stack dumps, and tables that describe a stack in words.
 
-The tables WAITS and PURPOSES are the place to extend: add a line for code whose waiting a hang report shall recognise.
+To make hang reports recognize more code, add a line to WAITS (code that waits) or PURPOSES (work that the code belongs to).
 """
 
 import re
@@ -26,7 +26,7 @@ WAITS = {
     ("httpx/", ""): "an answer over HTTP",
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
-    ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # runs uvloop, which leaves no frames
+    ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # uvloop waits without Python frames
     ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # likewise
     ("mrl/rollout/rollout_pipeline.py", "wait_step"): "another thread",
     ("mrl/rollout/rollout_pipeline.py", "_take_unscored"): "another thread",
@@ -38,8 +38,9 @@ WAITS = {
     ("pebble/", ""): "another thread",
 }
 
-# (part of the file's path, prefix of the function's name) -> the work that the code belongs to. The innermost frame with a
-# non-empty entry decides; the first matching line of the table counts. An empty text skips the frame: its caller knows more.
+# (part of the file's path, prefix of the function's name) -> the work that the code belongs to. For each frame, the first
+# matching line of the table is used. The innermost frame with a non-empty text determines the purpose. A frame with an empty
+# text is skipped, because its caller describes the work better.
 PURPOSES = {
     ("<frozen importlib", ""): "its imports",
     ("distributed/finalize_model_grads.py", ""): "the gradient all-reduce",
@@ -119,7 +120,7 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class StackSummary:
-    """What a process is doing and waiting for, derived from its stacks."""
+    """Work of a process and what it waits for, derived from its stacks."""
 
     purpose: str  # entry of PURPOSES, such as "the gradient all-reduce"; "" if no entry matches
     waits_for: str  # entry of WAITS, such as "other ranks"; "" if the process does not wait
@@ -148,7 +149,7 @@ def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
 
 
 def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
-    """Summarize the main thread, or the helper thread that it waits for if that is known to do some work."""
+    """Summarize the main thread. If it waits for another thread, summarize a helper thread whose work is known instead."""
     if not stacks:
         return StackSummary("", "", None)
     main = _summarize(stacks[0])
@@ -165,7 +166,10 @@ def _summarize(stack: list[StackFrame]) -> StackSummary:
 
 
 def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
-    """Return the innermost frames up to the first outside of libraries; library code that called that one does not wait."""
+    """Return the innermost frames, up to and including the first frame outside of libraries.
+
+    Library code that called this frame is left out, because the process does not wait in it.
+    """
     frames = []
     for frame in stack[:NUM_WAITING_FRAMES]:
         frames.append(frame)

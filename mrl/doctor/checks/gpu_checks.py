@@ -6,13 +6,14 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.gather.host_probe import locked_cuda
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
-BUSY_BYTES = GB
+BUSY_BYTES = GB  # a GPU with more memory in use is busy
 
 
 def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
-    """Drivers that are too old for torch's CUDA, or differ between hosts.
+    """Find drivers that are too old for torch's CUDA, or differ between hosts.
 
-    `required`: (major, minor) of CUDA; default: the lock file's. A driver supports all minor versions of its major version.
+    `required`: (major, minor) version of CUDA; default: the version in the lock file. A driver supports all minor versions of its
+    major version.
     """
     required = required or locked_cuda()
     drivers = {host.host: host.gpus.cards[0].driver for host in cluster.hosts if host.gpus.cards}
@@ -36,14 +37,14 @@ def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None)
 
 
 def check_gpus(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Unhealthy or busy GPUs, differences between hosts, and fewer GPUs than the config needs."""
+    """Find unhealthy or busy GPUs, hosts with different GPUs, and clusters with fewer GPUs than the config needs."""
     for host in cluster.hosts:
         without_gpus = host.gpus.allocated == 0  # Slurm gave this job no GPU of the host
         if not (without_gpus and cluster.requirements and not cluster.requirements.cuda):
             yield from _check_cards(host)
     if any(host.gpus.cards for host in cluster.hosts):
         yield from _compare_hosts(cluster)
-    yield from _check_number(cluster)
+    yield from _check_gpu_count(cluster)
 
 
 def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
@@ -82,7 +83,7 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     for allocated in {host.gpus.allocated for host in cluster.hosts}:  # it differs in a heterogeneous job
         group = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
-        yield from _compare_numbers(group)
+        yield from _compare_gpu_counts(group)
     models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
     why = "all ranks wait for the slowest GPU, and the smallest memory limits the batch of all"
     for name, model in outliers(models).items():
@@ -94,11 +95,11 @@ def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield warning([host.host], f"different GPUs in one host: {_models(host)}", why, fix)
 
 
-def _compare_numbers(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
+def _compare_gpu_counts(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
     counts = {host.host: len(host.gpus.cards) for host in hosts}
     for name, count in outliers(counts).items():
         hidden = next(host.gpus.hidden for host in hosts if host.host == name)
-        fix = "nvidia-smi -L; then drain the host, or request from Slurm what it has"
+        fix = "nvidia-smi -L; then drain the host, or request as many GPUs from Slurm as it has"
         yield error(
             [name],
             f"{count} GPUs; the other hosts have {most_common(counts)}",
@@ -112,7 +113,7 @@ def _models(host: HostFacts) -> str:
     return " and ".join(models)
 
 
-def _check_number(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
+def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     required = cluster.requirements
     if not required or not required.gpus:
         return
@@ -133,14 +134,14 @@ def _check_number(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """GPUs without NVLink beside GPUs with NVLink, links that differ between hosts, an NVSwitch fabric that is not ready."""
+    """Find GPUs without NVLink among others with it, links that differ between hosts, and NVSwitch fabrics that are not ready."""
     for host in cluster.hosts:
         yield from _check_links(host)
     kinds = {host.host: _link_kinds(host.gpus.links) for host in cluster.hosts if host.gpus.links}
     for host, kind in outliers(kinds).items():
         yield warning(
             [host],
-            f"its GPUs are linked by {kind}; the other hosts' by {most_common(kinds)}",
+            f"its GPUs are linked by {kind}; the GPUs of the other hosts by {most_common(kinds)}",
             "all ranks wait for the slowest link; a host with fewer links than the others usually has a broken one",
             "nvidia-smi nvlink --status; nvidia-smi topo -m",
         )

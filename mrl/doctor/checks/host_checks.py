@@ -1,4 +1,4 @@
-"""Checks of the hosts as such: attendance, clocks, memory, cores and process limits."""
+"""Checks of each host: attendance, clock, memory, cores and process limits."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
 MAX_CLOCK_SKEW_S = 1.0
-MIN_MEMORY_BYTES = 6 * GB  # the quickstart: four processes with torch, Ray and SGLang
+MIN_MEMORY_BYTES = 6 * GB  # needed by the quickstart: four processes with torch, Ray and SGLang
 MIN_FREE_BYTES = 2 * GB
-WEIGHT_COPIES = 2  # host memory holds the weights on their way to the trainers and to the engines
-FEW_CORES = 4  # a job bound to 1/4 of the cores or less is more often a mistake than a wish
-MIN_FILES, MIN_FILES_CLUSTER = 1024, 4096
+WEIGHT_COPIES = 2  # copies of the weights in host memory: one of the trainers, one of the engines
+FEW_CORES_RATIO = 4  # a job that may use 1/4 of the cores or less is probably misconfigured
+MIN_FILES, MIN_FILES_CLUSTER = 1024, 4096  # the second number: with several hosts or with GPUs
 MIN_PROCESSES = 4096  # processes and threads; each process of Ray, torch and SGLang has dozens of threads
 
 
 def check_attendance(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Hosts that did not join, and host names that are used twice."""
+    """Find hosts that did not join, and host names that are used twice."""
     for host in cluster.missing:
         yield error(
             [host],
@@ -33,7 +33,7 @@ def check_attendance(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_clock(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Clocks that differ from the median by more than a second plus the error of the measurement."""
+    """Find clocks that differ from the median by more than a second plus the error of the measurement."""
     if not cluster.multi_host:
         return
     offsets = _clock_offsets(cluster.hosts[0])
@@ -50,7 +50,10 @@ def check_clock(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
-    """Return host -> (its clock minus the first host's, error of that), seconds; from the quickest connection to each."""
+    """Return host -> (its clock minus the first host's clock, error of this difference) in seconds.
+
+    They come from the connection with the shortest round trip to each host.
+    """
     offsets = {first.host: (0.0, 0.0)}
     for connection in sorted(first.connections, key=lambda one: -one.seconds):
         if not connection.problem:
@@ -59,7 +62,7 @@ def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
 
 
 def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Host memory: its size, this process's limit, and the needs of a model that is trained on CPUs."""
+    """Compare host memory and the limit of this process with the minimum, and with the size of a model without GPUs."""
     for host in cluster.hosts:
         yield from _check_host_memory(host)
         parameters = cluster.requirements.parameters if cluster.requirements else 0
@@ -68,7 +71,7 @@ def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(
                 [host.host],
                 f"{memory / GB:.0f} GB of memory for a model of {parameters / 1e9:.1f}B parameters",
-                "without a GPU, trainer and engine both hold it in float32 here, plus optimizer and KV cache",
+                "without a GPU, trainer and engine both hold the model in float32, plus optimizer state and KV cache",
                 "use a smaller model.path, or hosts with GPUs",
             )
 
@@ -77,7 +80,7 @@ def _check_host_memory(host: HostFacts) -> Iterator[DoctorFinding]:
     machine, where, limit = host.machine, [host.host], host.machine.memory_limit_bytes
     why = "the kernel kills the largest process, a trainer or an engine, without an error message"
     if limit is not None and limit < MIN_MEMORY_BYTES:
-        what = f"this job may use {limit / GB:.1f} GB of the host's {machine.memory_bytes / GB:.0f}"
+        what = f"this job may use {limit / GB:.1f} GB of the host's {machine.memory_bytes / GB:.0f} GB"
         yield error(where, what, why, "#SBATCH --mem=0 (all memory of the host); in a container --memory")
     elif machine.memory_bytes < MIN_MEMORY_BYTES:
         minimum = f"the smallest run needs about {MIN_MEMORY_BYTES / GB:.0f}"
@@ -96,10 +99,10 @@ def _check_host_memory(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """A job that may use too few cores (srun's default is one), and hosts with fewer usable cores than the others."""
+    """Find jobs that may use too few cores (srun's default is one), and hosts with fewer usable cores than the others."""
     for host in cluster.hosts:
         usable, cores, processes = host.machine.usable_cores, host.machine.cores, max(2, len(host.gpus.cards))
-        if host.machine.slurm_job and usable < processes and usable * FEW_CORES <= cores:
+        if host.machine.slurm_job and usable < processes and usable * FEW_CORES_RATIO <= cores:
             yield warning(
                 [host.host],
                 f"this job may use {usable} of {cores} cores",
@@ -116,7 +119,7 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Limits (ulimit) on open files and processes."""
+    """Find limits (ulimit) on open files and processes that are too low."""
     min_files = MIN_FILES_CLUSTER if cluster.multi_host or cluster.gpus else MIN_FILES
     for host in cluster.hosts:
         yield from _check_open_files(host, min_files)

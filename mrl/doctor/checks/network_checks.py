@@ -15,7 +15,7 @@ from mrl.hang_report.network_interfaces import (
 )
 from mrl.rollout.engines.leases import LAST_PORT as LAST_ENGINE_PORT
 
-PORTS = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
+PORT_NAMES = {"ray": "6379 (Ray's head)", "engine": "20000-32000 (engines)"}
 MIN_OUTGOING_PORTS = 10_000
 SET_PORT_RANGE = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
 NO_COMMON_INTERFACE = "ask the network's administrator: no interface is reachable from all hosts"
@@ -33,7 +33,7 @@ def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[s
 
 
 def reachable_interfaces(cluster: ClusterFacts, host: HostFacts) -> list[NetworkInterface]:
-    """Return the interfaces of a host that reach themselves and are reached by all other hosts, the best first."""
+    """Return the interfaces of a host that can connect to themselves and that all other hosts can reach, the best first."""
     interfaces = [
         one
         for one in host.network.interfaces
@@ -56,7 +56,7 @@ def fix_interfaces(cluster: ClusterFacts) -> str:
 
 
 def check_names(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Resolution of `localhost`, of each host's own name, and of the names of the other hosts."""
+    """Check how each host resolves `localhost`, its own name, and the names of the other hosts."""
     addresses = {host.host: {one.address for one in host.network.interfaces} for host in cluster.hosts}
     for host in cluster.hosts:
         yield from _check_own_names(host)
@@ -88,7 +88,10 @@ def _check_own_names(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _check_peer_name(host: str, peer: str, resolved: list[str], own: set[str]) -> Iterator[DoctorFinding]:
-    """`resolved`: addresses of the peer's name on `host`. `own`: addresses of the peer's interfaces."""
+    """Check that the name of `peer` leads to it from `host`.
+
+    `resolved`: addresses of the peer's name on `host`. `own`: addresses of the peer's interfaces.
+    """
     fix = f"getent hosts {peer}; repair /etc/hosts on {host}, or use addresses as names (cluster.address=ADDRESS:6379)"
     why = "a node that joins the head by its name does not find it, or finds another host"
     if not resolved:
@@ -99,7 +102,7 @@ def _check_peer_name(host: str, peer: str, resolved: list[str], own: set[str]) -
 
 
 def check_network(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Hosts that another host cannot reach, closed ports, and a node address of Ray that others cannot reach."""
+    """Find hosts and ports that another host cannot reach, and node addresses of Ray that other hosts cannot reach."""
     for host in cluster.hosts:
         unreachable_from = _unreachable_from(cluster, host.host)
         for other, problem in unreachable_from.items():
@@ -128,15 +131,14 @@ def _check_closed_ports(cluster: ClusterFacts, host: str, unreachable_from: set[
         to_host = [one for one in other.connections if one.host == host]
         reached = {one.address for one in to_host if one.port == "any" and not one.problem}
         for one in to_host:
-            if one.address in reached and one.port in PORTS and one.problem:
+            if one.address in reached and one.port in PORT_NAMES and one.problem:
                 closed[one.port][other.host] = one.problem
     for port, others in closed.items():
         problem = f"{format_hosts(list(others))} ({next(iter(others.values()))})"
-        joins = "Ray's nodes join the head there"
         yield error(
             [host],
-            f"port {PORTS[port]} is closed to {problem}, while other ports are open",
-            joins if port == "ray" else "requests and weights reach the engines there",
+            f"port {PORT_NAMES[port]} is closed to {problem}, while other ports are open",
+            "Ray's nodes join the head there" if port == "ray" else "requests and weights reach the engines there",
             "open all TCP ports between compute nodes, at least 6379, 10002-32000 and 32768-60999 (nft list ruleset)",
         )
 
@@ -161,7 +163,10 @@ def _check_ray_address(cluster: ClusterFacts, host: HostFacts, unreachable_from:
 
 
 def check_interfaces(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """The interface that NCCL (on hosts with GPUs) or gloo (with several hosts) would choose must reach all hosts."""
+    """Find hosts on which NCCL or gloo would choose an interface that does not reach all hosts.
+
+    NCCL's choice is checked on hosts with GPUs, gloo's choice if there are several hosts.
+    """
     for host in cluster.hosts:
         chosen: dict[str, NetworkInterface | None] = {}
         if host.gpus.cards:
@@ -203,7 +208,7 @@ def _interface_problem(cluster: ClusterFacts, host: HostFacts, chosen: NetworkIn
 
 
 def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Ray's port, if the job starts Ray, and the kernel's port range for outgoing connections."""
+    """Check Ray's port, if the job starts Ray, and the kernel's port range for outgoing connections."""
     starts_ray = not (cluster.requirements and cluster.requirements.address)
     for host in cluster.hosts:
         if starts_ray and (cluster.multi_host or host.machine.slurm_job):
@@ -226,7 +231,7 @@ def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_infiniband(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """InfiniBand ports that are down or missing on a host, and settings with which NCCL cannot use them."""
+    """Find InfiniBand ports that are down or missing on a host, and settings that keep NCCL from using the ports."""
     active = {host.host: tuple(sorted(p.rate for p in host.network.infiniband if p.active)) for host in cluster.hosts}
     for host in cluster.hosts:
         if active[host.host]:
@@ -255,7 +260,7 @@ def _check_infiniband_host(host: HostFacts, num_active: int) -> Iterator[DoctorF
 
 
 def check_collectives(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """The first all-reduce that failed or did not finish. Groups after it are not reported: if one hangs, all later ones do."""
+    """Find the first all-reduce that failed or did not finish. Later groups are not reported: after a hang they all hang."""
     for one in cluster.collectives:
         if one.seconds is None:
             single_host_fix = "NCCL_DEBUG=INFO mrl doctor --all-reduce; nvidia-smi topo -m"

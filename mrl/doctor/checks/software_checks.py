@@ -11,7 +11,7 @@ SLOW_SETTINGS = {
     "NCCL_SHM_DISABLE": "processes of a host communicate over the network",
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the previous kernel",
 }
-MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "no_proxy")
+MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "no_proxy")  # variables that may have different values on different hosts
 DEBUG_COLLECTIVES = "TORCH_DISTRIBUTED_DEBUG"
 MAKE_TOKEN = (
     "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32), the same on all hosts and where mrl is called"
@@ -21,9 +21,9 @@ MAKE_TOKEN = (
 def check_versions(
     cluster: ClusterFacts, matrix: Mapping[bool, Mapping[str, str]] | None = None
 ) -> Iterator[DoctorFinding]:
-    """Packages that are not as the lock file has them, and versions or code that differ between hosts.
+    """Find packages that are missing or differ from the lock file, and versions or code that differ between hosts.
 
-    `matrix`: (whether the host has GPUs) -> distribution -> tested version; default: the lock files'.
+    `matrix`: (whether the host has GPUs) -> distribution -> tested version; default: the versions in the lock files.
     """
     matrix = matrix or {gpu: locked_versions(gpu) for gpu in (False, True)}
     for host in cluster.hosts:
@@ -68,7 +68,7 @@ def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """An `import apex` that finds another package than NVIDIA's apex."""
+    """Find hosts on which `import apex` finds another package than NVIDIA's apex."""
     for host in cluster.hosts:
         if host.software.foreign_apex:
             yield error(
@@ -80,7 +80,7 @@ def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_environment(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Settings left over from debugging, proxies that catch local requests, and variables that differ between hosts."""
+    """Find debug settings, proxies that receive local requests, and variables that differ between hosts."""
     for host in cluster.hosts:
         yield from _check_variables(host)
         yield from _check_allocator(host, cluster)
@@ -128,7 +128,7 @@ def _check_allocator(host: HostFacts, cluster: ClusterFacts) -> Iterator[DoctorF
 
 
 def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Ray's token: missing, different between hosts, or readable by other users."""
+    """Find hosts on which Ray's token is missing, different, or readable by other users."""
     needs_token = cluster.multi_host or bool(cluster.requirements and cluster.requirements.address)
     for host in cluster.hosts:
         token, where = host.token, [host.host]
@@ -147,7 +147,7 @@ def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_address(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """A cluster.address at which no Ray cluster answers."""
+    """Report a cluster.address at which no Ray cluster answers."""
     for host in cluster.hosts:
         if host.cluster_error:
             assert cluster.requirements, "the error comes from an address in the requirements"

@@ -6,16 +6,16 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, outliers
 
 MIN_FREE_BYTES = 5 * GB
-FULL = 0.95  # Ray creates no objects on a file system that is fuller
+MAX_USED_SHARE = 0.95  # Ray creates no objects on a file system with a larger share in use
 MIN_INODES = 10_000
-SLOW_BYTES_PER_S = 20e6
+MIN_BYTES_PER_S = 20e6  # write speed
 OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
 SHM_BYTES_PER_GPU = 2**30  # NCCL's and SGLang's buffers between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
 
 
 def check_disk(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Permission, free space, inodes and write speed of the folders that a run writes to."""
+    """Check permission, free space, inodes and write speed of the folders that a run writes to."""
     for host in cluster.hosts:
         for folder in host.folders:
             yield from _check_folder(host, folder, cluster)
@@ -39,7 +39,7 @@ def _check_folder(host: HostFacts, folder: FolderFacts, cluster: ClusterFacts) -
             "'No space left on device' although there is free space",
             f"df -i {folder.path}; remove old files, or {_choose_folder(folder)}",
         )
-    if folder.bytes_per_s is not None and folder.bytes_per_s < SLOW_BYTES_PER_S:
+    if folder.bytes_per_s is not None and folder.bytes_per_s < MIN_BYTES_PER_S:
         yield warning(
             where,
             f"{name} writes {folder.bytes_per_s / 1e6:.1f} MB/s",
@@ -52,12 +52,12 @@ def _check_free_space(host: HostFacts, folder: FolderFacts, checkpoint_bytes: in
     where, name = [host.host], f"{folder.path} ({folder.purpose})"
     free, used = folder.free_bytes, 1 - folder.free_bytes / max(1, folder.total_bytes)
     if folder.purpose == "run" and checkpoint_bytes > free:
-        needed = f"the checkpoints to retain need about {checkpoint_bytes / GB:.1f} GB"
+        needed = f"the checkpoints of the run need about {checkpoint_bytes / GB:.1f} GB more"
         what = f"{name} has {free / GB:.1f} GB free; {needed}"
-        fix = f"{_choose_folder(folder)}, or fewer of them: checkpoint.keep_last=1"
+        fix = f"{_choose_folder(folder)}, or keep fewer checkpoints: checkpoint.keep_last=1"
         yield error(where, what, "the run would fail when it writes a checkpoint", fix)
-    elif folder.purpose == "temporary" and used > FULL:
-        why = f"Ray creates no objects on a file system that is more than {FULL:.0%} full"
+    elif folder.purpose == "temporary" and used > MAX_USED_SHARE:
+        why = f"Ray creates no objects on a file system that is more than {MAX_USED_SHARE:.0%} full"
         fix = f"remove old sessions (ls /tmp/ray), or {_choose_folder(folder)}"
         yield error(where, f"{name} is {used:.0%} full", why, fix)
     elif free < MIN_FREE_BYTES:
@@ -72,7 +72,7 @@ def _choose_folder(folder: FolderFacts) -> str:
 
 
 def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Space in /dev/shm for Ray's objects and for the buffers of NCCL and SGLang."""
+    """Check the space in /dev/shm for Ray's objects and for the buffers of NCCL and SGLang."""
     for host in cluster.hosts:
         shm, where = host.shared_memory, [host.host]
         needed = OBJECT_STORE_BYTES + SHM_BYTES_PER_GPU * len(host.gpus.cards)
@@ -84,7 +84,7 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             what = f"/dev/shm has {shm.total_bytes / GB:.2f} GB, {needed / GB:.1f} GB are needed"
             severity = error if shm.total_bytes < OBJECT_STORE_BYTES else warning
             yield severity(
-                where, what, "a process that writes beyond its end is killed by SIGBUS (bus error)", RESIZE_SHM
+                where, what, "a process that writes to a full /dev/shm is killed by SIGBUS (bus error)", RESIZE_SHM
             )
         elif shm.free_bytes < needed:
             free = f"{shm.free_bytes / GB:.2f} of {shm.total_bytes / GB:.1f} GB free"
@@ -97,7 +97,7 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Errors in the config, and a model folder that is missing or different on a host."""
+    """Report errors in the config, and find hosts on which the model folder is missing or different."""
     if not cluster.requirements:
         return
     folder = cluster.requirements.model

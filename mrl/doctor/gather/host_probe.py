@@ -39,16 +39,16 @@ VARIABLES = (
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 UNLIMITED_BYTES = 2**60  # version 1 of control groups writes a very large number for "no limit"
-SAMPLE_BYTES = 32 * 2**20
+SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed of a folder
 FOLDER_TIMEOUT_S = 30.0
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)
 
-# Runs in a process of its own, because a network file system that hangs blocks every process that accesses it.
+# Runs in a separate process, because a network file system that hangs blocks every process that accesses it.
 _PROBE_FOLDER = """
 import json, os, sys, time
 
-def waited():  # seconds that this process waited for a core; on a busy machine they say nothing about the disk
+def waited():  # seconds that this process waited for a core; they are no property of the disk, so they are subtracted
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -119,7 +119,7 @@ def read_limits() -> dict[str, tuple[int, int]]:
 def read_environment() -> dict[str, str]:
     """Read the variables that configure the libraries of a run.
 
-    For proxies only whether they are set, because their addresses may contain passwords.
+    The result has no addresses of proxies, only whether they are set, because the addresses may contain passwords.
     """
     found = {
         name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
@@ -145,17 +145,17 @@ def read_token() -> RayToken:
 
 
 def _is_world_readable(path: Path) -> bool:
-    """Return whether other users can read a file: the file and all folders above it must allow it."""
+    """Return whether the permissions of a file and of all folders above it let other users read the file."""
     return bool(path.stat().st_mode & stat.S_IROTH) and all(p.stat().st_mode & stat.S_IXOTH for p in path.parents)
 
 
 def _digest(text: str) -> str:
-    """Return a checksum that is long enough to compare the tokens of two hosts, too short to search for the token."""
+    """Return a checksum that is long enough to compare the tokens of two hosts, and too short to find the token by search."""
     return hashlib.sha256(b"mrl doctor" + text.encode()).hexdigest()[:6]
 
 
 def read_pins(lock: str, checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Read a lock file: distribution -> version. Empty if there is none, as in an installed wheel."""
+    """Read a lock file: distribution -> version. Empty if there is no lock file, e.g. in an installed wheel."""
     path = checkout / lock
     return {name.lower(): version for name, version in _PIN.findall(path.read_text())} if path.is_file() else {}
 
@@ -205,13 +205,13 @@ def source_checksum(checkout: Path) -> str:
 def probe_folder(
     path: str, purpose: str, sample_bytes: int = SAMPLE_BYTES, timeout_s: float = FOLDER_TIMEOUT_S
 ) -> FolderFacts:
-    """Measure free space and write speed of a folder; `sample_bytes` 0: no speed."""
+    """Measure free space and write speed of a folder. With `sample_bytes` 0, the speed is not measured."""
     command = [sys.executable, "-ISc", _PROBE_FOLDER, path, str(sample_bytes)]
     probe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = probe.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        probe.kill()  # not waited for: a process blocked in the kernel ends only when the file system answers
+        probe.kill()  # without wait(): a process that is blocked in the kernel ends only when the file system answers
         return FolderFacts(path, purpose, error=f"it did not answer within {timeout_s:.0f} s")
     if probe.returncode:
         return FolderFacts(path, purpose, error=(err.strip().splitlines() or ["it cannot be accessed"])[-1])

@@ -22,16 +22,15 @@ from mrl.rollout.engines.leases import PortLease
 
 ECHO_TIMEOUT_S = 1.0  # for the answer of another job's preflight check on this host
 RAY_PORTS = (6379,)  # ports of `ray start --head`: no node can join without them
-UNROUTED_ADDRESS = (
-    "192.0.2.1"  # reserved for documentation; nothing is sent, only the kernel's route to it is asked for
-)
+# An address that is reserved for documentation. Nothing is sent to it: the kernel is only asked for the route.
+UNROUTED_ADDRESS = "192.0.2.1"
 CONNECT_TIMEOUT_S = 3.0
 NUM_PINGS = 5
 MAX_PARALLEL_CONNECTIONS = 32
 
 
 def read_network() -> NetworkFacts:
-    """Read the network facts of this host; tries a connection from each interface to itself."""
+    """Read the network facts of this host, and try a connection from each interface to itself."""
     return NetworkFacts(
         interfaces=probe_interfaces(),
         own_addresses=resolve(socket.gethostname()),
@@ -67,15 +66,15 @@ def _ipv6_only() -> bool:
 
 
 def busy_ports(ports: tuple[int, ...]) -> dict[str, str]:
-    """Return the ports on which a process listens, with that process if it is visible.
+    """Return port -> process that listens on it ("another user's process" if this process may not see it).
 
-    A preflight check of another job does not count, because it ends soon.
+    Ports of another job's preflight check are left out, because that check ends soon.
     """
     return {str(port): _port_owner(port) for port in ports if _is_busy(port) and not is_echo_server(port)}
 
 
 def is_echo_server(port: int) -> bool:
-    """Return whether the listener on this port answers like `listening`."""
+    """Return whether the process that listens on this port is the echo server of a preflight check."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), ECHO_TIMEOUT_S) as connection:
         connection.settimeout(ECHO_TIMEOUT_S)
         connection.sendall(b"\n")
@@ -166,7 +165,7 @@ class PeerHost:
 
 
 def connect_to_peers(peers: Sequence[PeerHost], clock: Callable[[], float] = time.time) -> list[PeerConnection]:
-    """Connect to every address of every peer; if an address answers, to the peer's other ports there too."""
+    """Connect to every address of every peer. If an address answers, also connect to the peer's other ports at this address."""
     targets = [
         (peer, one.address)
         for peer in peers

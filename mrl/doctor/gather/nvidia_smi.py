@@ -10,21 +10,21 @@ from pathlib import Path
 
 from mrl.doctor.host_facts import GpuCard, HostGpus
 
-QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
-ERRORS = "ecc.errors.uncorrected.volatile.total"
+CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
+ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
 NO_DEVICES = "no devices were found"  # nvidia-smi in a job without GPUs, on a host that has some
-TIMEOUT_S = 20.0  # a longer answer is a finding: the driver hangs
+TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver hangs
 MIB = 2**20
 
 
 class NvidiaSmiError(Exception):
-    """nvidia-smi failed; the text says why."""
+    """nvidia-smi failed; the message has the reason."""
 
 
 def read_gpus() -> HostGpus:
     """Read this host's GPUs and the number that Slurm allocated.
 
-    There is neither a card nor an error if nvidia-smi is not installed and /dev has no GPU, or if nvidia-smi finds no device.
+    The result has no card and no error if nvidia-smi is not installed and /dev has no GPU, or if nvidia-smi finds no device.
     """
     return replace(_query_gpus(), allocated=_slurm_allocation())
 
@@ -41,8 +41,8 @@ def _query_gpus() -> HostGpus:
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         return HostGpus(error=f"/dev has {', '.join(devices)}, but no nvidia-smi is on PATH" if devices else "")
     try:
-        lines = _query(*QUERY)
-        errors = dict(enumerate(map(_number, _query_optional(ERRORS))))
+        lines = _query(*CARD_FIELDS)
+        errors = dict(enumerate(map(_number, _query_optional(ERROR_FIELD))))
         cards = [
             _parse_card(line, errors) for line in lines if is_visible(line, os.environ.get("CUDA_VISIBLE_DEVICES"))
         ]
@@ -68,7 +68,7 @@ def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
 def is_visible(line: str, variable: str | None) -> bool:
     """Return whether CUDA_VISIBLE_DEVICES shows a card to this process: by its index, or by a prefix of its UUID.
 
-    `line`: the card's line of QUERY. `variable`: the value of CUDA_VISIBLE_DEVICES.
+    `line`: the card's line in the answer to CARD_FIELDS. `variable`: the value of CUDA_VISIBLE_DEVICES.
     """
     if variable is None:
         return True
