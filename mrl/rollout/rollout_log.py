@@ -152,7 +152,7 @@ class CompletionCache:
                 self._file.write(_RECORD_LENGTH.pack(len(record)) + record)
         except OSError as error:
             self._full = True  # a reader stops at the truncated record, so nothing may follow it
-            logger.warning("completions are not cached on disk until the step ends: %s", error)
+            logger.warning("completions are no longer cached on disk: %s", error)
 
     def discard(self, before_step: int) -> None:
         """Delete the completions of earlier steps: the rollout log has them, or they were trained."""

@@ -168,13 +168,13 @@ def test_only_process_groups_that_span_hosts_are_tested():
 def test_an_all_reduce_of_two_processes_succeeds_and_one_without_its_peer_fails():
     lease = PortLease()
     plan = CollectivePlan("127.0.0.1", lease.port, ["vm", "vm"], {"tp 0": [0, 1]}, single_host=True)
-    results = combine_results(plan, {one.rank: one for one in run_ranks(plan, [0, 1], 60)}, 60)
+    results = combine_results(plan, {one.rank: one for one in run_ranks(plan, [0, 1], 300)}, 300)
     assert [(one.group, one.backend, one.problem) for one in results] == [("world", "gloo", ""), ("tp 0", "gloo", "")]
     lonely = combine_results(plan, {one.rank: one for one in run_ranks(plan, [0], 2)}, 2)
     lease.close()
     assert lonely[0].seconds is None and lonely[0].problem
     (finding,) = check_collectives(ClusterFacts([], collectives=lonely))
-    assert "in group world" in finding.what, "a slow machine may reach the deadline before the rank reports its error"
+    assert "in group world fails" in finding.what
 
 
 def test_a_host_whose_rank_did_not_finish_is_named():
