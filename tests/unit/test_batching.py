@@ -253,7 +253,7 @@ def test_micro_batches_are_even_by_cost_where_the_budget_leaves_room():
 
 
 def test_too_few_micro_batches_are_an_error_with_the_number_needed():
-    with pytest.raises(ValueError, match="30 tokens need 3 micro-batches of 10, not 2"):
+    with pytest.raises(ValueError, match="30 tokens need 3 micro-batches of 10 tokens, but only 2"):
         pack_units(lone([10, 10, 10]), 10, 2)
 
 

@@ -287,7 +287,7 @@ def test_a_folder_without_a_model_is_refused_with_the_path_to_use(configure, tmp
     run_dir = tmp_path / "trained"
     (run_dir / "checkpoint").mkdir(parents=True)
     (run_dir / "checkpoint/.metadata").touch()
-    with pytest.raises(ValueError, match=f"name {run_dir}/checkpoint"):
+    with pytest.raises(ValueError, match=f"set model.path to {run_dir}/checkpoint"):
         plan_generation(configure(**{"model.path": str(run_dir)}))
     with pytest.raises(ValueError, match=r"neither config nor tokenizer; .*generate\.base=FOLDER"):
         plan_generation(configure(**{"model.path": str(run_dir / "checkpoint")}))
