@@ -30,15 +30,17 @@ SAMPLING_KEYS = (
     "run.seed",
     "rollout",
 )
-"""Config keys that decide which samples a run draws and what it learns. Logged rollouts of other settings are not trained."""
+"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if they are unchanged."""
 NEUTRAL_KEYS = (
     "critic.parallel",
     "teacher.parallel",
     "rollout.num_engines",
     "rollout.engine_tp",
     "rollout.engine_urls",
+    "rollout.request_timeout_s",
+    "rollout.record",
 )
-NEUTRAL_KEYS += ("rollout.request_timeout_s", "rollout.record")
+"""Keys inside the sections of SAMPLING_KEYS that do not change the samples."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,15 @@ class ResumePoint:
 
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
     of_another_run: bool = False  # the checkpoint belongs to another run
-    changes: tuple[str, ...] = ()  # keys that an earlier part of the run had with other values, as text
+    changes: tuple[str, ...] = ()  # `key: old -> new` of values that differ from the run's last start
 
-    def rollout_log_key(self, config: Config, data: str) -> str:
+    def rollout_log_key(self, config: Config, data_fingerprint: str) -> str:
         """Return a hash of the settings, data and initial weights that decide the samples of this run."""
         initial = [config.resume, self.checkpoint.step] if self.of_another_run and self.checkpoint else None
         settings = [
             f"{key}={value!r}" for key, value in flatten_config(config_as_json(config)) if _decides_samples(key)
         ]
-        return xxhash.xxh3_64_hexdigest(json.dumps([settings, data, initial]).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([settings, data_fingerprint, initial]).encode())
 
 
 def model_sizes(arch: Architecture) -> dict[str, int]:
@@ -64,7 +66,7 @@ def model_sizes(arch: Architecture) -> dict[str, int]:
 
 
 def find_resume_point(config: Config) -> ResumePoint:
-    """Find the checkpoint that the key `resume` means for this run directory.
+    """Find the checkpoint that the key `resume` selects for this run directory.
 
     Raises ValueError if the directory has results that would be overwritten, or only incomplete checkpoints.
     """
@@ -87,7 +89,7 @@ def find_resume_point(config: Config) -> ResumePoint:
 
 
 def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
-    """Raise ValueError if the checkpoint is of another model, or lacks one of `models` (actor, critic, reference)."""
+    """Raise ValueError if the checkpoint is of another model, or lacks a part in `models` (actor, critic, reference)."""
     if resume.checkpoint is None:
         return
     path, expected = resume.checkpoint.path, model_sizes(arch)

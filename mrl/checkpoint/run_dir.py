@@ -23,17 +23,17 @@ from mrl.core.types import Rollouts
 
 logger = logging.getLogger(__name__)
 
-RUN = "run.json"  # in the run directory: command and config
-OWNER = "MRL_RUN_DIR"  # environment variable of every process of the run: its run directory
-OUTPUTS = (RUN, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
-END_S = 20.0  # timeout for killed processes to end
+RUN_RECORD = "run.json"  # in the run directory: command and config
+RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable of every process of the run: its run directory
+OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
+KILL_TIMEOUT_S = 20.0  # timeout for killed processes to end
 
 
 @contextmanager
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder for this process, and kill processes that an earlier part of the run left behind.
 
-    The lock ends with the process at the latest. Raises ValueError if a live process holds it.
+    The lock is released when the context exits or the process ends. Raises ValueError if a live process holds it.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -43,20 +43,20 @@ def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Itera
         raise ValueError(f"run.dir={folder}: another run is using it; name another folder, or end that run.") from None
     try:
         _kill_leftovers(folder)
-        os.environ[OWNER] = str(folder)
+        os.environ[RUN_DIR_VARIABLE] = str(folder)
         if "NCCL_DEBUG" in os.environ:
             os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / "logs/nccl_%h_%p.log"))
-        write_json(folder / RUN, dict(command=command, config=config))
+        write_json(folder / RUN_RECORD, dict(command=command, config=config))
         yield
     finally:
-        os.environ.pop(OWNER, None)
+        os.environ.pop(RUN_DIR_VARIABLE, None)
         lock.release()
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:
     """Return the command and config of the run in this folder; None if there is no run."""
     try:
-        return json.loads((folder / RUN).read_text())
+        return json.loads((folder / RUN_RECORD).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 
@@ -69,21 +69,21 @@ def check_unused(folder: Path) -> None:
 
 
 def _kill_leftovers(folder: Path) -> None:
-    """Kill processes of an earlier command in this folder. They would end by themselves, but hold GPUs until then."""
+    """Kill processes of an earlier command in this folder. They end without this too, but hold GPUs until then."""
     leftovers = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(OWNER) == str(folder) and process.pid != os.getpid():
+            if process.environ().get(RUN_DIR_VARIABLE) == str(folder) and process.pid != os.getpid():
                 leftovers.append(process)
     for process in leftovers:
         logger.warning("killing process %d, which an earlier part of this run left behind", process.pid)
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(leftovers, timeout=END_S)
+    psutil.wait_procs(leftovers, timeout=KILL_TIMEOUT_S)
 
 
 class SampleLedger:
-    """One line per step in run.dir/ledger.jsonl.
+    """The file run.dir/ledger.jsonl, with one line per step.
 
     `drawn`: rows drawn from each source since the run began. `groups`: data set row and hash of each group. `requests`: number
     of the group's prompt request, in drawing order. `prompts`: tokens of each group's prompt. `lengths`: sampled tokens of its
@@ -111,7 +111,9 @@ class SampleLedger:
         lengths = [part.tolist() for part in np.split(rollouts.sampled_lengths, starts[1:])]
         line = dict(drawn=drawn, weight_version=version, groups=groups, requests=rollouts.request_numbers.tolist())
         line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
-        self._lines.write(step, line | dict(updates=[_by_version(rollouts.spans, of_step) for of_step in weights]))
+        self._lines.write(
+            step, line | dict(updates=[_weights_by_version(rollouts.spans, step_weights) for step_weights in weights])
+        )
 
     def rewind(self, last_step: int) -> None:
         """Remove the lines of steps after `last_step`."""
@@ -122,7 +124,7 @@ class SampleLedger:
         self._lines.close()
 
 
-def _by_version(spans: NDArray[np.int64], weights: NDArray[np.float64]) -> dict[str, list[float]]:
+def _weights_by_version(spans: NDArray[np.int64], weights: NDArray[np.float64]) -> dict[str, list[float]]:
     """Return weight version -> [tokens in the loss, their fraction of all loss weights]."""
     responses, versions, tokens = spans.T
     token_weights, total = weights[responses] * tokens, float((weights[responses] * tokens).sum())

@@ -24,7 +24,7 @@ class SavableModel(Protocol):
         ...
 
     def save_finished(self) -> bool:
-        """Whether every rank has written its part."""
+        """Return whether every rank has written its part."""
         ...
 
     def finish_save(self, timeout_s: float) -> None:
@@ -32,7 +32,7 @@ class SavableModel(Protocol):
         ...
 
     def abandon_save(self) -> None:
-        """Abandon the save that was begun, if there is one."""
+        """Abandon the save in progress, if there is one."""
         ...
 
 
@@ -61,16 +61,15 @@ class _PendingSave:
 
 @dataclass
 class CheckpointSaver:
-    """Writes what a resume needs: first the trainer ranks write their models, then the driver writes its state."""
+    """Writes checkpoints: first the trainer ranks write their models, then the driver writes its state."""
 
     store: CheckpointStore
     models: Mapping[str, SavableModel]  # actor, critic
-    constant: Mapping[
-        str, Callable[[str], None]
-    ]  # parts that never change: name -> function that writes the part to a folder
+    # parts that never change: name -> function that writes the part to a folder
+    constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, stored in each checkpoint
-    discard_rollout_log: Callable[[int], None]  # of the steps before this one, which a resume does not need
+    discard_rollout_log: Callable[[int], None]  # removes steps before the given one; a resume does not need them
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # checkpoints that could not be written
@@ -84,21 +83,21 @@ class CheckpointSaver:
             return
         is_due = bool(schedule.every) and step % schedule.every == 0
         if self._pending and (is_due or self._is_written()):
-            self._log_failure(self._finish)
+            self._attempt(self._finish)
         if is_due and step != self._newest:
-            self._log_failure(lambda: self._begin(state, metrics.get(schedule.best_metric), schedule.asynchronous))
+            self._attempt(lambda: self._begin(state, metrics.get(schedule.best_metric), schedule.asynchronous))
             if not schedule.asynchronous and self._pending:
-                self._log_failure(self._finish)
+                self._attempt(self._finish)
         if schedule.export_every and step % schedule.export_every == 0:
             try:
                 self._export(self.run_dir / "exports" / f"step_{step:06d}")
             except OSError as error:
                 logger.error("the weights of step %d were not exported: %s", step, error)
 
-    def now(self, state: Mapping[str, Any]) -> None:
+    def save_now(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint of this state before returning. Raises the error if that fails."""
         if self._pending:
-            self._log_failure(self._finish)
+            self._attempt(self._finish)
         if self._newest != state["progress"]["step"]:
             self._begin(state, None, asynchronous=False)
             self._finish()
@@ -106,24 +105,24 @@ class CheckpointSaver:
     def finish(self, state: Mapping[str, Any]) -> None:
         """Write the last checkpoint of the run, and its weights as the Hugging Face folder hf/."""
         if self.schedule.at_end:
-            self.now(state)
+            self.save_now(state)
             self._export(self.run_dir / "hf")
-            if not self.store.copied(self.schedule.timeout_s):
+            if not self.store.wait_for_copy(self.schedule.timeout_s):
                 logger.error(
                     "the last checkpoint is still being copied to checkpoint.copy_to; the run ends without the copy"
                 )
         elif self._pending:
-            self._log_failure(self._finish)
+            self._attempt(self._finish)
 
-    def resumed(self, checkpoint: Checkpoint | None) -> None:
-        """Forget a pending save: new trainers were loaded from this checkpoint, or start the run again."""
+    def restart_from(self, checkpoint: Checkpoint | None) -> None:
+        """Forget a pending save after a restart of the trainers. `checkpoint`: their state; None: they start at step 0."""
         self._pending, self._newest = None, checkpoint.step if checkpoint else None
 
     def _begin(self, state: Mapping[str, Any], score: float | None, asynchronous: bool) -> None:
         folder = self.store.begin()
         deadline = time.monotonic() + self.schedule.timeout_s
         self._pending = _PendingSave(folder, state["progress"]["step"], state, score, deadline)
-        for name, write in self.constant.items():
+        for name, write in self.constant_parts.items():
             if not self.store.link_latest(name, folder):
                 write(str(folder / name))
         for name, model in self.models.items():
@@ -148,9 +147,10 @@ class CheckpointSaver:
         self._newest = saved.step
         self.discard_rollout_log(saved.step)
 
-    def _log_failure(self, act: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Call `action`; if it fails, log the failure and abandon the pending save. Raises ProcessesLostError."""
         try:
-            act()
+            action()
         except ProcessesLostError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
@@ -163,7 +163,7 @@ class CheckpointSaver:
             logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
 
     def _export(self, folder: Path) -> None:
-        """Write a Hugging Face folder. It replaces one that an earlier part of the run wrote."""
+        """Write a Hugging Face folder; an existing folder is replaced."""
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

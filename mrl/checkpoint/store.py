@@ -1,6 +1,6 @@
 """CheckpointStore: the checkpoint folders of a run. A folder is complete or absent; the newest are kept.
 
-Others write and read the content of a folder:
+Other modules write and read the content of a folder:
 
 run.dir/checkpoints/step_000050/    actor/ critic/   Megatron's distributed checkpoints, RNG states included
                                     state.json       state of the driver, and the size of every file
@@ -25,7 +25,7 @@ from parallel.durable_files import fsync_path, rename_durably, write_file
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-STATE = "state.json"
+STATE_FILE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".partial-"
 
@@ -41,23 +41,23 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint. Raises ValueError that names what is missing if it is incomplete."""
+        """Read a checkpoint. Raises ValueError if it is incomplete; the message names the missing part."""
         try:
-            content = json.loads((path / STATE).read_text())
+            content = json.loads((path / STATE_FILE).read_text())
             if content["format"] != FORMAT:
                 raise ValueError(
                     f"{path}: a checkpoint of format {content['format']}, this version of mrl reads {FORMAT}."
                 )
             files, step, state = content["files"], content["step"], content["state"]
         except FileNotFoundError:
-            raise ValueError(f"{path}: has no {STATE}, so it is not a complete checkpoint.") from None
+            raise ValueError(f"{path}: has no {STATE_FILE}, so it is not a complete checkpoint.") from None
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {STATE} cannot be read ({type(error).__name__}: {error}).") from None
+            raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
         for name, size in files.items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != size:
                 got = "is missing" if found is None else f"has {found} bytes"
-                raise ValueError(f"{path}: {name} {got}, was written with {size}; the checkpoint is incomplete.")
+                raise ValueError(f"{path}: {name} {got} but was written with {size}; the checkpoint is incomplete.")
         return cls(path, step, state, content.get("score"))
 
 
@@ -99,7 +99,7 @@ class CheckpointStore:
         """
         files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
         content = dict(format=FORMAT, step=step, score=score, files=files, state=state)
-        write_file(partial / STATE, json.dumps(content, indent=1), durable=True)
+        write_file(partial / STATE_FILE, json.dumps(content, indent=1), durable=True)
         fsync_path(partial)
         path, old = self._path(step), self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}"
         if path.exists():
@@ -115,7 +115,7 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
 
     def all_incomplete(self) -> bool:
-        """Whether there are checkpoint folders, and none is complete."""
+        """Return whether there are checkpoint folders but none is complete."""
         return bool(self._steps()) and self.latest() is None
 
     def latest(self) -> Checkpoint | None:
@@ -148,13 +148,13 @@ class CheckpointStore:
 
     def _start_copy(self, path: Path) -> None:
         """Start a thread that copies a complete checkpoint to `copy_to`. Only the end of the run waits for it."""
-        if self.copy_to and self.copied(timeout_s=0):
+        if self.copy_to and self.wait_for_copy(timeout_s=0):
             self._copying[:] = [threading.Thread(target=self._copy, args=[path], name="copy", daemon=True)]
             self._copying[0].start()
         elif self.copy_to:
             logger.warning("%s is not copied: an earlier checkpoint is still being copied", path)
 
-    def copied(self, timeout_s: float) -> bool:
+    def wait_for_copy(self, timeout_s: float) -> bool:
         """Wait for the running copy; returns whether it has ended."""
         for thread in self._copying:
             thread.join(timeout_s)
@@ -167,20 +167,20 @@ class CheckpointStore:
         try:
             files, root = fsspec.url_to_fs(self.copy_to or "")
             target = f"{root.rstrip('/')}/{path.name}"
-            for file in sorted(_files(path), key=lambda file: file.name == STATE):
+            for file in sorted(_files(path), key=lambda file: file.name == STATE_FILE):
                 destination = f"{target}/{file.relative_to(path)}"
                 files.makedirs(destination.rpartition("/")[0], exist_ok=True)
                 files.put_file(str(file), destination)
-        except Exception as error:  # plug-ins of fsspec raise anything
+        except Exception as error:  # plug-ins of fsspec may raise any error
             logger.warning("%s was not copied to %s: %s: %s", path, self.copy_to, type(error).__name__, error)
 
 
 def find_checkpoint(path_or_run: str) -> Checkpoint:
-    """Return the checkpoint in a folder: a checkpoint, a run directory, or its checkpoints/. Raises ValueError if it has none."""
+    """Return the checkpoint in a folder, or the newest one of a run directory or checkpoints/; raises ValueError without one."""
     path = Path(path_or_run)
     if not path.is_dir():
         raise ValueError(f"resume={path_or_run}: no such folder; name a checkpoint, or use auto or never.")
-    if (path / STATE).is_file() or _NAME.fullmatch(path.name):
+    if (path / STATE_FILE).is_file() or _NAME.fullmatch(path.name):
         return Checkpoint.read(path)
     for folder in (path, path / "checkpoints"):
         if checkpoint := CheckpointStore(folder).latest():

@@ -216,7 +216,9 @@ def check_cluster(cluster: ClusterConfig) -> None:
     default = ClusterConfig()
     for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
-            raise ValueError(f"cluster.{name}={value}: applies to a job, and this run starts here; add cluster=slurm.")
+            raise ValueError(
+                f"cluster.{name}={value}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."
+            )
     time = cluster.slurm.get("time")
     if time is not None and not (isinstance(time, str) and _SLURM_TIME.fullmatch(time)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Composition root: builds the Trainer of a TrainPlan, and the jobs of `mrl certify` and `mrl replay`, with their processes."""
+"""Builds the Trainer of `mrl train` and the jobs of `mrl certify` and `mrl replay` from their plans; starts their processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,7 +38,10 @@ from parallel.dims import ParallelDims
 
 
 def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
-    """Compare one training step under the plan's layout with one process; without a `loss` the model is a critic."""
+    """Compare one training step under the plan's layout with the same step in one process.
+
+    `loss`: loss of the actor; None: the model is a critic.
+    """
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
     with lock_run_dir(run_dir, "certify", config_as_json(config)), ray_cluster(config.cluster.address) as options:
@@ -60,7 +63,7 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
 def replay(
     plan: ModelPlan, dump: StepDump, weights: WeightsLocation, loss: Loss, against: ParallelDims
 ) -> ReplayResult:
-    """Repeat a dumped step under the plan's layout and under another one, and compare."""
+    """Repeat a dumped step under the plan's layout and under the layout `against`, and compare the results."""
     config = plan.config
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     with ray_cluster(config.cluster.address) as options:
@@ -81,7 +84,7 @@ def replay(
 def _trainer_ranks(
     plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
 ) -> Iterator[WorkerGroup]:
-    """Start trainer ranks of the plan's model under the layout `dims`, and end them with the context."""
+    """Start trainer ranks of the plan's model under the layout `dims`; they end when the context exits."""
     config = plan.config
     group = WorkerGroup(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
@@ -102,16 +105,16 @@ def _trainer_ranks(
 
 @contextmanager
 def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]:
-    """Start the processes of a run and yield its Trainer, in the state to continue from. Everything ends with the context."""
+    """Start the processes of a run, restore its state, and yield its Trainer. All processes end when the context exits."""
     config, checkpoint = plan.config, plan.resume.checkpoint
-    preemption.may_abandon = lambda: True  # no step is running that could be lost
+    preemption.may_abandon = lambda: True  # no step is running yet, so no work is lost
     with run_processes(plan) as processes:
         held_out = f"; held out: {plan.test.report}" if plan.test else ""
         processes.startup.ready(f"prompts read ({plan.train.report}{held_out}), Ray is up")
         saver = _saver(plan, processes)
-        _check_still_newest(plan.resume, saver.store)
+        _check_no_newer_checkpoint(plan.resume, saver.store)
         recovery = ProcessRecovery(
-            processes, saver.store, checkpoint, config.fault_tolerance.max_restarts, saver.resumed
+            processes, saver.store, checkpoint, config.fault_tolerance.max_restarts, saver.restart_from
         )
         recovery.begin()
         last_step = checkpoint.step if checkpoint else 0
@@ -140,13 +143,13 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
             recovery.initial = built.state_dict()
             if checkpoint:
                 if not plan.resume.of_another_run:
-                    saver.resumed(checkpoint)
+                    saver.restart_from(checkpoint)
                 built.load_state_dict(dict(checkpoint.state))
             preemption.may_abandon = partial(built.should_abandon_step, config.fault_tolerance.preemption_grace_s)
             yield built
 
 
-def _check_still_newest(resume: ResumePoint, store: CheckpointStore) -> None:
+def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> None:
     """Raise StartError if the run directory has a newer checkpoint than the plan found."""
     newest, planned = store.latest(), None if resume.of_another_run else resume.checkpoint
     if newest and (planned is None or newest.step != planned.step):
@@ -164,12 +167,11 @@ def _schedule(plan: TrainPlan) -> TrainingSchedule:
 
 
 def _sinks(config: Config, last_step: int) -> list[Sink]:
-    """Build the outputs of metrics. Files of an earlier part of the run keep their lines up to `last_step`."""
+    """Build the sinks of the metrics. Existing files keep their lines up to `last_step`."""
     folder, run = Path(config.run.dir), config.run
     metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
-    evaluations = JsonlSink(
-        folder / "eval.jsonl", evaluations=True, last_step=last_step or -1
-    )  # step 0 is evaluated again
+    # A run that starts at step 0 evaluates it again, so its line is removed.
+    evaluations = JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step or -1)
     curve = CurveSink(folder / "curve.png", title=run.name)
     curve.read_logs([folder / "metrics.jsonl", folder / "eval.jsonl"])
     sinks: list[Sink] = [metrics, evaluations, ConsoleSink(config.trainer.max_steps, title=run.name), curve]
@@ -184,7 +186,7 @@ class _Models(NamedTuple):
 
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # column [R] -> who computes it
+    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # column [R] -> function that computes it
 
 
 def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:
@@ -238,7 +240,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
     return CheckpointSaver(
         store=CheckpointStore(run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to),
         models=processes.models.trained,
-        constant={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
+        constant_parts={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
         schedule=CheckpointSchedule(
             config.every,
             config.export_every,
@@ -259,7 +261,7 @@ def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpReco
     initial = plan.warm_start.output if plan.warm_start else plan.model_path  # None: the warm start is not stored
 
     def latest_weights() -> WeightsLocation | None:
-        """Return the newest weights on disk: of a checkpoint, or those that the run starts from."""
+        """Return the newest weights on disk: those of the newest checkpoint, else the initial weights."""
         if checkpoint := store.latest():
             folder = str(checkpoint.path / "actor")
             return WeightsLocation(folder, checkpoint.step, checkpoint=True, like=plan.model_path)

@@ -1,11 +1,13 @@
 """Time-shares GPUs between colocated models and engines.
 
-Before a role (actor, critic, teacher or the engines) is used, the scheduler offloads its peers, the roles that share devices
-with it, and loads the role itself. Roles without peers always stay on their devices.
+A role is the actor, the critic, the teacher or the engines. Its peers are the roles that share its devices. Before a role is
+used, the scheduler offloads its peers and loads the role. A role without peers always stays on its devices.
 
-Offloaded engines lose their weights. They get them back in a push: the scheduler offloads the engines' peers, keeps only the
-actor's weights on its devices, lets the engines allocate their weights, lets the trainer push, offloads the actor, and lets the
-engines allocate their KV cache and resume.
+Offloaded engines lose their weights, so loading them needs a push:
+
+1. The scheduler offloads the engines' peers. Only the actor's weights stay on its devices.
+2. The engines allocate memory for weights, and the trainer ranks push.
+3. The scheduler offloads the actor. The engines allocate their KV cache and resume.
 """
 
 import time
@@ -47,7 +49,7 @@ class OffloadableEngines(Protocol):
         ...
 
     def resync(self) -> None:
-        """Load the engines and push the weights that they had before they were offloaded, through `during_push`."""
+        """Load the engines, and push the current weight version to them again. Uses `during_push`."""
         ...
 
 
@@ -63,7 +65,7 @@ class MemoryState(Enum):
 class MemoryScheduler:
     """Loads each role before its use and offloads the peers that share its devices.
 
-    A failed transition raises what the role raised and leaves the role TRANSITIONING. The next request repeats the transition.
+    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call repeats it.
     """
 
     def __init__(self, colocated_roles: ColocatedRoles) -> None:
@@ -71,7 +73,7 @@ class MemoryScheduler:
         self._models: dict[str, OffloadableModel] = {}
         self._engines: OffloadableEngines | None = None
         self._states: dict[str, MemoryState] = {}
-        self._seconds, self._switches, self._residual = 0.0, 0, 0
+        self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
 
     def register_model(self, role: str, model: OffloadableModel) -> None:
         """Add the trainer ranks of a model. Peers are offloaded in the order of registration."""
@@ -82,7 +84,7 @@ class MemoryScheduler:
         self._engines, self._states[ENGINES] = engines, MemoryState.NOT_STARTED
 
     def state(self, role: str) -> MemoryState:
-        """Return the state that the last transition of this role left."""
+        """Return the state of this role after its last transition."""
         return self._states[role]
 
     def peers(self, role: str) -> list[str]:
@@ -91,11 +93,11 @@ class MemoryScheduler:
         return [other for other in self._states if other in shared and other != role]
 
     def load(self, role: str) -> None:
-        """Offload the peers of this role, then load it. Does nothing if that is the state already.
+        """Offload the peers of this role, then load the role. Does nothing if this is done already.
 
         A role that is not started counts as loaded: its processes start on the device.
         """
-        resident = self._is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
+        resident = self._state_is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
         if not self.peers(role) or (resident and self._peers_are_offloaded(role)):
             return
         if role == ENGINES and not resident:
@@ -113,10 +115,10 @@ class MemoryScheduler:
 
     @contextmanager
     def during_push(self) -> Iterator[bool]:
-        """Load engines and the actor's weights around the push inside this context.
+        """Return a context for a push, in which the engines and the actor's weights are on their devices.
 
-        Yields whether the engines were offloaded, so that their memory holds no weights yet. If the push raises, the roles stay
-        TRANSITIONING. Otherwise the engines are on their devices afterwards.
+        Yields whether the engines were offloaded; if they were, their memory holds no weights yet. If the push raises, the roles
+        stay TRANSITIONING. Otherwise the engines are on their devices after the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)
@@ -127,7 +129,7 @@ class MemoryScheduler:
             self._offload([ENGINES])  # the KV cache makes room for the actor's weights
             self._offload([peer for peer in self.peers(ENGINES) if peer != ACTOR])
             self._offload(self.peers(ACTOR))
-            actor_stays = ACTOR not in self.peers(ENGINES) and self._is(ACTOR, MemoryState.ON_DEVICE)
+            actor_stays = ACTOR not in self.peers(ENGINES) and self._state_is(ACTOR, MemoryState.ON_DEVICE)
             if not actor_stays:
                 self._transition(ACTOR, lambda: actor.offload(keep_weights=True), MemoryState.TRANSITIONING)
             self._transition(ENGINES, engines.load_weights, MemoryState.TRANSITIONING)
@@ -146,35 +148,35 @@ class MemoryScheduler:
         self._states |= dict.fromkeys(roles, MemoryState.NOT_STARTED)
 
     def metrics(self) -> dict[str, float]:
-        """Return `placement/*` since the last call; empty if no roles share devices."""
+        """Return the metrics `placement/*` since the last call; {} if no roles share devices."""
         metrics = {
             "placement/switch_s": self._seconds,
             "placement/switches": float(self._switches),
-            "placement/residual_bytes": float(self._residual),
+            "placement/residual_bytes": float(self._residual_bytes),
         }
-        self._seconds, self._switches, self._residual = 0.0, 0, 0
+        self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
         return metrics if any(self.peers(role) for role in self._states) else {}
 
     @property
     def _registered_engines(self) -> OffloadableEngines:
-        assert self._engines is not None, "register_engines() comes first"
+        assert self._engines is not None, "register_engines() must be called first"
         return self._engines
 
-    def _is(self, role: str, *states: MemoryState) -> bool:
+    def _state_is(self, role: str, *states: MemoryState) -> bool:
         return self._states[role] in states
 
     def _peers_are_offloaded(self, role: str) -> bool:
-        return all(self._is(peer, MemoryState.OFFLOADED, MemoryState.NOT_STARTED) for peer in self.peers(role))
+        return all(self._state_is(peer, MemoryState.OFFLOADED, MemoryState.NOT_STARTED) for peer in self.peers(role))
 
     def _offload(self, roles: Sequence[str]) -> None:
         for role in roles:
-            if not self._is(role, MemoryState.OFFLOADED, MemoryState.NOT_STARTED):
+            if not self._state_is(role, MemoryState.OFFLOADED, MemoryState.NOT_STARTED):
                 offload = self._registered_engines.offload if role == ENGINES else self._models[role].offload
-                self._residual = max(self._residual, self._transition(role, offload, MemoryState.OFFLOADED))
+                self._residual_bytes = max(self._residual_bytes, self._transition(role, offload, MemoryState.OFFLOADED))
 
-    def _transition(self, role: str, act: Callable[[], Any], state: MemoryState) -> Any:
-        was_resident, self._states[role] = self._is(role, MemoryState.ON_DEVICE), MemoryState.TRANSITIONING
-        result = act()
+    def _transition(self, role: str, action: Callable[[], Any], state: MemoryState) -> Any:
+        was_resident, self._states[role] = self._state_is(role, MemoryState.ON_DEVICE), MemoryState.TRANSITIONING
+        result = action()
         self._states[role] = state
         self._switches += state is MemoryState.ON_DEVICE and not was_resident
         return result

@@ -1,8 +1,8 @@
-"""EngineLifecycle: the driver's one record of the engines, and every operation that changes their state.
+"""EngineLifecycle: the driver's record of the engines, and all operations that change their state.
 
-The record says which engines run, which memory each has released, whether the trainers are connected to them, and which weight
-version they serve. The coordinator (in trainer rank 0) and the engine pool (in the rollout worker) only observe failures. They
-report them to the driver, and the lifecycle replaces the failed engines.
+The record says which engines run, which memory each engine has released, whether the trainers are connected to them, and which
+weight version they serve. The weight sync coordinator (in trainer rank 0) and the engine pool (in the rollout worker) only
+detect failures and report them to the driver. EngineLifecycle then replaces the failed engines.
 """
 
 import logging
@@ -34,11 +34,11 @@ class EngineHost(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether the process answers."""
+        """Return whether the process answers."""
         ...
 
     def restart(self) -> None:
-        """Kill the process with its engines, and start another one, which starts new engines."""
+        """Kill the process and its engines, and start a new process, which starts new engines."""
         ...
 
     def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
@@ -46,7 +46,7 @@ class EngineHost(Protocol):
         ...
 
     def set_paused(self, paused: bool) -> None:
-        """Say whether the engines are paused on purpose. A paused engine that computes nothing has not failed."""
+        """Record whether the engines are paused on purpose. A paused engine without progress does not count as failed."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -64,11 +64,11 @@ class ActorRanks(Protocol):
 
 @dataclass
 class EngineRecord:
-    """What the driver knows of one engine."""
+    """The driver's record of one engine."""
 
-    released: set[MemoryTag] = field(default_factory=set)  # parts of its device memory that are released now
+    released: set[MemoryTag] = field(default_factory=set)  # parts of its device memory that are released
     was_offloaded: bool = False  # since it started
-    weight_version: int | None = None  # of the last push; None: the engine has the weights that it loaded at its start
+    weight_version: int | None = None  # of the last push; None: it has the weights that it loaded at its start
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ class EngineLifecycle:
     startup: Startup
     weights_dir: str  # for the disk transport
     start_timeout_s: float
-    marks_pushes_as_pauses: bool  # tell the host of every push, because requests run meanwhile (staleness > 0)
+    marks_pushes_as_pauses: bool  # requests run during a push (staleness > 0): set_paused tells the host
     weight_version: int = field(default=-1, init=False)  # served by every engine; -1: no weights were pushed yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
     _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
@@ -96,7 +96,7 @@ class EngineLifecycle:
     # Start, restart, replace and connect.
 
     def wait_started(self) -> None:
-        """Wait until every engine takes requests, if they are not known to."""
+        """Wait until every engine takes requests. Does nothing if the engines have started already."""
         if self.scheduler.state(ENGINES) is not MemoryState.NOT_STARTED:
             return
         self._engines = {url: EngineRecord() for url in self.host.wait_ready(self.start_timeout_s)}
@@ -106,7 +106,7 @@ class EngineLifecycle:
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
         """Restart the rollout worker if it does not answer, and wait for its engines. The trainers must connect again.
 
-        `trainers_alive`: whether they can be offloaded to make room for the new engines.
+        `trainers_alive`: returns whether the trainers answer; if they do, they are offloaded to make room for new engines.
         """
         self._connected = False
         if not self.host.alive():
@@ -114,10 +114,10 @@ class EngineLifecycle:
         self.wait_started()
 
     def trainers_restarted(self) -> None:
-        """Disconnect from the old trainers. Restart engines that new trainers could not connect to.
+        """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        A connection starts with a proof that trainer and engine agree on the layout of the weights that both loaded. An engine
-        that was offloaded before its first push has lost the weights for this proof.
+        When trainers connect, they compare the weights that both sides loaded at their start, which proves that they agree on
+        the layout. An engine that was offloaded before its first push has lost these weights.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
@@ -131,7 +131,7 @@ class EngineLifecycle:
         self._engines = {}
 
     def connect(self) -> None:
-        """Connect the trainers to all engines, unless they are connected; replaces engines that fail meanwhile.
+        """Connect the trainers to all engines, and replace engines that fail. Does nothing if they are connected.
 
         Raises StartError after `weight_sync.max_attempts` attempts.
         """
@@ -163,7 +163,7 @@ class EngineLifecycle:
     def push(self, version: int) -> Metrics:
         """Push the actor's weights until every engine serves them as `version`; returns the metrics of the push.
 
-        Raises WeightSyncError after `weight_sync.max_attempts` attempts, and whatever a push raises.
+        Raises WeightSyncError after `weight_sync.max_attempts` attempts, and every error that a push raises.
         """
         metrics = self._push_until_served(version, {})
         self.weight_version = version
@@ -176,7 +176,7 @@ class EngineLifecycle:
     def restore(self, failed: Mapping[str, str]) -> None:
         """Replace failed engines (URL -> reason), and push the current version. The actor must still hold its weights.
 
-        Raises as `push`.
+        Raises the same errors as `push`.
         """
         assert self.weight_version >= 0, "engines get requests only after the first push"
         self._push_until_served(self.weight_version, dict(failed))
@@ -217,7 +217,7 @@ class EngineLifecycle:
     def offload(self) -> int:
         """Pause the engines, return their running requests to the queue, and release weights and KV cache.
 
-        Returns 0, because engines do not report what they keep. Raises EngineError.
+        Returns 0, because engines do not report the bytes that they keep. Raises EngineError.
         """
         self.host.set_paused(True)
         self._control_all(_release)
@@ -237,17 +237,17 @@ class EngineLifecycle:
         self._control_all(resume)
         self.host.set_paused(False)
 
-    def _control_all(self, act: Callable[[EngineControl, EngineRecord], None]) -> None:
-        """Call `act` for all engines at once. Raises the first EngineError after all engines have answered.
+    def _control_all(self, action: Callable[[EngineControl, EngineRecord], None]) -> None:
+        """Call `action` for all engines in parallel. Raises the first EngineError after all engines have answered.
 
-        An engine that cannot be reached is skipped: it has no memory, and the next push finds and replaces it.
+        An engine that cannot be reached is skipped: it counts as dead, so it holds no memory, and the next push replaces it.
         """
 
         def control(url: str, record: EngineRecord) -> None:
             timeout_s = self.settings.timeout_s
             with EngineControl(url, timeout_s) as engine, suppress(httpx.TransportError):
                 try:
-                    act(engine, record)
+                    action(engine, record)
                 except httpx.TimeoutException as error:
                     raise EngineError(f"{url} did not answer within {timeout_s} s: {error!r}") from error
 
@@ -274,7 +274,7 @@ def _allocate(engine: EngineControl, record: EngineRecord, tag: MemoryTag) -> No
 
 
 def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:
-    """Return the metrics of one push, over all senders."""
+    """Return the metrics of one push, from the reports of all senders."""
     sent, raw = sum(r.bytes for r in reports), sum(r.raw_bytes for r in reports)
     return {
         "weight_sync/version": float(version),

@@ -1,4 +1,4 @@
-"""Memory of a run, estimated from its config: whether its GPUs have enough, and the smallest changes with which it fits."""
+"""Estimates the memory of a run from its config: whether the run fits, and the smallest changes that make it fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryEstimator:
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
-        """Take the models from a finished plan."""
+        """Use the models of a finished plan."""
         return cls._of(plan.config, plan.algorithm.needs, plan.models)
 
     @classmethod
@@ -60,7 +60,7 @@ class MemoryEstimator:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
     def estimate(self, config: Config) -> RunMemory:
-        """Estimate the memory of a variant of the config with the same models. Raises ValueError for a layout that fails."""
+        """Estimate the memory of a variant of the config with the same models. Raises ValueError for an impossible layout."""
         models = {role: self._model(config, role) for role in self.models}
         topology = engine_topology(config, self.models["actor"]) if self.topology else None
         pools = build_pools(config, {role: model.dims for role, model in models.items()})
@@ -91,73 +91,75 @@ def check_memory(plan: TrainPlan) -> None:
     lines = ["memory: the run does not fit", *memory.problems]
     lines += [f"would fit: {' '.join(advice.overrides)}" for advice in advise(config, estimator.estimate)]
     raise ValueError(
-        "\n  ".join([*lines, "mrl plan memory shows the whole estimate; plan.check_memory=false starts anyway"])
+        "\n  ".join([*lines, "mrl plan memory shows the whole estimate; plan.check_memory=false starts the run anyway"])
     )
 
 
 def plan_fitting_run(config: Config) -> TrainPlan:
-    """Plan a training run and check that its machines can hold it, as far as their sizes are known; raises ValueError."""
+    """Plan a training run, and check its memory and its GPUs if the hardware is known. Raises ValueError."""
     plan, cluster = plan_training(config), config.cluster
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
         check_capacity(plan.pools, gpus_of_nodes(with_node_count(cluster, plan.pools)), "GPU")
     if cluster.nodes and not (cluster.scheduler or cluster.address):
         raise ValueError(
-            f"cluster.nodes={cluster.nodes}: applies to a job, and this run starts here; add cluster=slurm."
+            f"cluster.nodes={cluster.nodes}: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm."
         )
     return plan
 
 
-MAX_CHANGES = 4  # changes that are combined at most
-BEAM_WIDTH = 6  # sets of changes that come nearest to fitting and are extended by one more change
-MAX_SHOWN = 6  # sets of changes that are returned at most
+MAX_CHANGES = 4  # largest number of changes in one set
+BEAM_WIDTH = 6  # number of sets that are extended by one change: those nearest to fitting
+MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
-CountMemory = Callable[[Config], RunMemory]
-"""Counts the memory of a config; raises ValueError if its layout is impossible."""
+EstimateMemory = Callable[[Config], RunMemory]
+"""Estimates the memory of a config; raises ValueError if its layout is impossible."""
 ChangedConfig = tuple[tuple[str, ...], Config]
-"""(overrides of the command line, the config with them)"""
+"""(command-line overrides, the config with these overrides)"""
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Overrides of the command line, and the memory that the run needs with them."""
+    """Command-line overrides, and the memory that the run needs with them."""
 
     overrides: tuple[str, ...]
     config: Config
     memory: RunMemory
 
 
-def advise(config: Config, count: CountMemory) -> list[MemoryAdvice]:
-    """Return the smallest sets of changes with which the run fits; those with the fewest GPUs first.
+def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
+    """Return the smallest sets of changes that make the run fit; sets with the fewest GPUs come first.
 
-    A beam search over sets of up to MAX_CHANGES changes. Returns an empty list if none of the sets that it reaches fits.
+    This is a beam search over sets of at most MAX_CHANGES changes. Returns an empty list if no visited set fits.
     """
-    beam = [MemoryAdvice((), config, count(config))]
+    beam = [MemoryAdvice((), config, estimate(config))]
     visited: set[tuple[str, ...]] = {()}
     for _ in range(MAX_CHANGES):
-        extended = list(_extend(beam, count, visited))
+        extended = list(_extend(beam, estimate, visited))
         if fitting := [advice for advice in extended if advice.memory.fits]:
             return sorted(fitting, key=lambda advice: (advice.memory.gpus, advice.overrides))[:MAX_SHOWN]
         beam = sorted(extended, key=lambda advice: (len(advice.memory.problems), advice.memory.excess))[:BEAM_WIDTH]
     return []
 
 
-def _extend(beam: list[MemoryAdvice], count: CountMemory, visited: set[tuple[str, ...]]) -> Iterator[MemoryAdvice]:
-    """Yield each set of changes with one more change. Impossible layouts are skipped."""
+def _extend(
+    beam: list[MemoryAdvice], estimate: EstimateMemory, visited: set[tuple[str, ...]]
+) -> Iterator[MemoryAdvice]:
+    """Extend each set of `beam` by one change; yields the new sets. Impossible layouts are skipped."""
     for before in beam:
         for override, config in single_changes(before.config):
             overrides = (*_without_keys_of(override, before.overrides), *override)
             if (key := tuple(sorted(overrides))) not in visited:
                 visited.add(key)
                 try:
-                    yield MemoryAdvice(overrides, config, count(config))
+                    yield MemoryAdvice(overrides, config, estimate(config))
                 except ValueError:
                     continue
 
 
 def _without_keys_of(later: tuple[str, ...], overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Drop the overrides whose key is set again by `later`."""
+    """Return `overrides` without those whose key `later` sets again."""
     keys = {text.split("=")[0] for text in later}
     return tuple(text for text in overrides if text.split("=")[0] not in keys)
 
@@ -168,9 +170,9 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
         overrides = tuple(f"megatron.{name}={value}" for name, value in FULL_RECOMPUTE.items())
         yield overrides, replace(config, megatron=dict(config.megatron) | FULL_RECOMPUTE)
     tokens = config.trainer.max_tokens_per_micro_batch // 2
-    yield _with(config, "trainer", max_tokens_per_micro_batch=tokens)
+    yield _set_values(config, "trainer", max_tokens_per_micro_batch=tokens)
     if config.trainer.logprob_chunk > 256:
-        yield _with(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
+        yield _set_values(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
     yield from _layout_changes(config)
     fraction = config.sglang.get("mem_fraction_static") or MEM_FRACTION
     for other in (round(fraction - 0.1, 2), round(fraction + 0.1, 2)):
@@ -178,30 +180,30 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
             sglang = dict(config.sglang) | dict(mem_fraction_static=other)
             yield (f"sglang.mem_fraction_static={other}",), replace(config, sglang=sglang)
     engine_tp = config.rollout.engine_tp * 2
-    yield _with(config, "rollout", engine_tp=engine_tp, num_engines=max(1, config.rollout.num_engines // 2))
+    yield _set_values(config, "rollout", engine_tp=engine_tp, num_engines=max(1, config.rollout.num_engines // 2))
     if config.weight_sync.bucket_bytes > 64 << 20:
-        yield _with(config, "weight_sync", bucket_bytes=64 << 20)
+        yield _set_values(config, "weight_sync", bucket_bytes=64 << 20)
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts with one parallel axis doubled: with half as many replicas, or on twice as many GPUs."""
+    """Yield layouts in which one parallel axis is doubled: on as many GPUs with half the replicas, or on twice the GPUs."""
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):
         sizes = {axis: vars(p)[axis] * 2}
         if axis == "tp" and p.etp is None and p.ep > 1:
             sizes["etp"] = 1  # experts are spread over ranks, not sharded
         if p.world_size is not None or axis == "ep":
-            yield _with(config, "parallel", **sizes)
+            yield _set_values(config, "parallel", **sizes)
         if p.dp and p.dp % 2 == 0 and axis != "ep":
-            yield _with(config, "parallel", **sizes, dp=p.dp // 2)
+            yield _set_values(config, "parallel", **sizes, dp=p.dp // 2)
         if p.world_size is None and axis != "ep":
-            yield _with(config, "parallel", **sizes)
+            yield _set_values(config, "parallel", **sizes)
     if p.world_size is not None:
-        yield _with(config, "parallel", world_size=p.world_size * 2)
+        yield _set_values(config, "parallel", world_size=p.world_size * 2)
     else:
-        yield _with(config, "parallel", dp=(p.dp or 1) * 2)
+        yield _set_values(config, "parallel", dp=(p.dp or 1) * 2)
 
 
-def _with(config: Config, section: str, **values: Any) -> ChangedConfig:
+def _set_values(config: Config, section: str, **values: Any) -> ChangedConfig:
     overrides = tuple(f"{section}.{name}={value}" for name, value in values.items())
     return overrides, replace(config, **{section: replace(vars(config)[section], **values)})

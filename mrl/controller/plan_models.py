@@ -31,7 +31,7 @@ from parallel.trainer_config import LrSchedule, OptimConfig
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model, its parallel layout and its optimizer. Supervised training needs no more than this."""
+    """A model, its parallel layout and its optimizer. Supervised training needs only this plan."""
 
     config: Config
     dims: ParallelDims
@@ -72,8 +72,8 @@ def plan_model(
 ) -> ModelPlan:
     """Plan the model in the folder `path`.
 
-    `section` is "" for the actor, "critic" or "teacher" for a second model: its layout is the actor's, except for the keys
-    that the section sets. Without `weights` only config.json is read.
+    `section`: "" for the actor; "critic" or "teacher" for a second model, which has the actor's layout except for the keys that
+    its section sets. Without `weights` only config.json is read.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
@@ -86,7 +86,7 @@ def plan_model(
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:
-    """Return the layout of the actor, or of the second model that has its own `section` of the config.
+    """Return the layout of the actor (`section` is ""), or of the second model with this config section.
 
     Raises ValueError if the sizes do not multiply to the world size.
     """
@@ -103,7 +103,7 @@ def check_layout(config: Config, arch: Architecture, dims: ParallelDims) -> None
 
 
 def _check_experts(config: Config, arch: Architecture, dims: ParallelDims, routing_replay: bool) -> None:
-    """Raise ValueError if the settings do not fit a mixture-of-experts model."""
+    """Raise ValueError if settings for experts do not fit the model or its layout."""
     if routing_replay and not arch.num_experts:
         raise ValueError(f"rollout.routing_replay=true: {config.model.path} has no experts; leave it false.")
     check_load_balancing(config.megatron.get("moe_router_load_balancing_type", "none"), dims)
@@ -128,7 +128,7 @@ def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
     critic = config.critic
     if config.sft.train and not (config.sft.output or critic.path):
         raise ValueError(
-            "a critic starts from the same weights as the actor: set sft.output, where the warm start is stored, or critic.path."
+            "the critic starts from the warm start, as the actor does: set sft.output to store the warm start, or critic.path."
         )
     plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights)
     _check_reads_actor_sequences(config, plan, actor, f"critic.path={critic.path}")
@@ -144,18 +144,18 @@ def _plan_teacher(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
 
 
 def _check_reads_actor_sequences(config: Config, model: ModelPlan, actor: ModelPlan, key: str) -> None:
-    """Raise ValueError unless a second model has the actor's vocabulary and takes the actor's longest sequence."""
+    """Raise ValueError if a second model has too small a vocabulary or too short a context for the actor's sequences."""
     longest = max_prompt_length(config, actor.context) + config.rollout.max_response_tokens
     for what, size, needed in (
         ("vocabulary", model.arch.vocab_size, actor.arch.vocab_size),
         ("context", model.context, longest),
     ):
         if size < needed:
-            raise ValueError(f"{key}: its {what} is {size} tokens, the actor's needs {needed}.")
+            raise ValueError(f"{key}: its {what} is {size} tokens, but the actor's sequences need {needed}.")
 
 
 def max_prompt_length(config: Config, context: int) -> int:
-    """Return the length in tokens of the longest prompt that leaves room for a response in a context of `context` tokens."""
+    """Return the length of the longest allowed prompt, in tokens: a response must still fit in `context` tokens."""
     room = context - config.rollout.max_response_tokens
     if room < 1:
         raise ValueError(
@@ -166,12 +166,12 @@ def max_prompt_length(config: Config, context: int) -> int:
 
 
 def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
-    """Build the resource pools of an RL run; `dims`: layout of each model, by role."""
+    """Build the resource pools of an RL run. `dims`: layout of each model, by role."""
     return make_pools(config.placement.pools, slot_demands(config.rollout, dims))
 
 
 def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
-    """Return how the engines shard the model. Raises ValueError if SGLang cannot, or if the engines take no live weights."""
+    """Return how the engines shard the model. Raises ValueError if SGLang or weight sync does not support this layout."""
     layout = EngineLayout.of(family_of(actor.hf), actor.arch, engine_topology(config, actor))
     layout.shards(0)  # raises ValueError for a tensor that cannot be sharded
     return layout
@@ -206,7 +206,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
 
 
 def make_input_files(config: Config) -> None:
-    """Run the recipe `data.inputs`, if there is one: it makes those data files of the config that do not exist yet."""
+    """Call `data.inputs`, if it is set, to create the input files that do not exist yet."""
     if config.data.inputs:
         instantiate_callable(config.data.inputs, "data.inputs")()
 

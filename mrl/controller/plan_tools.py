@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_supervised(config: Config) -> ModelPlan:
-    """Check the config of `mrl sft`."""
+    """Check the config of `mrl sft`; returns its plan."""
     if not config.sft.train:
         raise ValueError("sft.train must name a file of prompt/response rows (see docs/tutorials/data.md).")
     if config.sft.output and Path(config.sft.output).exists():
@@ -42,10 +42,10 @@ def plan_supervised(config: Config) -> ModelPlan:
 
 
 def plan_parity(config: Config) -> ModelPlan:
-    """Check the config of `mrl certify`."""
+    """Check the config of `mrl certify`; returns its plan."""
     if config.certify.response_tokens < 2:
         raise ValueError(
-            f"certify.response_tokens={config.certify.response_tokens}: lengths are drawn from 1 to it; use 2."
+            f"certify.response_tokens={config.certify.response_tokens}: lengths are drawn from 1 to this number; use 2 or more."
         )
     check_unused(Path(config.run.dir))
     make_input_files(config)
@@ -53,7 +53,7 @@ def plan_parity(config: Config) -> ModelPlan:
 
 
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, against: ParallelDims) -> ModelPlan:
-    """Check the config of `mrl replay`: both layouts must be able to shard the model in `model_path`."""
+    """Check the config of `mrl replay`; returns its plan. Both layouts must be able to shard the model in `model_path`."""
     model = plan_model(config, model_path)
     for layout in (dims, against):
         model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
@@ -67,7 +67,7 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     layout, dims = engine_layout(config, model), model.dims
     if UNEVEN_STAGE_FIELDS & config.megatron.keys():
         raise ValueError(
-            "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change them."
+            "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change their sizes."
         )
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
     dtype = (config.model.dtype, config.model.itemsize)

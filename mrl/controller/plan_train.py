@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 COLUMN_OF_CHECKPOINT_PART = {"critic": "values", "reference": "ref_logprobs"}
-"""Parts of a checkpoint other than the actor, and the column that each of them computes."""
+"""Part of a checkpoint, other than the actor -> the column that it computes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TrainPlan(ModelPlan):
     algorithm: AlgorithmParts
     reward: Reward
     agent: ToolAgent | None
-    server_args: dict[str, Any]  # of SGLang
+    server_args: dict[str, Any]  # server arguments of SGLang
     warm_start: SftConfig | None  # supervised stage that runs first; None if there is none or its output exists already
     resume: ResumePoint
     train: PromptDataset
@@ -114,7 +114,7 @@ def plan_training(config: Config) -> TrainPlan:
 
 
 def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError for settings that need engine memory to persist, if engines share devices and are offloaded."""
+    """Raise ValueError if engines share devices, so that they are offloaded, but a setting needs their memory to stay."""
     sync, saver = config.weight_sync, "enable_memory_saver"
     if not any("engines" in roles for roles in colocated_roles):
         return
@@ -140,7 +140,7 @@ def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDat
 
 
 def _check_advantage_weights(algorithm: AlgorithmParts, reward: Reward) -> None:
-    """Raise ValueError if the advantage weights a part that the combined reward does not have."""
+    """Raise ValueError if algorithm.advantage.weights names a part that the combined reward does not have."""
     weights = getattr(algorithm.advantage_pipeline.advantage, "weights", None)
     if isinstance(reward, Weighted) and weights and (unknown := set(weights) - set(reward.parts)):
         raise ValueError(
@@ -186,8 +186,8 @@ def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource],
 
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
-    """Merge the `sglang` section into our SGLang server arguments. Raises ValueError where the two contradict."""
-    device = config.sglang.get("device")  # of the engines; this process may run on a node without a GPU
+    """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
+    device = config.sglang.get("device")  # of the engines: this process may run on a node without a GPU
     defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
@@ -196,9 +196,8 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
         defaults[DETERMINISTIC] = True
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
-    if (
-        config.weight_sync.pause_mode == "in_place"
-    ):  # keeps the KV cache of old weights, and new requests would share its prefixes
+    # in_place keeps KV cache that older weights computed; new requests must not reuse its prefixes.
+    if config.weight_sync.pause_mode == "in_place":
         if config.sglang.get("disable_radix_cache") is False:
             raise ValueError(
                 "sglang.disable_radix_cache=false with weight_sync.pause_mode=in_place: new requests would continue prefixes "
@@ -228,7 +227,7 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
 
 
 def find_finished_warm_start(config: Config) -> str:
-    """Return the folder of a warm start that exists already, or "". Raises ValueError if other settings made the folder."""
+    """Return the folder of a warm start that exists already, or "". Raises ValueError if it was made with other settings."""
     folder = config.sft.output if config.sft.train else None
     if not folder or not Path(folder).is_dir():
         return ""

@@ -35,10 +35,10 @@ REFERENCE = "reference"  # part of a checkpoint: the weights of the KL penalty's
 
 
 class RunProcesses:
-    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them side by side."""
+    """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel."""
 
     def __init__(self, plan: TrainPlan, places: Mapping[str, RolePlacement], stack: ExitStack) -> None:
-        """`places`: of every role (see mrl.placement.resource_pools). Every process ends with `stack`."""
+        """`places`: slots of every role (see mrl.placement.resource_pools). `stack` ends every process when it is closed."""
         config = plan.config
         self.plan, self.startup, self.run_dir = plan, Startup(), Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
@@ -80,7 +80,7 @@ class RunProcesses:
         self.models.start(ACTOR, stored)
 
     def bring_up(self, checkpoint: Checkpoint | None) -> None:
-        """Wait for all models, and load the checkpoint into them, or the state that a new run begins with."""
+        """Wait for all models, and load the checkpoint into them. Without one, prepare the initial weights of a new run."""
         plan, actor = self.plan, self.models.actor
         self.models.wait_started(ACTOR)
         if self._engines_are_colocated:  # connect before the first offload, see EngineLifecycle.trainers_restarted
@@ -111,7 +111,7 @@ class RunProcesses:
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
     def _critic_path(self) -> str | None:
-        """Folder of the critic's initial weights if they are the warm start's; None: those of its plan."""
+        """Return the warm start's folder if the critic starts from it; None: it starts from the folder in its plan."""
         warm_start = self.plan.warm_start
         return warm_start.output if warm_start and not self.plan.config.critic.path else None
 
@@ -132,7 +132,7 @@ class RunProcesses:
 
 
 def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
-    """Return what the rollout worker is built from."""
+    """Return the spec from which the rollout worker is built."""
     config, rollout = plan.config, plan.config.rollout
     engines_are_colocated = any(ENGINES in roles for roles in plan.colocated_roles)
     return RolloutSpec(
@@ -174,7 +174,7 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
 
 @contextmanager
 def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
-    """Start the processes of `mrl train` and end them with the context. The run directory is locked meanwhile.
+    """Start the processes of `mrl train`; they end when the context exits. It also locks the run directory.
 
     Raises StartupLostError if a process is lost during the start.
     """
@@ -189,7 +189,7 @@ def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
 
 @contextmanager
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
-    """Start the trainer ranks of `mrl sft`, wait for them, and end them with the context. The run directory is locked meanwhile.
+    """Start the trainer ranks of `mrl sft` and wait for them; they end when the context exits. It also locks the run directory.
 
     Raises StartupLostError if a process is lost during the start.
     """
@@ -206,7 +206,7 @@ def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
 
 @contextmanager
 def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, RolePlacement]]:
-    """Lock the run directory, connect to Ray and reserve devices; yields the places of each role.
+    """Lock the run directory, connect to Ray and reserve devices; yields the slots of each role.
 
     Raises StartError if the cluster has too few devices.
     """
@@ -226,14 +226,14 @@ MAX_PAUSE_S = 60.0  # before a restart
 
 @dataclass
 class ProcessRecovery:
-    """Restarts at most `max_restarts` times without a new checkpoint in between, with growing pauses."""
+    """Restarts lost processes, with growing pauses, at most `max_restarts` times between two checkpoints."""
 
     processes: RunProcesses
     store: CheckpointStore
-    base: Checkpoint | None  # checkpoint that the run began with; used until the run has one of its own
+    base: Checkpoint | None  # checkpoint that the run began with; used until the run has written one
     max_restarts: int
-    resumed: Callable[[Checkpoint | None], None]  # called with the checkpoint that new trainers were loaded from
-    initial: State = field(default_factory=dict)  # of a run without a checkpoint
+    on_restart: Callable[[Checkpoint | None], None]  # called with the checkpoint that new trainers were loaded from
+    initial: State = field(default_factory=dict)  # state before the first step, for a run without a checkpoint
     restarts: int = 0  # since the newest checkpoint was written
     newest: int | None = None  # step of the newest checkpoint at the last restart
 
@@ -247,7 +247,7 @@ class ProcessRecovery:
             self(error, None)
 
     def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
-        """Restart what was lost; returns the run's state that belongs to the trainers' weights now (see LossRecovery).
+        """Restart the lost processes; returns the run's state that matches the trainers' weights (see LossRecovery).
 
         Raises the error if no restart is left.
         """
@@ -256,10 +256,10 @@ class ProcessRecovery:
             step = checkpoint.step if checkpoint else None
             self.restarts, self.newest = self.restarts + 1 if step == self.newest else 1, step
             if self.restarts > self.max_restarts:
-                logger.error("no restart is left of fault_tolerance.max_restarts=%d", self.max_restarts)
+                logger.error("all restarts are used up (fault_tolerance.max_restarts=%d)", self.max_restarts)
                 raise error
             time.sleep(min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1) - 1))
-            self.processes.startup.ready(f"restart {self.restarts} of at most {self.max_restarts}: {error}; begun")
+            self.processes.startup.ready(f"restart {self.restarts} of at most {self.max_restarts} begun ({error})")
             try:
                 return self._restart(error, boundary, checkpoint)
             except ProcessesLostError as another:
@@ -273,7 +273,7 @@ class ProcessRecovery:
         if boundary is None or error.role != "rollout" or not processes.models.alive():
             processes.restart_trainers()
             processes.bring_up(checkpoint)
-            self.resumed(checkpoint)
+            self.on_restart(checkpoint)
             boundary = dict(checkpoint.state) if checkpoint else self.initial
         processes.engines.connect()
         return boundary

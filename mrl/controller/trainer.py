@@ -1,4 +1,4 @@
-"""THE loop: prompts -> rollouts and rewards -> scores -> advantages -> updates -> weight sync, once per step."""
+"""The training loop: prompts -> rollouts and rewards -> scores -> advantages -> updates -> weight sync, once per step."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class RolloutSource(Protocol):
         ...
 
     def load_state_dict(self, state: State) -> None:
-        """Go back to such a state."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
@@ -53,7 +53,7 @@ class PolicyUpdater(Protocol):
         ...
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
-        """For each optimizer step of `update`: the weight [B] of one token of each response in the loss."""
+        """Return, for each optimizer step of `update`, the weight [B] in the loss of one token of each response."""
         ...
 
 
@@ -74,15 +74,15 @@ class WeightPusher(Protocol):
 
 
 class LossRecovery(Protocol):
-    """Restarts processes that were lost."""
+    """Restarts lost processes."""
 
-    initial: State  # of a run without a checkpoint
+    initial: State  # state before the first step, for a run without a checkpoint
 
     def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
-        """Restart what was lost; returns the run's state that belongs to the trainers' weights now.
+        """Restart the lost processes; returns the run's state that matches the trainers' weights.
 
-        That is `boundary` if it is given and the trainers are alive, else the state of the last checkpoint. Raises the error,
-        or another one, if the run cannot continue.
+        `boundary`: state after the last finished step; None: the weights of that step may be lost. It is returned if it is given
+        and the trainers are alive; otherwise the state of the last checkpoint is. Raises an error if the run cannot continue.
         """
         ...
 
@@ -101,12 +101,12 @@ class TrainingSchedule:
     stop_reward: float | None = None  # mean reward of the last `stop_window` steps that ends the run
     stop_window: int = 5
     eval_every: int = 0  # steps; 0: evaluate only before and after training
-    critic_steps: int = 0  # first steps, which train only the critic
+    critic_steps: int = 0  # number of first steps that train only the critic
 
 
 @dataclass
 class TrainingProgress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0  # finished steps; the trainers hold this weight version
     window: list[float] = field(default_factory=list)  # mean rewards of the last steps
@@ -118,7 +118,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run achieved."""
+    """Result of a run."""
 
     steps: int
     reward: float  # mean over the last window
@@ -134,7 +134,7 @@ class StepMetrics:
     mean_reward: float
     num_tokens: float  # sampled by the policy
     num_samples: float
-    worker_s: float  # in engines, Megatron and rewards; the controller spends the rest of the step
+    worker_s: float  # time in engines, Megatron and rewards; the rest of the step is the controller's
 
     @classmethod
     def of(cls, values: Metrics) -> Self:
@@ -144,7 +144,7 @@ class StepMetrics:
         return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
 
     def with_duration(self, seconds: float) -> Metrics:
-        """Return all metrics, and those that need the duration of the whole step."""
+        """Return all metrics, including those that need the duration of the whole step."""
         return self.values | {
             "time/step_s": seconds,
             "spent/controller_s": seconds - self.worker_s,
@@ -159,7 +159,7 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # column [R] that the algorithm needs -> who computes it
+    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # column [R] that the algorithm needs -> function
     actor: PolicyUpdater
     critic: ValueUpdater | None
     kl: KLControl
@@ -169,7 +169,7 @@ class Trainer:
     ledger: SampleLedger
     saver: CheckpointSaver
     recover: LossRecovery
-    preemption_requested: Callable[[], bool]  # the run ends after this step, and is started again later
+    preemption_requested: Callable[[], bool]  # whether the run must end after this step (it is started again later)
     schedule: TrainingSchedule
     placement_metrics: Callable[[], Metrics] = dict  # of colocated roles, since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
@@ -205,7 +205,7 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train until the schedule ends; evaluate before and after. Recovers from lost processes.
 
-        Raises PreemptedError if the run was asked to end early; it has a checkpoint then.
+        Raises PreemptedError if the run was preempted, after it has written a checkpoint.
         """
         self.progress.boundary = self.state_dict()
         while True:
@@ -215,7 +215,7 @@ class Trainer:
                 intact = self.phase.interrupted not in WEIGHT_CHANGING
                 self.load_state_dict(self.recover(error, self.progress.boundary if intact else None))
             except PreemptedError:
-                self.saver.now(self.progress.boundary)
+                self.saver.save_now(self.progress.boundary)
                 raise
 
     def _train(self) -> TrainingResult:
@@ -239,7 +239,7 @@ class Trainer:
         return TrainingResult(progress.step, reward, progress.before, progress.after)
 
     def _finish_step(self, result: StepMetrics, seconds: float) -> Metrics:
-        """Advance the progress by a step and log its metrics; returns them."""
+        """Count a finished step and log its metrics; returns those that do not need its duration."""
         progress = self.progress
         progress.step += 1
         progress.window = [*progress.window, result.mean_reward][-self.schedule.stop_window :]
@@ -249,7 +249,7 @@ class Trainer:
         return dict(result.values)
 
     def evaluate(self) -> Metrics:
-        """Log the accuracy on held-out prompts, sampled at temperature 1 and greedy; empty without a test set."""
+        """Measure and log the accuracy on held-out prompts, at temperature 1 and greedy; returns {} without a test set."""
         accuracy: Metrics = {}
         with self.phase("evaluate"):
             for name, temperature in {"eval/accuracy_sampled": 1.0, "eval/accuracy_greedy": 0.0}.items():
@@ -262,9 +262,9 @@ class Trainer:
         return accuracy
 
     def should_abandon_step(self, grace_s: float) -> bool:
-        """Whether a preempted run with `grace_s` seconds left may_abandon the running step.
+        """Return whether a preempted run with `grace_s` seconds left abandons the running step.
 
-        It does in a phase that changes no weights, if the last step took longer than `grace_s` or there was none.
+        It abandons a phase that changes no weights, if the last step took longer than `grace_s` or there was no step yet.
         """
         step_s = self.progress.step_s
         return self.phase.current in ABANDONABLE and (step_s is None or step_s > grace_s)
@@ -276,7 +276,7 @@ class Trainer:
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from another state of this run, or of another run with the same data. Later log lines are removed."""
+        """Restore a state of this run, or of another run with the same data. Removes log lines of later steps."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])

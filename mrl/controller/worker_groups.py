@@ -1,6 +1,6 @@
 """ModelGroups: starts the worker groups of a run's models (actor, critic, teacher) from their plans.
 
-The actor's worker group also runs the supervised stage: it is `mrl sft`, or the warm start before reinforcement learning.
+The actor's worker group also runs supervised training: that of `mrl sft`, or the warm start before reinforcement learning.
 """
 
 import json
@@ -31,7 +31,7 @@ from parallel.trainer_config import OptimConfig
 
 
 def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
-    """Return what every trainer rank builds its model from.
+    """Return the spec from which every trainer rank builds its model.
 
     `routing_replay`: the trainer routes each token to the experts that the engine chose.
     """
@@ -59,7 +59,7 @@ class ModelGroups:
         startup: Startup,
         stack: ExitStack,
     ) -> None:
-        """`plans` and `places` by role, the actor first. Every group is closed with `stack`."""
+        """`plans`, `places`: by role, the actor first. `stack` closes every group."""
         self._plans, self._scheduler, self._startup = plans, scheduler, startup
         self.groups: dict[str, WorkerGroup] = {}
         for role, plan in plans.items():
@@ -95,7 +95,7 @@ class ModelGroups:
         self.groups[role].start(spec, config.run.seed, config.cluster.start_timeout_s, critic=role == "critic")
 
     def wait_started(self, role: str) -> None:
-        """Wait until every rank has the model, if that is not known yet."""
+        """Wait until every rank has built the model. Does nothing if the model has started already."""
         if self._scheduler.state(role) is MemoryState.NOT_STARTED:
             plan = self._plans[role]
             self.groups[role].wait_ready(plan.config.cluster.start_timeout_s)
@@ -114,7 +114,7 @@ class ModelGroups:
             self.wait_started(role)
 
     def alive(self) -> bool:
-        """Whether every rank of every model answers."""
+        """Return whether every rank of every model answers."""
         return all(group.alive() for group in self.groups.values())
 
     def restart(self) -> None:
@@ -128,7 +128,7 @@ logger = logging.getLogger(__name__)
 
 
 def stored_warm_start(plan: TrainPlan) -> str | None:
-    """Return the folder of the run's warm start if it exists, perhaps stored by another run since this one was planned."""
+    """Return the folder of the run's warm start if it exists. Another run may have stored it after this run was planned."""
     folder = plan.warm_start.output if plan.warm_start else None
     return folder if folder and Path(folder).is_dir() else None
 
@@ -166,14 +166,14 @@ def export_supervised(actor: WorkerGroup, config: Config, output: str) -> None:
 
 
 def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
-    """Export the warm start for later runs, unless another run has exported the same one or is about to."""
+    """Export the warm start for later runs, unless another run has exported it or is exporting it."""
     try:
         if not Path(output).exists():
             export_supervised(actor, config, output)
     except (OSError, ValueError) as error:
         if not any(Path(name).is_dir() for name in (output, f"{output}.partial")):
             raise
-        logger.warning("the warm start was not stored, another run has done it: %s", error)
+        logger.warning("the warm start was not stored, because another run stores it: %s", error)
 
 
 @dataclass(frozen=True)

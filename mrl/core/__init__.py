@@ -1,1 +1,1 @@
-"""What every room of mrl shares: data types with the legend of shapes, metrics, errors, and crash-safe files."""
+"""Shared by all packages of mrl: data types with the legend of shapes, metrics, errors, and crash-safe files."""

@@ -14,7 +14,7 @@ from parallel.durable_files import write_file
 logger = logging.getLogger(__name__)
 
 
-CHUNK_BYTES = 1 << 14  # that `last_lines` reads first
+CHUNK_BYTES = 1 << 14  # read first by `last_lines`
 
 
 def write_json(path: Path, content: object) -> None:
@@ -39,7 +39,7 @@ def last_lines(path: Path, count: int) -> list[bytes]:
 class JsonLinesFile:
     """Append-only file of JSON objects `{"step": 1, ...}`, one per line. NaN is written as null.
 
-    When the disk is full, lines are kept in memory, with one warning, and written once there is space again.
+    When the disk is full, lines are kept in memory until there is space again, and one warning is logged.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:

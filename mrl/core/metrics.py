@@ -1,7 +1,7 @@
-"""Declarations of all metrics of a run: name `area/what_unit`, unit, meaning, and format.
+"""Declarations of all metrics of a run: name (`area/quantity_unit`), unit, meaning, and format.
 
 Logging a name that is not declared here is an error, so that dashboards, the progress display and the code agree. Four families
-are open: `time/<phase>_s` for any phase of the loop, `reward/<part>_mean` for any named part of a reward,
+take any name: `time/<phase>_s` for any phase of the loop, `reward/<part>_mean` for any named part of a reward,
 `eval/accuracy_sampled_<set>` and `_greedy_<set>` for any named test set, and `own/<name>` for metrics of a user's plug-in.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Metrics = dict[str, float]
-"""Metric name -> value. Every name is declared in `METRICS` or belongs to an open family."""
+"""Metric name -> value. Every name is declared in `METRICS` or belongs to one of the four families."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ METRICS: dict[str, Metric] = {
     "rollout/waiting_groups": Metric("", "groups in the staleness buffer, finished or still being sampled", ".0f"),
     "rollout/dropped_groups": Metric("", "groups discarded because over-sampling drew more than needed", ".0f"),
     "rollout/length_selected_ratio": Metric(
-        "", "mean length of trained responses over that of all sampled responses; 1 is unbiased"
+        "", "mean length of trained responses, divided by that of all sampled responses; 1 is unbiased"
     ),
     "rollout/token_age_mean_versions": Metric("", "mean staleness of the sampled tokens", ".2f"),
     "rollout/mixed_versions_fraction": Metric("", "responses whose tokens are of several weight versions"),
@@ -72,7 +72,7 @@ METRICS: dict[str, Metric] = {
     "weight_sync/version": Metric("", "weight version that all engines serve", ".0f"),
     "weight_sync/buckets": Metric("", "messages in which the weights were sent", ".0f"),
     "weight_sync/senders": Metric("", "trainer ranks that sent weights", ".0f"),
-    "weight_sync/compressed_fraction": Metric("", "bytes sent over the uncompressed bytes"),
+    "weight_sync/compressed_fraction": Metric("", "bytes sent, divided by the uncompressed bytes"),
     "weight_sync/attempts": Metric("", "pushes until every engine had the version", ".0f"),
     "weight_sync/replaced_engines": Metric("", "engines that failed during a push and were replaced", ".0f"),
     "placement/switch_s": Metric("s", "part of the step: offloading and loading colocated roles", ".2f"),
@@ -90,7 +90,9 @@ METRICS: dict[str, Metric] = {
     "mismatch/ess_fraction": Metric(
         "", "effective sample size under the trainer's policy, as a fraction of the tokens", ".4f"
     ),
-    "mismatch/ppl_ratio": Metric("", "perplexity of the samples under the trainer over that under the engine", ".4f"),
+    "mismatch/ppl_ratio": Metric(
+        "", "perplexity of the samples under the trainer, divided by that under the engine", ".4f"
+    ),
     "correction/weight_mean": Metric("", "mean off-policy correction weight of the response tokens"),
     "correction/truncated_fraction": Metric("", "response tokens whose correction weight was truncated", ".4f"),
     "correction/rejected_fraction": Metric("", "response tokens rejected as too far off-policy", ".4f"),
@@ -117,8 +119,10 @@ METRICS: dict[str, Metric] = {
     "policy/entropy_mean": Metric("nats", "mean entropy of the distributions that predicted the trained tokens"),
     "batch/computed_tokens": Metric("tokens", "tokens of forward and backward passes", ",.0f"),
     "batch/skipped_tokens_fraction": Metric("", "tokens not computed because their advantage is zero"),
-    "batch/shared_tokens_fraction": Metric("", "tokens of trained sequences that shared prompts save"),
-    "batch/imbalance": Metric("", "cost of the most loaded replica over the mean", ".4f"),
+    "batch/shared_tokens_fraction": Metric(
+        "", "tokens of trained sequences that are not computed because prompts are shared"
+    ),
+    "batch/imbalance": Metric("", "cost of the most loaded replica, divided by the mean", ".4f"),
     "batch/micro_batches": Metric("", "micro-batches of the replica that has the most", ".0f"),
     "batch/optimizer_steps": Metric("", "optimizer steps on the rollout", ".0f"),
     "batch/trained_tokens": Metric("tokens", "response tokens in the loss", ",.0f"),

@@ -11,7 +11,7 @@ from typing import Self
 logger = logging.getLogger(__name__)
 
 REQUEUE = 75
-"""Exit status of a preempted run that has a checkpoint and wants to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a preempted run that has a checkpoint and must be started again: EX_TEMPFAIL of sysexits.h."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 DUPLICATE_S = 2.0  # the same signal within this time is a duplicate
 
@@ -23,7 +23,7 @@ class ProcessesLostError(RuntimeError):
 
 
 class StartupLostError(ProcessesLostError):
-    """Processes were lost before all of the run had started. Only a restart of the whole command helps."""
+    """Processes were lost while the run was starting. The whole command must be restarted."""
 
 
 class StartError(ValueError):
@@ -40,7 +40,7 @@ class NonFiniteGradientError(FloatingPointError):
     def __str__(self) -> str:
         return (
             f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before engines "
-            "see it."
+            "get weights from it."
         )
 
 
@@ -56,7 +56,7 @@ _wait_check: list[Callable[[], None]] = [_do_nothing]
 
 
 def set_wait_check(check: Callable[[], None] | None) -> None:
-    """Set a function that the driver calls again and again while it waits; it raises to end the wait. None: no function."""
+    """Set a function that the driver calls again and again while it waits; it raises to end the wait. None: remove it."""
     _wait_check[0] = check or _do_nothing
 
 
@@ -69,10 +69,10 @@ class PreemptionHandler:
     """Remembers the first preemption signal, and abandons a running step that would take too long.
 
     A second signal ends the process at once; its child processes notice that and end too. The same signal within DUPLICATE_S is
-    a duplicate: Slurm signals every process of a job step, and the supervisor of `mrl train` passes its own signals on.
+    a duplicate: Slurm signals every process of a job step, and the supervisor of `mrl train` forwards its signals.
 
-    PreemptedError is raised where the driver waits, if `may_abandon()` returns True. Before any process is started `may_abandon`
-    is None, and the signal handler raises at once. Later it must not raise: Ray swallows exceptions that are raised in its waits.
+    If `may_abandon()` returns True, PreemptedError is raised at the driver's next wait check. Before any process is started,
+    `may_abandon` is None and the signal handler itself raises. Later it must not raise, because Ray discards its exceptions.
     """
 
     def __init__(self, may_abandon: Callable[[], bool] | None = None) -> None:

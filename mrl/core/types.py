@@ -1,4 +1,4 @@
-"""Data types of one training step, and THE legend of shapes.
+"""Data types of one training step, and the legend of shapes.
 
     N  prompts of a step                 G  responses per prompt            B = N * G  responses
     S  tokens of a ragged batch: all prompts and responses, concatenated    R  those of the S tokens that the policy sampled
@@ -193,7 +193,7 @@ class Rollouts:
     spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
     # [N] numbers of the prompt requests, in the order in which the run drew them
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (number, row, admitted weight version) of the prompt requests that no step has consumed
+    # (number, row, weight version at dispatch) of the prompt requests that no step has trained yet
     waiting: Sequence[tuple[int, int, int]] = ()
     drawn: int = 0  # prompt requests so far
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
@@ -277,7 +277,7 @@ class TrainBatch:
 class RankBatch:
     """Rows that one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; empty where other replicas have more micro-batches
+    micro_batches: tuple[NDArray[np.int64], ...]  # rows of each; filled with empty ones if other replicas have more
     weights: NDArray[np.float64]  # [B] weight of one token of the row in the loss
     groups: NDArray[np.int64] | None = (
         None  # [B] rows of one group compute their prompt once; None: no prompt is shared
@@ -287,10 +287,10 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight push, as one sender saw it; all zero if there are no engines."""
+    """Report of one sender on one weight push; all zero if there are no engines."""
 
     bytes: int = 0  # sent, summed over all receivers
-    raw_bytes: int = 0  # as `bytes`, without compression
+    raw_bytes: int = 0  # `bytes` before compression
     tensors: int = 0  # Hugging Face tensors of which this rank sent parts
     buckets: int = 0  # messages
     seconds: float = 0.0  # duration of the push

@@ -77,7 +77,7 @@ class ConsoleSink:
 
 
 class Startup:
-    """Prints and logs the parts of a run that are ready before its first step, with the seconds since its start."""
+    """Prints and logs which parts of a run are ready before the first step, with the seconds since the run began."""
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console  # slow, and most processes that import this module print nothing
@@ -134,7 +134,7 @@ def _format_headline(metrics: Metrics) -> str:
 
 
 def _format_phases(metrics: Metrics) -> str:
-    """`1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`; phases that round to 0.00 s are omitted."""
+    """Return `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`; phases that round to 0.00 s are omitted."""
     if "time/step_s" not in metrics:
         return ""
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}

@@ -1,4 +1,4 @@
-"""Sinks of metrics beside the terminal and JSON Lines: Weights & Biases, and the learning curve as a picture."""
+"""Two more sinks of metrics: Weights & Biases, and a picture of the learning curve."""
 
 import contextlib
 import logging
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class WandbSink:
     """Logs to Weights & Biases from a thread: online if a login is configured, otherwise offline in `folder`.
 
-    It never asks for a login. The wandb run id is stored in `folder`, so a resumed run continues the same wandb run, and
-    repeated steps are ignored there. A failure of wandb is one warning; `close` waits at most `deadline_s` seconds.
+    It never asks for a login. The wandb run id is stored in `folder`, so a resumed run continues the same wandb run;
+    repeated steps are not logged there again. If wandb fails, one warning is logged. `close` waits at most `deadline_s` seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WandbSink:
         self._queue.put(None)
         self._thread.join(self.deadline_s)
         if self._thread.is_alive():
-            logger.warning("wandb did not finish in %.0f s and was left behind", self.deadline_s)
+            logger.warning("wandb did not finish in %.0f s and is not waited for", self.deadline_s)
             _kill_wandb_service()
 
     def _work(self) -> None:
@@ -72,7 +72,7 @@ class WandbSink:
             run = self._start()
             while (item := self._queue.get()) is not None:
                 step, metrics = item
-                if step >= run.step:  # wandb warns of all others
+                if step >= run.step:  # wandb warns about earlier steps
                     run.log(metrics, step=step)
             run.finish()
         except Exception as error:
@@ -80,21 +80,21 @@ class WandbSink:
             _kill_wandb_service()
 
     def _start(self) -> Any:
-        import wandb  # takes seconds, for which the start of the run does not wait
+        import wandb  # takes seconds, so it is imported in the thread
 
         settings = wandb.Settings(console="off", silent=True, init_timeout=self.deadline_s)
         return wandb.init(**self._run, mode=cast(Any, wandb_mode()), settings=settings)
 
 
 def _stored_run_id(path: Path) -> str:
-    """The run id stored in `path`; a new one is stored first if there is none."""
+    """Return the run id stored in `path`; stores a new one first if there is none."""
     with contextlib.suppress(FileExistsError), path.open("x") as file:
         file.write(uuid.uuid4().hex[:12])
     return path.read_text()
 
 
 def wandb_mode() -> str:
-    """WANDB_MODE if it is set; otherwise online if an API key or a netrc login exists, else offline."""
+    """Return WANDB_MODE if it is set; otherwise online if an API key or a netrc login exists, else offline."""
     if mode := os.environ.get("WANDB_MODE"):
         return mode
     if os.environ.get("WANDB_API_KEY"):
@@ -119,7 +119,7 @@ _ACCURACY_STYLES = {"eval/accuracy_sampled": ("#E45756", "o"), "eval/accuracy_gr
 
 
 class CurveSink:
-    """Draws `metric` over steps, with held-out accuracy, every `every` steps and at the end; in a thread of its own."""
+    """Draws `metric` over steps, with held-out accuracy, every `every` steps and at the end, in a separate thread."""
 
     def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
         self.path, self.metric, self.title, self.every = path, metric, title, every
@@ -207,5 +207,5 @@ def _draw_accuracy(axes: Any, points: Points, colour: str, marker: str, label: s
 
 
 def _smooth(values: Sequence[float], window: int = 10) -> list[float]:
-    """Moving average over the last `window` values."""
+    """Return the moving average over the last `window` values."""
     return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]

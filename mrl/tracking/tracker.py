@@ -1,6 +1,6 @@
 """Tracker: hands the metrics of each step to sinks (JSON Lines here; terminal, wandb and learning curve in their modules).
 
-A sink must not slow or stop a run: wandb and matplotlib are imported in threads of their own, after the start.
+A sink must not slow or stop a run: wandb and matplotlib are imported in separate threads, after the start.
 """
 
 import logging
@@ -22,9 +22,9 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
-        """Discard what was logged after `last_step`, because the run repeats these steps.
+        """Discard the metrics of steps after `last_step`, because the run repeats these steps.
 
-        The eval/* of `last_step` itself are discarded as well unless `evaluated`.
+        The metrics eval/* of `last_step` itself are discarded too, unless `evaluated`.
         """
         ...
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mrl.checkpoint import store as checkpoint
-from mrl.checkpoint.store import STATE, Checkpoint, CheckpointStore, find_checkpoint
+from mrl.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore, find_checkpoint
 
 
 def written(store: CheckpointStore, step: int, score: float | None = None) -> Checkpoint:
@@ -37,12 +37,12 @@ def torn_shard(folder):
 
 
 TEARS = {
-    "a truncated shard": (torn_shard, r"has 50 bytes, was written with 120"),
+    "a truncated shard": (torn_shard, r"has 50 bytes but was written with 120"),
     "a missing shard": (lambda folder: (folder / "actor/__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
-    "half a state": (lambda folder: (folder / STATE).write_text('{"format": 1, "st'), "cannot be read"),
-    "no state": (lambda folder: (folder / STATE).unlink(), "has no state.json"),
-    "another format": (lambda folder: (folder / STATE).write_text('{"format": 7}'), "format 7, this version"),
-    "a state of something else": (lambda folder: (folder / STATE).write_text("[1]"), "cannot be read"),
+    "half a state": (lambda folder: (folder / STATE_FILE).write_text('{"format": 1, "st'), "cannot be read"),
+    "no state": (lambda folder: (folder / STATE_FILE).unlink(), "has no state.json"),
+    "another format": (lambda folder: (folder / STATE_FILE).write_text('{"format": 7}'), "format 7, this version"),
+    "a state of something else": (lambda folder: (folder / STATE_FILE).write_text("[1]"), "cannot be read"),
 }
 
 
@@ -119,9 +119,9 @@ def test_a_hanging_copy_delays_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(CheckpointStore, "_copy", lambda self, path: go_on.wait(60))
     for step in (1, 2):
         written(store, step)
-    assert "still being copied" in caplog.text and not store.copied(0.01)
+    assert "still being copied" in caplog.text and not store.wait_for_copy(0.01)
     go_on.set()
-    assert store.copied(60)
+    assert store.wait_for_copy(60)
 
 
 def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(tmp_path):
@@ -143,19 +143,19 @@ def test_constant_parts_are_linked_and_not_written_again(tmp_path):
     assert store.link_latest("reference", partial)
     second = store.commit(partial, 2, {})
     assert (second.path / "reference/weights").stat().st_ino == (first.path / "reference/weights").stat().st_ino
-    assert json.loads((second.path / STATE).read_text())["files"] == {"reference/weights": 1000}
+    assert json.loads((second.path / STATE_FILE).read_text())["files"] == {"reference/weights": 1000}
 
 
 def test_complete_checkpoints_are_copied_to_the_users_url(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "own", copy_to=f"file://{tmp_path}/copies")
     kept = written(store, 3)
-    assert store.copied(60)
+    assert store.wait_for_copy(60)
     copy = Checkpoint.read(tmp_path / "copies/step_000003")
     assert copy.state == kept.state
     assert (copy.path / "actor/__0_0.distcp").read_bytes() == (kept.path / "actor/__0_0.distcp").read_bytes()
     broken = CheckpointStore(tmp_path / "own", copy_to="file:///proc/nowhere")
     written(broken, 4)
-    assert broken.copied(60) and "was not copied to file:///proc/nowhere" in caplog.text
+    assert broken.wait_for_copy(60) and "was not copied to file:///proc/nowhere" in caplog.text
     latest = broken.latest()
     assert latest and latest.step == 4
 

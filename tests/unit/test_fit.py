@@ -78,11 +78,11 @@ class World:
         if step % 4 == 0:
             self.saved[step] = json.loads(json.dumps(state))  # as in a file
 
-    def now(self, state):
+    def save_now(self, state):
         self.saved[state["progress"]["step"]] = json.loads(json.dumps(state))
 
     def finish(self, state):
-        self.now(state)
+        self.save_now(state)
 
     def recover(self, error, boundary):
         """Recover as ProcessRecovery does: from memory if the trainers are intact, else from the last checkpoint."""

@@ -127,9 +127,9 @@ def test_the_last_checkpoint_of_a_run_must_succeed(saver, model):
 def test_a_preempted_run_is_saved_once(saver, model):
     made = saver(every=2)
     made.between_steps(state(2), {})
-    made.now(state(2))
+    made.save_now(state(2))
     assert len(model.begun) == 1, "the pending one is of this step"
-    made.now(state(3))
+    made.save_now(state(3))
     assert len(model.begun) == 2 and not model.begun[-1][2]
 
 
@@ -148,7 +148,7 @@ def test_constant_parts_are_written_once(saver, model, tmp_path):
         Path(folder).mkdir()
         (Path(folder) / "weights").write_text("reference")
 
-    made.constant = {"reference": write}
+    made.constant_parts = {"reference": write}
     for step in (1, 2, 3):
         made.between_steps(state(step), {})
     assert len(written) == 1

@@ -70,9 +70,15 @@ def test_the_memory_check_can_be_disabled(train):
         ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
         ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
         ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
-        (["cluster.nodes=2"], "cluster.nodes=2: applies to a job, and this run starts here; add cluster=slurm"),
+        (
+            ["cluster.nodes=2"],
+            "cluster.nodes=2: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm",
+        ),
         (["cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1"], "memory: the run does not fit"),
-        (["--dry-run"], "cluster.dry_run=True: applies to a job, and this run starts here; add cluster=slurm"),
+        (
+            ["--dry-run"],
+            "cluster.dry_run=True: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm",
+        ),
     ],
 )
 def test_a_mistake_is_reported_before_submission(train, arguments, message):
