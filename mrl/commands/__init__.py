@@ -1,1 +1,1 @@
-"""The commands of `mrl`, one thin file each."""
+"""The commands of `mrl`, one module each."""

@@ -1,4 +1,4 @@
-"""`mrl certify`: parity check, compares one training step under the config's layout with the same step in one process."""
+"""`mrl certify`: parity check that compares one training step under the config's layout with the same step in one process."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def job(config: Config) -> None:
 
 
 def print_table(differences: list[ParityDifference], title: str) -> None:
-    """Print the largest difference of each kind of quantity; the layers or experts of one weight are one kind."""
+    """Print the largest difference of each kind of quantity; the same weight of all layers or experts is one kind."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 

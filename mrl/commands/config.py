@@ -1,4 +1,4 @@
-"""`mrl config`: describes the keys of the config; it also generates the reference pages of keys and metrics."""
+"""`mrl config`: describes the keys of the config, and generates the reference pages of keys and metrics."""
 
 import difflib
 import sys
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from mrl.config.hydra_entry import CONF
 from mrl.config.schema import Config
-from mrl.config.validate import MOVED, bounds_text, section_type
+from mrl.config.validate import RENAMED_KEYS, bounds_text, section_type
 from mrl.core.metrics import METRICS
 
 USAGE = """usage: mrl config [SEARCH ...] [--markdown | --metrics]
@@ -19,7 +19,7 @@ USAGE = """usage: mrl config [SEARCH ...] [--markdown | --metrics]
 Describes each key of the config: default, unit, allowed values, description, and the groups in conf/ that set it.
 
   mrl config                all keys
-  mrl config optim          keys whose name or description contains the word; several words: all of them
+  mrl config optim          keys whose name or description contains the word, or all words if several are given
   mrl config --markdown     the page docs/reference/config.md
   mrl config --metrics      the page docs/reference/metrics.md
 """
@@ -60,7 +60,7 @@ class KeyEntry:
     unit: str
     allowed: str
     description: str
-    groups: tuple[str, ...]  # groups in conf/ with a file that sets it
+    groups: tuple[str, ...]  # groups in conf/ with a file that sets the key
 
     def matches(self, words: list[str]) -> bool:
         """Return whether each word is in the name or the description."""
@@ -69,7 +69,7 @@ class KeyEntry:
 
 
 def describe_keys() -> list[KeyEntry]:
-    """The entries of all keys, in the order of the schema."""
+    """Return the entries of all keys, in the order of the schema."""
     groups = _groups_by_key()
     return list(_describe_section(Config, Config, "", groups))
 
@@ -82,7 +82,7 @@ def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str,
             yield from _describe_section(section, value, f"{name}.", groups)
             continue
         assert field.metadata.get("description"), f"{name} has no description in the schema"
-        within = {
+        setting_groups = {
             group for key, found in groups.items() if key == name or key.startswith(f"{name}.") for group in found
         }
         yield KeyEntry(
@@ -92,12 +92,12 @@ def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str,
             field.metadata["unit"],
             _allowed_text(field),
             field.metadata["description"],
-            tuple(sorted(within)),
+            tuple(sorted(setting_groups)),
         )
 
 
 def _groups_by_key() -> dict[str, set[str]]:
-    """Dotted key -> groups in conf/ with a file that sets it."""
+    """Return dotted key -> groups in conf/ with a file that sets the key."""
     found: dict[str, set[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, text = path.parent.name, path.read_text()
@@ -146,7 +146,7 @@ def _allowed_text(field: Any) -> str:
 
 
 def print_entries(entries: list[KeyEntry]) -> None:
-    """Print entries for a person: name and default, then the description."""
+    """Print entries as text: name and default, then the description."""
     for entry in entries:
         unit = f" {entry.unit}" if entry.unit else ""
         allowed = f"; {entry.allowed}" if entry.allowed else ""
@@ -156,7 +156,7 @@ def print_entries(entries: list[KeyEntry]) -> None:
 
 
 def markdown_page() -> str:
-    """The text of docs/reference/config.md."""
+    """Return the text of docs/reference/config.md."""
     entries, lines = describe_keys(), [PAGE_START]
     lines += ["| group | options |", "|---|---|"]
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
@@ -185,7 +185,7 @@ def _markdown_table(entries: list[KeyEntry]) -> list[str]:
 
 
 def metrics_page() -> str:
-    """The text of docs/reference/metrics.md."""
+    """Return the text of docs/reference/metrics.md."""
     declared = [(name, metric.unit, metric.meaning) for name, metric in METRICS.items()]
     rows = [
         f"| `{name}` | {unit} | {meaning.replace('|', '&#124;')} |"
@@ -208,7 +208,7 @@ def main(argv: list[str]) -> int:
     entries = [entry for entry in describe_keys() if entry.matches(argv)]
     if not entries:
         names = [entry.name for entry in describe_keys()]
-        near = [MOVED[argv[0]]] if argv[0] in MOVED else difflib.get_close_matches(argv[0], names, n=3)
+        near = [RENAMED_KEYS[argv[0]]] if argv[0] in RENAMED_KEYS else difflib.get_close_matches(argv[0], names, n=3)
         sys.stderr.write(f"mrl config: no key matches{'; similar: ' + ', '.join(near) if near else ''}\n")
         return 1
     print_entries(entries)

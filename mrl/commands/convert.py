@@ -1,4 +1,4 @@
-"""`mrl convert`: converts weights between Hugging Face folders and Megatron checkpoints, and checks a conversion."""
+"""`mrl convert`: converts weights between Hugging Face folders and Megatron checkpoints, and checks that this is exact."""
 
 import difflib
 import logging
@@ -156,7 +156,7 @@ def _options(parsed: ConvertArguments) -> dict[str, Any]:
 
 
 def _dtype(name: str) -> "torch.dtype":
-    import torch  # seconds
+    import torch  # takes seconds
 
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 

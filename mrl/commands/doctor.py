@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_requirements(keys: Sequence[str]) -> Requirements | None:
-    """Return the requirements of the config that these keys make; None without keys.
+    """Return the requirements of the config with these keys; None without keys.
 
     An error in the keys becomes one of the requirements' `mistakes`.
     """
@@ -106,7 +106,7 @@ def _join_rendezvous(arguments: argparse.Namespace) -> Rendezvous:
 
 
 def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.time) -> tuple[DoctorReport, bool]:
-    """Examine this host, with the others of a rendezvous; returns (report, whether this process prints it).
+    """Examine this host, or all hosts of a rendezvous; returns (report, whether this process prints the report).
 
     Raises ValueError for wrong arguments.
     """

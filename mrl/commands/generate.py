@@ -74,7 +74,7 @@ def run_generation(plan: GenerationPlan) -> None:
 
 @dataclass
 class ResponseBar:
-    """Number of finished responses: a progress bar on a terminal, else a line every `every_s` seconds and at the end."""
+    """Shows finished responses: as a progress bar on a terminal, otherwise as a line every `every_s` seconds and at the end."""
 
     every_s: float = 10.0
 
@@ -101,7 +101,7 @@ class ResponseBar:
             self.console.print(f"continuing: {done} of {total} responses are done")
 
     def advance(self, responses: int, tokens: int) -> None:
-        """Add `responses` finished responses, of `tokens` tokens together."""
+        """Add `responses` finished responses, which have `tokens` tokens in total."""
         self.done, self.tokens, now = self.done + responses, self.tokens + tokens, time.monotonic()
         rate = f"{self.tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
         self._bar.update(self._task, advance=responses, rate=rate)

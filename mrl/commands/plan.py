@@ -38,7 +38,7 @@ memory: memory of each GPU in each phase, KV cache, host memory and disk; change
   cluster=a100|h100|h200|b200                 hardware of a GPU and a node; cluster.hardware.* for others
   plan.reserve_gb                             GiB of a GPU that each process needs for CUDA, NCCL and fragmentation
   plan.prompt_tokens                          a typical prompt; default: data.max_prompt_tokens, or the response length
-  plan.expert_imbalance                       tokens that reach the busiest rank's experts, over the mean
+  plan.expert_imbalance                       tokens that reach the busiest rank's experts, divided by the mean
 
 placement: which process runs on which GPU, which roles share it, and which GPUs are idle meanwhile (docs/concepts/placement.md)
   mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
@@ -47,8 +47,8 @@ placement: which process runs on which GPU, which roles share it, and which GPUs
   cluster.gpus_per_node                       8 unless set
   plan.picture                                also draw the placement into this PNG file
 
-sync: bytes, messages and predicted seconds of every rank during a weight sync, and received bytes over the bytes that the
-engines hold
+sync: bytes, messages and predicted seconds of every rank during a weight sync, and the ratio of received bytes to
+the bytes that the engines hold
   mrl plan sync model.path=Qwen3-0.6B parallel.tp=2 parallel.dp=4 rollout.num_engines=4 rollout.engine_tp=2
   mrl plan sync experiment=quickstart plan.weight_sync_gb_per_s=45
 
@@ -112,7 +112,7 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
 
 
 def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
-    """Print a table of ranks and a line of totals. `shared`: engines on the machine read what is written once."""
+    """Print a table of ranks and the totals. `shared`: weights are written once and read by all engines."""
     table = Table("rank", title=title, title_justify="left")
     for column in ("bytes", "messages", "seconds"):
         table.add_column(column, justify="right")
@@ -125,7 +125,7 @@ def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
     way = "written once, read by every engine on the machine" if shared else "sent to each engine rank"
     console.print(
         f"{cost.sent_bytes:,} bytes arrive, {way}; the engines hold {cost.min_bytes:,}: ratio {cost.ratio:.4f}\n"
-        f"predicted {cost.seconds:.4f} s; the busiest sender has {cost.imbalance:.3f} of the mean"
+        f"predicted {cost.seconds:.4f} s; the busiest sender sends {cost.imbalance:.3f} times the mean"
     )
 
 
@@ -136,7 +136,7 @@ def _slowest(side: list[RankTraffic]) -> RankTraffic:
 
 
 def explain_memory(config: Config, as_json: bool = False) -> None:
-    """Print the memory of a run. If it does not fit, print changes with which it would, and exit with status 1."""
+    """Print the memory of a run. If it does not fit, also print changes that make it fit, and exit with status 1."""
     with hydra_entry.exit_on_user_error():
         estimator = MemoryEstimator.of(config)
         memory = estimator.estimate(config)
@@ -180,7 +180,7 @@ def show_memory(memory: RunMemory, estimator: MemoryEstimator, console: Console)
 
 
 def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Console) -> None:
-    """Print whether the run fits; if not, its problems and the changes with which it would."""
+    """Print whether the run fits; if not, print its problems and the changes that make it fit."""
     if memory.fits:
         known = any(phase.limit for phase in memory.phases)
         unknown = "GPU memory is unknown; set cluster=h100, or cluster.hardware.gpu_memory_gb."
@@ -201,7 +201,7 @@ def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Consol
 def _phase_table(memory: RunMemory) -> Table:
     columns = {part: name for part, name in COLUMNS.items() if any(part in phase.parts for phase in memory.phases)}
     several_stages = len({phase.where for phase in memory.phases}) > 1
-    table = Table(title="GiB of one GPU, that of the rank that needs most", title_justify="left")
+    table = Table(title="GiB on one GPU, for the rank that needs most", title_justify="left")
     for name in ("pool", "role", "phase", *(["rank"] if several_stages else [])):
         table.add_column(name, no_wrap=True)
     for name in (*columns.values(), "total"):
@@ -238,7 +238,7 @@ KINDS_WITH_JSON = ("", "memory")
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
-        return plan_rollout.main(argv[1:])  # it has keys of its own and reads no config
+        return plan_rollout.main(argv[1:])  # it has its own keys and reads no config
     if argv and argv[0] == "search":
         return plan_search.main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""`mrl plan rollout`: predicts steps with other staleness, other divisions of the GPUs, or over-sampling, by simulation."""
+"""`mrl plan rollout`: simulates a run with other staleness, other divisions of the GPUs, or over-sampling."""
 
 import difflib
 import sys
@@ -111,7 +111,7 @@ LOG_NORMAL_GROUPS = 2048
 
 @dataclass(frozen=True)
 class SimulationInput:
-    """What the simulator takes."""
+    """Input of the simulator."""
 
     groups: GroupLengths
     speeds: RunSpeeds

@@ -33,8 +33,8 @@ shortest predicted step, and explains it (docs/how_to/out_of_memory.md). Needs o
   cluster, cluster.hardware.*                 hardware of the nodes (a100, h100, h200, b200); cluster.nodes: their number
   plan.fix                                    keys or sections that the search does not change: [parallel.tp, rollout, placement]
   plan.lengths                                response lengths: a run directory, or a jsonl file of lists of tokens
-  plan.prompt_tokens, plan.response_tokens    without plan.lengths: length of prompts, and median of log-normal responses,
-  plan.response_sigma                         whose logarithm has this sigma, truncated at rollout.max_response_tokens
+  plan.prompt_tokens, plan.response_tokens    without plan.lengths: length of prompts, and median of log-normal responses
+  plan.response_sigma                         sigma of the log-normal responses, truncated at rollout.max_response_tokens
   plan.top                                    number of results
   plan.efficiency, plan.latency_us            attained fraction of the vendor's peak numbers; latency of a collective
   --json                                      print the result as JSON
@@ -171,13 +171,13 @@ def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[
 
 
 def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
-    """Print tables of the best candidates, what limits the first, how others differ, what is excluded, and overrides to use."""
+    """Print tables of the best candidates, the limits of the first, how others differ, what is excluded, and its overrides."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     cluster, work, best = config.cluster, search.work, result.best[0]
     console.print(
         f"{search.space.shape.num_weights / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
         f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step: {work.prompts} prompts x "
-        f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens in the mean, "
+        f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens on average, "
         f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most"
     )
     assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
@@ -192,9 +192,9 @@ def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
         console.print(f"{number} against 1: {compare(search, best, candidate)}")
     others = [candidate for candidate in result.best_of_each if candidate.kind != best.kind]
     if others:
-        console.print(_candidate_table(others, "the best of each other placement and mode"))
+        console.print(_candidate_table(others, "the best candidate of every other placement and mode"))
     excluded = ", ".join(f"{reason}: {number:,}" for reason, number in result.excluded.most_common())
-    console.print(f"excluded: {excluded or 'nothing'}\n\nto train as 1:")
+    console.print(f"excluded: {excluded or 'nothing'}\n\nto train with 1:")
     sys.stdout.write(f"  {' '.join(overrides(search, best))}\n")
 
 

@@ -24,8 +24,8 @@ from parallel.dims import ParallelDims
 USAGE = """usage: mrl replay DUMP [parallel.KEY=N ...] [against [parallel.KEY=N ...]] [KEY=VALUE ...]
 
 Repeats a dumped training step under two layouts and compares all hidden states, log-probabilities, the loss and all gradients.
-If the layouts differ, it names the first layer that differs. If values are not finite, it names the layer and the token where
-that begins. No weight changes, and no engine starts.
+If the layouts differ, it names the first layer that differs. If values are not finite, it names the layer and the token of the
+first one. No weight changes, and no engine starts.
 
   DUMP             folder of a step dump, such as RUN/step_dumps/step_000007. A run dumps the steps in step_dump.steps, each step
                    whose gradient is not finite, and steps with a spike of the gradient norm (step_dump.spike_factor)
@@ -146,8 +146,8 @@ def _introduction(dump: StepDump, weights: WeightsLocation, dims: ParallelDims, 
     ]
     if missing_steps:
         lines.append(
-            f"the weights are those of step {weights.step}, {missing_steps} steps older than the dumped step's. They compare "
-            "the layouts as well, but the run's values may not be reproduced"
+            f"the weights are those of step {weights.step}, {missing_steps} steps older than the dumped step's. They serve "
+            "to compare the layouts, but may not reproduce the values of the run"
         )
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,4 @@
-"""`mrl train -m`: a sweep, through Hydra's own multirun with the launcher and the sweepers of mrl.sweep."""
+"""`mrl train -m`: runs a sweep as a Hydra multirun with the launcher and the sweepers of mrl.sweep."""
 
 import sys
 from pathlib import Path
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sweep_arguments(words: list[str]) -> tuple[Path, list[str]]:
-    """The sweep's folder, and the arguments for Hydra with that folder; raises ValueError for a mistake in them."""
+    """Return the sweep's folder, and the arguments for Hydra with that folder. Raises ValueError for a wrong argument."""
     arguments = hydra_entry.user_arguments(words)
     for_hydra = [line for line in arguments if override_key(line).startswith("hydra")]
     own = [line for line in arguments if line not in for_hydra]

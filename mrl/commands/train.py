@@ -1,4 +1,4 @@
-"""`mrl train`: reinforcement learning, from config to exported model; with -m a sweep of such runs."""
+"""`mrl train`: trains a model with reinforcement learning; -m runs a sweep."""
 
 import sys
 

@@ -17,10 +17,10 @@ from mrl.sweep.points import metric_value
 
 
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
-    """Train one run to its end, or submit it as a job; returns the metric of sweeps.
+    """Train one run to its end, or submit it as a job; returns the metric that sweeps compare.
 
     The run continues if its directory has a checkpoint. A preempted run saves one and exits with status REQUEUE.
-    `overrides` are those of the command line, for the job.
+    `overrides`: command-line overrides, for the job.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
@@ -43,7 +43,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
 
 
 def _submit(config: Config, overrides: Sequence[str]) -> None:
-    """Check all that can be checked without GPUs, then submit the job; a dry run prints its script instead."""
+    """Check everything that needs no GPU, then submit the job. A dry run prints the script instead."""
     with hydra_entry.exit_on_user_error():
         cluster = with_node_count(config.cluster, plan_fitting_run(config).pools)
         job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides)
@@ -52,7 +52,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 
 
 def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
-    """The result of a run for the terminal."""
+    """Return the result of a run as text for the terminal."""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
     if goal is not None and not result.reward >= goal:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")

@@ -1,4 +1,4 @@
-"""Config sections of the commands besides `mrl train`: generate, evaluate, certify, plan, sweep."""
+"""Config sections of commands other than `mrl train`: generate, evaluate, certify, plan, sweep."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -98,7 +98,7 @@ class PlanConfig:
     )
     response_sigma: float = key(0.8, "sigma of the log-normal lengths; 0: all responses have the same length", least=0)
     expert_imbalance: float = key(
-        1.5, "tokens on the expert-parallel rank with the most tokens, over the mean", above=0
+        1.5, "tokens on the expert-parallel rank with the most tokens, divided by the mean", above=0
     )
     picture: str | None = key(None, "`mrl plan placement` also draws the placement into this PNG file")
     top: int = key(5, "number of results of `mrl plan search`", least=1)

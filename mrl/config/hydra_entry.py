@@ -1,4 +1,4 @@
-"""The Hydra entry that all commands share: groups in conf/, overrides, `--cfg job`, `--multirun`."""
+"""The entry point that all commands share: Hydra with the groups in conf/, overrides, `--cfg job` and `--multirun`."""
 
 import os
 import re
@@ -80,21 +80,21 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
 
 
 def user_arguments(argv: Sequence[str]) -> list[str]:
-    """Check the arguments of a command, and complete them for Hydra; also makes a user's modules importable.
+    """Check the arguments of a command, and complete them for Hydra. Also makes a user's modules importable.
 
-    Raises ValueError for a mistake in them, or for an engine key that HTTP cannot carry.
+    Raises ValueError for a wrong argument, or for an engine key that an HTTP header cannot carry.
     """
     if not CONF.is_dir():
         raise ValueError(f"the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
     engine_key()
     arguments = check_overrides(add_default_experiment(list(argv)))
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own rewards and losses; last, so that ours are never shadowed
+        sys.path.append(os.getcwd())  # for a user's rewards and losses; last, so that they never shadow mrl
     return arguments
 
 
 def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
-    """Have Hydra compose the config and call `task` on it; raises ValueError where it cannot be composed."""
+    """Let Hydra compose the config and call `task` with it. Raises ValueError if the config cannot be composed."""
     register_schema()
     sys.argv = [sys.argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -107,7 +107,7 @@ def _run_hydra(arguments: Sequence[str], task: Callable[[DictConfig], Any]) -> N
 
 
 def _checked_config(composed: DictConfig) -> Config:
-    """The config of the job that Hydra is about to run; ends the process where it is wrong."""
+    """Convert and check the config that Hydra composed. Ends the process with status 2 if the config is wrong."""
     try:
         config = from_hydra(composed)
     except PlainSecretError as error:
@@ -115,7 +115,7 @@ def _checked_config(composed: DictConfig) -> Config:
         exit_with_error(error)
     except ValueError as error:
         exit_with_error(error)
-    run_dir = HydraConfig.get().runtime.output_dir  # of a sweep's point: its own
+    run_dir = HydraConfig.get().runtime.output_dir  # each point of a sweep has its own
     return replace(config, run=replace(config.run, dir=run_dir))
 
 
@@ -125,12 +125,12 @@ def register_schema() -> None:
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose the config without running anything; raises ValueError."""
+    """Compose the config without running anything. Raises ValueError for a mistake in it."""
     return from_hydra(_compose(overrides))
 
 
 def compose_sweeper_params(overrides: Sequence[str]) -> DictConfig:
-    """Compose `hydra.sweeper.params`: the swept keys that a file such as conf/sweep/lr_kl.yaml names; raises ValueError."""
+    """Compose `hydra.sweeper.params`, the swept keys in a file such as conf/sweep/lr_kl.yaml. Raises ValueError."""
     return _compose(overrides, return_hydra_config=True).hydra.sweeper.get("params") or OmegaConf.create({})
 
 
@@ -145,7 +145,7 @@ def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> Dic
 
 
 def _composition_message(error: BaseException) -> str:
-    """Hydra's error in one line; errors of types and keys name the key and what is expected."""
+    """Return Hydra's error in one line. Errors of types and keys name the key and the expected value."""
     if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__.full_key:
         return type_error_message(error.__cause__)
     if isinstance(error, OmegaConfBaseException):
@@ -155,7 +155,7 @@ def _composition_message(error: BaseException) -> str:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """End the process with status 2 and the message of a ValueError that is raised inside."""
+    """If the code inside raises ValueError, print its message and end the process with status 2."""
     try:
         yield
     except ValueError as error:
@@ -171,7 +171,7 @@ def exit_with_error(error: Exception) -> NoReturn:
 def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: unwind the stack so that all processes end.
 
-    Ray discards what a signal handler raises while it waits, so the exception is raised again at the next wait check.
+    Ray discards an exception that a signal handler raises during a wait, so the next wait check raises it again.
     """
 
     def leave() -> NoReturn:
@@ -221,21 +221,21 @@ def _check_override(argument: str, parser: OverridesParser) -> str:
     if not is_known(key):
         raise ValueError(unknown_key_message(key))
     refuse_plain_secrets({key: value})  # before Hydra writes the overrides to a file
-    free = (key not in known_keys() or isinstance(value, dict)) and not argument.startswith(("+", "~"))
-    return f"++{argument}" if free else argument
+    is_free_form = (key not in known_keys() or isinstance(value, dict)) and not argument.startswith(("+", "~"))
+    return f"++{argument}" if is_free_form else argument
 
 
 def override_key(line: str) -> str:
-    """The key of an override: that of `++a.b=1` is a.b."""
+    """Return the key of an override: a.b for `++a.b=1`."""
     return line.lstrip("+").split("=")[0]
 
 
 def is_override_to(line: str, key: str, value: str) -> bool:
-    """Return whether an override sets `key` to the plain `value`."""
+    """Return whether an override sets `key` to `value`; quotes are ignored."""
     return override_key(line) == key and line.partition("=")[2].strip("'\"") == value
 
 
 def format_override(key: str, value: object) -> str:
-    """`key=value` in Hydra's grammar, quoted where the value has special characters."""
+    """Return `key=value` in Hydra's grammar; the value is quoted if it has special characters."""
     text = str(value)
     return f"{key}={text if _PLAIN_VALUE.fullmatch(text) else QuotedString(text, Quote.double).with_quotes()}"

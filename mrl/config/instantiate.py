@@ -11,16 +11,16 @@ from mrl.config.schema import Node
 
 
 def instantiate(node: Node, key: str) -> Any:
-    """Instantiate the class of a `_target_` node, with nested nodes in its arguments; a function gets its arguments bound.
+    """Instantiate the class of a `_target_` node, and the nodes in its arguments. A function gets its arguments bound.
 
-    Raises ValueError that names the key, the class and the nearest argument, also for a mistake in a nested node.
+    Raises ValueError for a mistake in the node or a nested node; the message names the key, the class and the nearest argument.
     """
     target = node.get("_target_")
     if not target:
         raise ValueError(f"{key}: _target_ is missing; expected the dotted name of a class, got {node}.")
     try:
         factory = get_object(target)
-    except Exception as error:  # whatever a user's module raises on import
+    except Exception as error:  # a user's module may raise any error on import
         raise ValueError(f"{key}._target_={target}: cannot be imported ({error}).") from error
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(factory, arguments, key)

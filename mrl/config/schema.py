@@ -23,7 +23,7 @@ from parallel.trainer_config import LrSchedule, OptimConfig
 from parallel.trainer_config import config_field as key
 
 Node = dict[str, Any]
-ASYNC_STALENESS = 2
+ASYNC_STALENESS = 2  # default of rollout.max_staleness
 
 # A class body cannot define a member `async`.
 RolloutMode = StrEnum("RolloutMode", ["sync", "one_step_off", "async"])  # type: ignore[bad-class-definition]
@@ -86,7 +86,7 @@ class Scheduler(StrEnum):
 class RunConfig:
     """Identity of the run."""
 
-    name: str = key("run", "name in wandb and in the default run directory")
+    name: str = key("run", "name of the run in wandb and in the path of the default run directory")
     dir: str = key(MISSING, "run directory: metrics, logs, checkpoints, rollouts, learning curve")
     seed: int = key(0, "seed of prompt order, sampling and initialization", least=0)
 
@@ -112,7 +112,9 @@ class DataConfig:
     """Prompts (docs/tutorials/data.md)."""
 
     inputs: Node | None = key(dict, "callable that creates missing input files before anything is read")
-    train: list[str] = key(list, "training prompts: jsonl or parquet files, or folders of datasets' save_to_disk")
+    train: list[str] = key(
+        list, "training prompts: jsonl or parquet files, or folders written by save_to_disk of datasets"
+    )
     mixture: Node = key(dict, "weighted training sources instead of train: name -> {files, weight, columns, system}")
     dataset: Node | None = key(dict, "your own dataset object instead of train")
     test: list[str] = key(list, "held-out prompts, in the formats of train; empty: no evaluation")
@@ -124,7 +126,9 @@ class DataConfig:
     bad_rows: RowPolicy = key(
         RowPolicy.error, "handling of invalid rows; all of them are listed in run.dir/bad_rows_*.jsonl"
     )
-    overlong: RowPolicy = key(RowPolicy.error, "handling of prompts longer than max_prompt_tokens; listed there too")
+    overlong: RowPolicy = key(
+        RowPolicy.error, "handling of prompts longer than max_prompt_tokens; also listed in bad_rows_*.jsonl"
+    )
     shuffle: bool = key(True, "new prompt order in every epoch, derived from run.seed")
     max_prompt_tokens: int | None = key(
         None,
@@ -149,7 +153,8 @@ class RolloutConfig:
         None, "async: largest age of a trained token; default: 2", "weight versions", least=0
     )
     group_order: GroupOrder | None = key(
-        None, "train groups in the order dispatched or completed; default: completed if async or over-sampled"
+        None,
+        "train groups in the order dispatched or completed; default: completed if async or over-sampled, else dispatched",
     )
     over_sample_rate: float = key(
         0.0, "fraction of extra groups in flight; the slowest are dropped when a step has enough", least=0
@@ -173,8 +178,8 @@ class RolloutConfig:
     @property
     def staleness(self) -> int:
         """Largest age of a trained token, in weight versions."""
-        ahead = ASYNC_STALENESS if self.max_staleness is None else self.max_staleness
-        return {"sync": 0, "one_step_off": 1}.get(self.mode, ahead)
+        async_staleness = ASYNC_STALENESS if self.max_staleness is None else self.max_staleness
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, async_staleness)
 
     @property
     def in_order(self) -> bool:
@@ -186,8 +191,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.mode != "async":
             raise ValueError(
-                f"rollout.max_staleness={self.max_staleness} with rollout.mode={self.mode}: only async has a choice; "
-                "sync has 0 and one_step_off 1."
+                f"rollout.max_staleness={self.max_staleness} with rollout.mode={self.mode}: only async takes it; "
+                "the staleness of sync is 0, that of one_step_off 1."
             )
         if self.over_sample_rate and self.group_order == "dispatched":
             raise ValueError(
@@ -201,14 +206,17 @@ class ScoringConfig:
     """Execution of the reward function; `reward` selects the function (docs/tutorials/reward.md)."""
 
     workers: int | None = key(
-        None, "processes for rewards that may crash; default: one for each core, at most 8", "processes", least=1
+        None, "worker processes of a reward that may crash; default: one for each core, at most 8", "processes", least=1
     )
     sample_timeout_s: float = key(
-        10.0, "timeout of one response; then its worker is killed and the score failed", "s", above=0
+        10.0,
+        "timeout of scoring one response; its worker is then killed and the response counts as not scored",
+        "s",
+        above=0,
     )
     memory_gb: float = key(4.0, "memory limit of one worker", "GiB", above=0)
     timeout_s: float = key(
-        300.0, "timeout of all responses of a step; those without a score then have failed", "s", above=0
+        300.0, "timeout of scoring all responses of a step; the others then count as not scored", "s", above=0
     )
 
 
@@ -267,7 +275,7 @@ class CriticConfig:
     path: str | None = key(None, "Hugging Face folder of the initial weights; default: the actor's")
     optim: OptimConfig = key(_critic_optim, "optimizer of the critic")
     value_clip: float = key(0.2, "largest change of a value within one rollout's updates; 0: no limit", least=0)
-    warmup_steps: int = key(0, "first steps, in which only the critic is updated", "steps", least=0)
+    warmup_steps: int = key(0, "number of first steps that update only the critic", "steps", least=0)
     mini_batches: int | None = key(None, "optimizer steps in one pass over a rollout; default: the actor's", least=1)
     epochs: int | None = key(None, "passes over each rollout; default: the actor's", least=1)
     parallel: Node = key(dict, "layout keys that differ from the section parallel, such as {tp: 2}")
@@ -285,18 +293,18 @@ class TeacherConfig:
 class SftConfig:
     """Supervised fine-tuning: the job of `mrl sft`, and the warm start of `mrl train` (docs/tutorials/data.md)."""
 
-    train: str | None = key(None, "parquet or jsonl file with the columns prompt and response; none: no warm start")
+    train: str | None = key(None, "parquet or jsonl file with the columns prompt and response; null: no warm start")
     output: str | None = key(None, "Hugging Face folder to write; `mrl train` reuses one that exists")
     steps: int = key(200, "number of optimizer steps", "optimizer steps", least=1)
     batch_size: int = key(128, "rows in one step", "rows", least=1)
-    optim: OptimConfig = key(_sft_optim, "optimizer of supervised fine-tuning; lr_decay_steps=0: steps")
+    optim: OptimConfig = key(_sft_optim, "optimizer of supervised fine-tuning; lr_decay_steps=0: the value of steps")
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """The training loop."""
 
-    max_steps: int = key(1000, "number of steps of rollout and update", "steps", least=0)
+    max_steps: int = key(1000, "number of steps", "steps", least=0)
     stop_reward: float | None = key(None, "stop when the mean reward of the last 5 steps reaches this")
     max_tokens_per_micro_batch: int = key(8192, "tokens of one packed forward pass on one replica", "tokens", least=1)
     share_prompts: bool = key(True, "compute the prompt once for all responses of a group: same gradient, less compute")
@@ -346,7 +354,9 @@ class StepDumpConfig:
 
     steps: list[int] = key(list, "numbers of the steps to dump", least=0)
     spike_factor: float = key(
-        10.0, "dump steps whose gradient norm is this multiple of the recent median; 0: no detection of spikes", least=0
+        10.0,
+        "dump steps whose gradient norm is more than this times the recent median; 0: no detection of spikes",
+        least=0,
     )
     spike_window: int = key(20, "steps of the median", "steps", least=1)
     max_spikes: int = key(3, "limit of dumps because of spikes", "dumps", least=0)
@@ -370,7 +380,7 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where metrics go besides the run directory."""
+    """Destinations of metrics other than the run directory."""
 
     wandb: bool = key(True, "log to Weights & Biases; offline without an API key")
     project: str = key("mrl", "wandb project")
@@ -379,7 +389,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """The machines of the cluster; cluster=h100 and the like fill it in. 0: unknown, so there is no limit."""
+    """Hardware of the cluster, set by cluster=h100 and similar groups. 0: unknown, so no limit is checked."""
 
     name: str | None = key(None, "name of the GPU")
     gpu_memory_gb: float = key(0.0, "usable memory of one GPU", "GiB", least=0)
@@ -399,7 +409,9 @@ class ClusterConfig:
     scheduler: Scheduler | None = key(None, "slurm: submit the run as a job; default: run on this machine")
     nodes: int | None = key(None, "nodes of the job and of `mrl plan`; default: as many as needed", "nodes", least=1)
     gpus_per_node: int = key(8, "GPUs of a node; 0: a CPU job, one process for each CPU", "GPUs", least=0)
-    slurm: Node = key(dict, "options of sbatch with _ for -, such as partition, time, account; true: without a value")
+    slurm: Node = key(
+        dict, "options of sbatch with _ in place of -, such as partition, time; true: an option without a value"
+    )
     components: list[Node] = key(list, "further parts of a heterogeneous job: the options that differ in each")
     dry_run: bool = key(False, "print the job and submit nothing; --dry-run sets it")
     hardware: HardwareConfig = key(HardwareConfig, "the machines")
@@ -414,7 +426,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All keys; a section is a dataclass of its own."""
+    """All keys. Each section is a dataclass."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -433,7 +445,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     step_dump: StepDumpConfig = field(default_factory=StepDumpConfig)
-    resume: str = key("auto", "auto: continue the run in run.dir; never: refuse that; PATH: start from this checkpoint")
+    resume: str = key(
+        "auto", "auto: continue the run in run.dir; never: refuse to continue; PATH: start from this checkpoint"
+    )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     certify: CertifyConfig = field(default_factory=CertifyConfig)

@@ -12,7 +12,7 @@ ENGINE_KEY = "MRL_ENGINE_KEY"
 """Environment variable of the key that engines require. Set it to use running servers (rollout.engine_urls)."""
 
 HIDDEN = "(secret)"
-SHORTEST = 8  # characters of the shortest secret that is redacted inside texts; shorter ones could occur by chance
+MIN_SECRET_LENGTH = 8  # characters; shorter secrets are not redacted inside texts, where they could occur by chance
 
 _SECRET = re.compile(  # names with "_" for "-"; `tokens` alone means model tokens
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
@@ -20,7 +20,7 @@ _SECRET = re.compile(  # names with "_" for "-"; `tokens` alone means model toke
     re.IGNORECASE,
 )
 _NO_SECRET = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|start|end|image|think)_token$", re.IGNORECASE)
-_SENDABLE = re.compile(r"[!-~]+")
+_HEADER_VALUE = re.compile(r"[!-~]+")
 _FROM_ENVIRONMENT = re.compile(r"\$\{(oc\.env:[^,}]+(,\s*(null)?\s*)?|[\w.]+)\}")
 
 
@@ -43,7 +43,7 @@ def engine_key_from(variable: str) -> str:
     Raises ValueError if an HTTP header cannot carry it; otherwise HTTP clients would quote it in their error messages.
     """
     key = os.environ[variable]
-    if not _SENDABLE.fullmatch(key):
+    if not _HEADER_VALUE.fullmatch(key):
         raise ValueError(
             f"the key in the environment variable {variable} is empty, or has a space, a line end or a non-ASCII "
             f"character, which an HTTP header cannot carry; export it without them, for example {variable}=$(cat FILE)."
@@ -80,7 +80,7 @@ def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a resolved config without secrets: values of secret names, and of secret environment variables."""
-    known = [value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= SHORTEST]
+    known = [value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= MIN_SECRET_LENGTH]
     return {name: _redact_value(name, value, sorted(known, key=len, reverse=True)) for name, value in config.items()}
 
 
@@ -114,5 +114,5 @@ def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> 
 
 
 def config_as_json(config: Any) -> dict[str, Any]:
-    """Return a config dataclass as JSON values, with secrets hidden: what is written to files and trackers."""
+    """Return a config dataclass as JSON values, with secrets hidden. Only this form is written to files and trackers."""
     return redacted(json.loads(json.dumps(asdict(config), default=str)))

@@ -14,7 +14,7 @@ from mrl.config.secrets import refuse_plain_secrets
 
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
 """Free-form sections that may hold the keys of ParallelConfig only."""
-MOVED = {
+RENAMED_KEYS = {
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
     "algorithm.lr_decay_steps": "optim.lr_decay_steps",
@@ -54,16 +54,16 @@ MOVED = {
        for name in ("lr", "betas", "eps", "weight_decay", "clip_grad")},
     "sft.warmup_steps": "sft.optim.warmup_steps",
 }  # fmt: skip
-"""Former name of a key -> its name; only for the hint that follows an unknown key."""
+"""Former name of a key -> its current name; used only in the hint for an unknown key."""
 
 
 def section_type(annotation: Any) -> type | None:
-    """The dataclass of a section's annotation; None for a key."""
+    """Return the dataclass of a section's type annotation; None for a key."""
     return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
 
 
 def leaf_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:
-    """(dotted key, dataclass field) of every key, without sections."""
+    """Yield (dotted key, dataclass field) of every key, without sections."""
     for field in fields(schema):
         inner = section_type(field.type)
         if inner:
@@ -73,7 +73,7 @@ def leaf_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def known_keys() -> list[str]:
-    """Dotted names of all sections and keys."""
+    """Return the dotted names of all sections and keys."""
     keys = [key for key, _ in leaf_fields()]
     sections = {key.rpartition(".")[0] for key in keys} | {key.partition(".")[0] for key in keys}
     return [*keys, *sorted(sections - {""} - set(keys))]
@@ -96,18 +96,18 @@ def _is_free_form(field: Field) -> bool:
 
 
 def unknown_key_message(key: str) -> str:
-    """The error message for a key that does not exist, with the nearest key that does."""
+    """Return the error message for an unknown key; it names the nearest known key."""
     candidates = known_keys()
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             candidates = [f"{layout}.{name}" for name in ParallelConfig.__dataclass_fields__]
-    near = difflib.get_close_matches(key, [*candidates, *MOVED], n=1, cutoff=0.5)
-    hint = f"; did you mean {MOVED.get(near[0], near[0])!r}?" if near else ""
+    near = difflib.get_close_matches(key, [*candidates, *RENAMED_KEYS], n=1, cutoff=0.5)
+    hint = f"; did you mean {RENAMED_KEYS.get(near[0], near[0])!r}?" if near else ""
     return f"unknown key {key!r}{hint} (`mrl config` lists every key)"
 
 
 def structured_schema() -> DictConfig:
-    """The schema as a typed OmegaConf node with all defaults, without the read-only flags of frozen dataclasses."""
+    """Return the schema as a typed OmegaConf node with all defaults, without the read-only flags of frozen dataclasses."""
 
     def clear_readonly(node: DictConfig) -> None:
         OmegaConf.set_readonly(node, None)
@@ -126,7 +126,7 @@ def from_hydra(composed: DictConfig) -> Config:
 
     Raises:
         PlainSecretError: a secret is written as plain text.
-        ValueError: a value does not fit; the message names the key and what is expected.
+        ValueError: a value is wrong; the message names the key and the expected value.
     """
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict), f"config is a {type(written)}"
@@ -141,7 +141,7 @@ def from_hydra(composed: DictConfig) -> Config:
 
 
 def type_error_message(error: OmegaConfBaseException) -> str:
-    """OmegaConf's error as one line that names the key and what is expected."""
+    """Return OmegaConf's error as one line that names the key and the expected value."""
     key, text = error.full_key or "config", str(error).splitlines()[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key_message(key)
@@ -190,7 +190,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def bounds_text(field: Field) -> str:
-    """The bounds of a key in words; empty without any."""
+    """Return the bounds of a key in words; "" if it has none."""
     words = {"above": "greater than {:g}", "least": "{:g} or more", "below": "less than {:g}", "most": "at most {:g}"}
     return " and ".join(text.format(field.metadata[name]) for name, text in words.items() if name in field.metadata)
 
@@ -213,6 +213,7 @@ _JOB_KEYS = ("slurm", "components", "dry_run")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
+    """Raise ValueError for keys of a Slurm job without cluster=slurm, or for a wrong time limit."""
     default = ClusterConfig()
     for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:

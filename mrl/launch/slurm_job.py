@@ -21,9 +21,9 @@ SCRIPT = "job.sbatch"  # in the run directory
 SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "DOCTOR_S", "JOIN_S", "STOP_S", "REQUEUES")
 """Settings of slurm/env.sh: MRL_<name> is copied from the command's environment into the script."""
 SLURM_TIMEOUT_S = 120.0  # for sbatch or squeue to answer
-_REFUSED_OPTIONS = {"array", "wrap"}  # they would make several runs, or another command, of the job
+_REFUSED_OPTIONS = {"array", "wrap"}  # array would submit several runs, wrap another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")  # variables of this command, or of a job that it runs in
+_NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")  # variables of this process, or of a Slurm job around it
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
     """
     sizes = {key: vars(cluster)[key] for key in ("nodes", "gpus_per_node")}
     for key in sizes.keys() & cluster.slurm:
-        raise ValueError(f"cluster.slurm.{key}={cluster.slurm[key]}: has a key of its own; use cluster.{key}.")
+        raise ValueError(f"cluster.slurm.{key}={cluster.slurm[key]}: has its own key; use cluster.{key}.")
     for key in _REFUSED_OPTIONS & cluster.slurm.keys():
         raise ValueError(
-            f"cluster.slurm.{key}: a job is one run here; submit slurm/train.sbatch by hand (docs/tutorials/slurm.md)."
+            f"cluster.slurm.{key}: one job is one run; submit slurm/train.sbatch by hand (docs/tutorials/slurm.md)."
         )
-    once = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log_path(run_dir, "%j"))
-    each = sizes | dict(ntasks_per_node=1) | cluster.slurm
-    parts = [_sbatch_options(once | each, "cluster.slurm")]
-    parts += [_sbatch_options(each | dict(nodes=1) | part, "cluster.components") for part in cluster.components]
+    first_only = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log_path(run_dir, "%j"))
+    every = sizes | dict(ntasks_per_node=1) | cluster.slurm
+    parts = [_sbatch_options(first_only | every, "cluster.slurm")]
+    parts += [_sbatch_options(every | dict(nodes=1) | part, "cluster.components") for part in cluster.components]
     arguments = (*_job_arguments(overrides), format_override("run.dir", run_dir))
     return Job(tuple(parts), _job_environment(), arguments, run_dir)
 
 
 def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], max_running: int) -> Job:
-    """Make the job array of these points of the sweep in `folder`, with `max_running` of them at one time.
+    """Make the job array of these points of the sweep in `folder`; at most `max_running` points run at the same time.
 
-    Raises ValueError as `make_job`.
+    Raises the same errors as `make_job`.
     """
     if cluster.components:
         raise ValueError("cluster.components: a heterogeneous job cannot be an array; omit them in a sweep.")
@@ -87,7 +87,7 @@ def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequenc
 
 
 def queued_tasks(job_id: str) -> set[int] | None:
-    """The waiting and running tasks of a job array; None if Slurm does not answer."""
+    """Return the waiting and running tasks of a job array; None if Slurm does not answer."""
     line = ["squeue", "--noheader", "--array", f"--job={job_id}", "--format=%K"]
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
@@ -126,7 +126,7 @@ def write_script(job: Job) -> Path:
 
 
 def submission_message(job: Job, job_id: str) -> str:
-    """How to follow, preempt and cancel a submitted job, for the terminal."""
+    """Return the text that tells how to follow, preempt and cancel a submitted job."""
     log = job.components[0].get("output", "").replace("%j", job_id).replace("%%", "%")
     return (
         f"job {job_id} is submitted; its script is {job.run_dir / SCRIPT}\n"
@@ -138,12 +138,12 @@ def submission_message(job: Job, job_id: str) -> str:
 
 
 def _log_path(folder: Path, name: str) -> str:
-    """A log path in sbatch's syntax, in which %% stands for %."""
+    """Return a log path in sbatch's syntax, in which %% stands for %."""
     return f"{str(folder).replace('%', '%%')}/logs/slurm_{name}.log"
 
 
 def _sbatch_options(section: Mapping[str, Any], key: str) -> dict[str, str]:
-    """The options of a config section as sbatch takes them, without those that are null or false, and without 0 GPUs."""
+    """Return the options of a config section as sbatch takes them. Drops options that are null or false, and 0 GPUs."""
     options = {}
     for name, value in section.items():
         plain = "" if value is True else str(value)
@@ -159,7 +159,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _quote(value: str) -> str:
-    """A value in sbatch's syntax: double quotes around spaces, backslashes before quotes and backslashes."""
+    """Return a value in sbatch's syntax: double quotes around spaces, backslashes before quotes and backslashes."""
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"' if re.search(r"[\s\"'#\\]", value) else value
 
 
@@ -171,7 +171,7 @@ def _job_environment() -> dict[str, str]:
 
 
 def _job_arguments(overrides: Sequence[str]) -> list[str]:
-    """The overrides without run.dir, dry_run and `resume=never`, which was checked now: a requeued job must continue."""
+    """Return the overrides without run.dir, dry_run and `resume=never` (checked already; a requeued job must continue)."""
     dropped = ("run.dir", "cluster.dry_run")
     return [
         line for line in overrides if not is_override_to(line, "resume", "never") and override_key(line) not in dropped
@@ -179,7 +179,7 @@ def _job_arguments(overrides: Sequence[str]) -> list[str]:
 
 
 def _original_environment() -> dict[str, str]:
-    """The environment that this command was started with, without variables that libraries have set since."""
+    """Return the environment at the start of this process, without variables that libraries have set later."""
     original = psutil.Process().environ()
     kept = {name: value for name, value in original.items() if not name.startswith(_NOT_PASSED_ON)}
     return kept | {name: original[name] for name in ("SLURM_CONF",) if name in original}

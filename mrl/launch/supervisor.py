@@ -1,8 +1,8 @@
 """Supervisor of a command: runs it in a child process, and restarts it when the child is killed or crashes.
 
 The process that the user started only waits, so it imports nothing heavy. It forwards signals to the child. A child whose
-Python interpreter exits in an orderly way, with success or with an error, writes "ended" to a pipe; without that word the
-child was killed, crashed, or was ended by Ray because its raylet died, whatever its exit status is.
+Python interpreter exits in an orderly way, with success or with an error, writes "ended" to a pipe. If the word is missing, the
+child was killed, crashed, or was ended by Ray because its raylet died. This holds for every exit status.
 """
 
 import atexit
@@ -27,7 +27,7 @@ _pipe: int | None = None  # in the child: write end of the pipe
 
 
 def register_child() -> None:
-    """In the child, before anything else: report an orderly exit to the supervisor."""
+    """Report an orderly exit to the supervisor. The child calls this before anything else."""
     if PIPE_VARIABLE in os.environ:
         global _pipe
         _pipe = int(os.environ.pop(PIPE_VARIABLE))
@@ -36,13 +36,13 @@ def register_child() -> None:
 
 
 def tell_supervisor(word: str) -> None:
-    """In the child: send "ended", or an argument that a restart must have, such as the run directory."""
+    """Send "ended" from the child, or an argument that a restarted child must get, such as the run directory."""
     if _pipe is not None:
         os.write(_pipe, f"{word}\n".encode())
 
 
 def request_restart() -> None:
-    """In the child: have the supervisor restart it, although it exits in an orderly way."""
+    """Let the supervisor restart this child, although it exits in an orderly way."""
     global _pipe
     _pipe = None
 
@@ -62,7 +62,7 @@ def supervise(module: str, argv: Sequence[str]) -> int:
             return watcher.exit_status(status)
         arguments += [word for word in words if word not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
-        sys.stderr.write(f"mrl: the command vanished (status {status}); ")
+        sys.stderr.write(f"mrl: the process was killed or crashed (status {status}); ")
         sys.stderr.write(
             f"restart {restarts} of {MAX_RESTARTS}\n" if restarts <= MAX_RESTARTS else "no restart is left\n"
         )
@@ -83,7 +83,7 @@ class _ChildWatcher:
             self.child.send_signal(number)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
-        """Run one child; returns its status, the words it sent, and its seconds.
+        """Run one child; returns its exit status, the words that it sent, and its duration in seconds.
 
         A signal that arrived before the child started is sent to it at once.
         """
@@ -111,7 +111,7 @@ class _ChildWatcher:
         return bool(self.signals)
 
     def exit_status(self, status: int) -> int:
-        """The child's status as a shell reports it.
+        """Return the child's exit status as a shell reports it.
 
         It is REQUEUE if the child was preempted before it could handle the signal.
         """
@@ -126,6 +126,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """In a forked child, before exec: get SIGTERM when the parent dies, and restore the default handling of SIGINT."""
+    """Request SIGTERM when the parent dies, and restore the default handling of SIGINT. Runs in a forked child before exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it, and children inherit that

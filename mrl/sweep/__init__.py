@@ -1,1 +1,1 @@
-"""Many runs of one command, with other values of some keys: made, checked, run side by side, compared."""
+"""Sweeps: several runs of one command with different values of some keys. Checks, runs and compares them."""

@@ -46,7 +46,7 @@ from mrl.sweep.points import (
 )
 
 JOBS_FILE = "jobs.json"  # in the sweep's folder: ids of the job arrays submitted for it
-MISSED_POLLS = 3  # polls without the task before a point without status has failed: shared folders show files late
+MISSED_POLLS = 3  # polls without task and status until a point has failed: shared folders show files late
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 Show = Callable[[Sequence[PointResult]], None]
 
@@ -81,7 +81,7 @@ class PointLauncher(Launcher):
         sweep.write()
         config = hydra_entry.compose_config([*fixed, *points[0]])
         runner = self._runner(sweep, replace(config, cluster=replace(config.cluster, nodes=nodes)), indices)
-        show_while_running(runner)
+        run_and_show(runner)
         if runner.signals and not all(result.state.ended for result in runner.results()):
             sys.stdout.write(f"{runner.interruption_message()}\n")
             raise SystemExit(REQUEUE)
@@ -90,7 +90,7 @@ class PointLauncher(Launcher):
     def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[Point, tuple[Point, ...]]:
         """Split the overrides of all jobs into those that they share and those of each point.
 
-        `run.dir` is the sweep's own. `resume=never` was checked before the sweep began, and points may continue.
+        Drops `run.dir`, because each point has its own, and `resume=never`, which was checked already; points may continue.
         """
         jobs = [
             [line for line in hydra_entry.check_overrides(job) if not is_override_to(line, "resume", "never")]
@@ -111,7 +111,7 @@ class PointLauncher(Launcher):
 
 
 def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
-    """Check points that get the indices from `first` on; returns the sweep with them, and the nodes of the largest point.
+    """Check the points with indices from `first` on; returns the sweep with them, and the nodes of the largest point.
 
     Raises ValueError with the mistakes of all points, or if `folder` holds another sweep.
     """
@@ -137,7 +137,7 @@ def check_point(folder: Path, overrides: Sequence[str]) -> int:
 
 
 def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
-    """The sweep in `folder` with `points` from index `first` on; raises ValueError if the folder holds another sweep."""
+    """Return the sweep in `folder`, with `points` from index `first` on. Raises ValueError if `folder` holds another sweep."""
     stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
     earlier = stored.points[:first] if stored else ()
     maximize = config.sweep.direction == "maximize"
@@ -158,7 +158,7 @@ def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
 
 
 def _job_return(result: PointResult) -> JobReturn:
-    """The result of a point as Hydra's sweepers take it."""
+    """Return the result of a point in the type that Hydra's sweepers take."""
     returned = JobReturn(overrides=result.point, working_dir=str(result.folder))
     failed = result.state == PointState.failed
     returned.status = JobStatus.FAILED if failed else JobStatus.COMPLETED
@@ -182,7 +182,7 @@ class Runner(ABC):
         former = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         try:
             self.begin()
-            while self.continues():
+            while self.advance():
                 time.sleep(self.poll_s)
                 self.poll()
                 show(self.sweep.results())
@@ -192,20 +192,20 @@ class Runner(ABC):
                 signal.signal(number, handler)
 
     def results(self) -> list[PointResult]:
-        """The state of the points of this launch."""
+        """Return the state of the points of this launch."""
         return [self.sweep.result(index) for index in self.indices]
 
     @abstractmethod
     def interruption_message(self) -> str:
-        """What happens to unfinished points after a signal, for the terminal."""
+        """Return a text that says what happens to unfinished points after a signal."""
 
     @abstractmethod
     def begin(self) -> None:
         """Prepare or submit the points."""
 
     @abstractmethod
-    def continues(self) -> bool:
-        """Start points where there is room; returns whether any point is still expected to end."""
+    def advance(self) -> bool:
+        """Start waiting points if there is room; returns whether any point is still expected to end."""
 
     @abstractmethod
     def poll(self) -> None:
@@ -217,7 +217,7 @@ class Runner(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End processes that must not outlive this one."""
+        """End processes that must not outlive this process."""
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
@@ -225,7 +225,7 @@ class Runner(ABC):
 
 
 class LocalRunner(Runner):
-    """Runs `n_jobs` points at one time on this machine. The processes receive its signals, and do not outlive it."""
+    """Runs `n_jobs` points at the same time on this machine. Forwards signals to their processes, and ends them when it ends."""
 
     poll_s = 0.5
 
@@ -245,7 +245,7 @@ class LocalRunner(Runner):
     def begin(self) -> None:
         self._queue = [result.index for result in self.results() if result.state != PointState.done]
 
-    def continues(self) -> bool:
+    def advance(self) -> bool:
         while len(self._running) < self.n_jobs and not self.signals and self._queue:
             index = self._queue.pop(0)
             self._running[index] = self.start(self.sweep, index)
@@ -270,7 +270,7 @@ class LocalRunner(Runner):
 
 
 class SlurmRunner(Runner):
-    """Submits the points as a job array, except those that an earlier array of the sweep still has.
+    """Submits the points as a job array, except points that wait or run in an earlier array of the sweep.
 
     The jobs outlive this process. The state of a point is read from its folder, because Slurm does not know why a task ended.
     """
@@ -284,7 +284,7 @@ class SlurmRunner(Runner):
         submit: Callable[[Sequence[int]], str],
         queued_tasks: Callable[[str], set[int] | None],
     ) -> None:
-        """`submit(indices)` submits an array and returns its id; `queued_tasks(id)`: its waiting and running tasks, or None."""
+        """`submit(indices)` returns the id of the array. `queued_tasks(id)` returns its waiting and running tasks, or None."""
         super().__init__(sweep, indices)
         self.submit, self.queued_tasks = submit, queued_tasks
         self._jobs: list[str] = []
@@ -292,7 +292,9 @@ class SlurmRunner(Runner):
 
     def interruption_message(self) -> str:
         jobs = " ".join(self._jobs)
-        return f"the jobs go on: mrl train -m --table {self.sweep.folder} shows their state; scancel {jobs} ends them"
+        return (
+            f"the jobs continue: mrl train -m --table {self.sweep.folder} shows their state; scancel {jobs} ends them"
+        )
 
     def begin(self) -> None:
         path = self.sweep.folder / JOBS_FILE
@@ -307,7 +309,7 @@ class SlurmRunner(Runner):
             self._jobs.append(self.submit(wanted))
             path.write_text(json.dumps(self._jobs))
 
-    def continues(self) -> bool:
+    def advance(self) -> bool:
         return not self.signals and not all(result.state.ended for result in self.results())
 
     def poll(self) -> None:
@@ -325,18 +327,18 @@ class SlurmRunner(Runner):
                 write_status(result.folder, 1, 0.0)
 
     def forward_signal(self, number: int) -> None:
-        """The jobs go on."""
+        """Do nothing: the jobs continue."""
 
     def close(self) -> None:
-        """The jobs outlive this process."""
+        """Do nothing: the jobs outlive this process."""
 
     def _queued(self) -> set[int] | None:
         tasks = [self.queued_tasks(job) for job in self._jobs]
         return None if None in tasks else {index for queued in tasks for index in queued or ()}
 
 
-def show_while_running(runner: Runner) -> None:
-    """Run the points: a live table on a terminal, elsewhere a line whenever a point changes its state."""
+def run_and_show(runner: Runner) -> None:
+    """Run the points and show their states: as a live table on a terminal, otherwise as one line for each change."""
     console, shown = Console(highlight=False), set()
     with Live(console=console, refresh_per_second=2, transient=True) as live:
 

@@ -1,7 +1,7 @@
-"""Points of a sweep: how overrides define them, the file that lists them, their state and table, and the process of one.
+"""Points of a sweep: their overrides, their file, their state, the result table, and the process that runs one point.
 
-A point is a tuple of overrides. Point N runs in FOLDER/N as `mrl train` with these overrides. All of its state is in that
-folder, so a point that runs on this machine and one that runs in a Slurm job look the same.
+A point is a tuple of overrides. Point N runs in FOLDER/N as `mrl train` with these overrides. All its state is in that folder,
+so points on this machine and points in Slurm jobs are read in the same way.
 
 `python -m mrl.sweep.points FOLDER INDEX [OVERRIDE ...]` runs one point. Its terminal output goes to terminal.log in the
 point's folder and its exit status to status.json, unless the point was preempted and has to be started again.
@@ -37,7 +37,7 @@ SWEEP_FILE = "sweep.json"  # in the sweep's folder
 STATUS_FILE = "status.json"  # in a point's folder, once it has ended: {"status": exit status, "seconds": ...}
 METRIC_STEPS = 5  # last steps over which a metric is averaged
 RECENT_EVALUATIONS = 20  # last lines of eval.jsonl in which the metric is searched
-NOISE = ("restart ", "HYDRA_FULL_ERROR")  # in log lines that do not tell the cause of a failure
+NOISE = ("restart ", "HYDRA_FULL_ERROR")  # words of log lines that do not tell the cause of a failure
 
 
 CSV_FILE = "sweep.csv"  # in the sweep's folder
@@ -69,7 +69,7 @@ class PointResult:
     state: PointState
     steps: int  # trained
     value: float | None  # of the sweep's metric
-    seconds: float  # of its last start, once it has ended
+    seconds: float  # duration of its last start; 0 until it has ended
     reason: str = ""  # why it failed
 
 
@@ -85,25 +85,25 @@ class Sweep:
     points: tuple[Point, ...]
 
     def point_folder(self, index: int) -> Path:
-        """The folder of a point."""
+        """Return the folder of a point."""
         return self.folder / str(index)
 
     def overrides(self, index: int) -> list[str]:
-        """The overrides with which `mrl train` runs a point."""
+        """Return the overrides with which `mrl train` runs a point."""
         run_dir = format_override("run.dir", self.point_folder(index))
         return [*self.fixed, *self.points[index], run_dir, format_override("tracking.group", self.group)]
 
     def command(self, index: int) -> str:
-        """A shell command that trains the point again in a folder of its own."""
+        """Return a shell command that trains the point again, in a new run directory."""
         own = [line for line in self.fixed if not override_key(line).startswith(("run.dir", "sweep", "hydra"))]
         return shlex.join(["mrl", "train", *own, *self.points[index]])
 
     def results(self) -> list[PointResult]:
-        """The current state of all points, in order."""
+        """Return the current state of all points, in order."""
         return [self.result(index) for index in range(len(self.points))]
 
     def result(self, index: int) -> PointResult:
-        """The current state of a point."""
+        """Return the current state of a point."""
         return read_result(index, self.points[index], self.point_folder(index), self.metric)
 
     def clear_status(self, index: int) -> None:
@@ -133,7 +133,7 @@ def split_overrides(lines: Sequence[str]) -> tuple[Point, tuple[Override, ...]]:
 
 
 def params_to_lines(params: Mapping[Any, Any]) -> list[str]:
-    """`hydra.sweeper.params` as overrides; a list means its elements."""
+    """Return `hydra.sweeper.params` as overrides; a list becomes its elements."""
     lines = {
         key: ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in params.items()
@@ -142,14 +142,14 @@ def params_to_lines(params: Mapping[Any, Any]) -> list[str]:
 
 
 def grid_points(swept: Sequence[Override]) -> list[Point]:
-    """All combinations in the order of the command line: the last key changes fastest.
+    """Return all combinations, in the order of the command line: the last key changes fastest.
 
     Raises ValueError for an interval, which has no list of values.
     """
     for override in swept:
         if not override.is_discrete_sweep():
             raise ValueError(
-                f"{override.input_line!r}: an interval has no list of values; name some, or add hydra/sweeper=optuna."
+                f"{override.input_line!r}: an interval has no list of values; list the values, or add hydra/sweeper=optuna."
             )
     values = [
         [f"{(override.input_line or '').split('=')[0]}={value}" for value in override.sweep_string_iterator()]
@@ -169,7 +169,7 @@ def load_sweep(folder: Path) -> Sweep:
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
-    """How a stored sweep differs from the wanted one, in words; new points may follow the stored ones."""
+    """Return how the wanted sweep differs from the stored one, in words; additional points at the end are no difference."""
     found = [
         f"{name}: {_shown(getattr(stored, name))} there, {_shown(getattr(wanted, name))} now"
         for name in ("fixed", "metric", "maximize")
@@ -208,7 +208,7 @@ def write_status(folder: Path, status: int, seconds: float) -> None:
 
 
 def metric_value(folder: Path, metric: str) -> float | None:
-    """A metric of the run in `folder`: eval/* of the last evaluation, others averaged over the last METRIC_STEPS steps.
+    """Return a metric of the run in `folder`: eval/* of the last evaluation, others averaged over the last METRIC_STEPS steps.
 
     None if the run has not reported it yet.
     """
@@ -225,7 +225,7 @@ def _logged_values(path: Path, metric: str, count: int) -> list[float]:
 
 
 def last_message(folder: Path) -> str:
-    """The line of a point's log that most likely tells why it failed: the last one of mrl itself, or else the last one."""
+    """Return the line of a point's log that most likely explains its failure: the last line of mrl, else the last line."""
     log = folder / "terminal.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not any(word in line for word in NOISE)]
@@ -234,18 +234,18 @@ def last_message(folder: Path) -> str:
 
 
 def best_point(results: Iterable[PointResult], maximize: bool) -> PointResult | None:
-    """The first point with the best value, of those that are done."""
+    """Return the point with the best value among those that are done; the first of equal ones."""
     done = [result for result in results if result.state == PointState.done and result.value is not None]
     return max(done, key=lambda result: (result.value or 0.0) * (1 if maximize else -1), default=None)
 
 
 def swept_keys(sweep: Sweep) -> list[str]:
-    """The keys in which the points differ."""
+    """Return the keys in which the points differ."""
     return list(dict.fromkeys(override_key(line) for point in sweep.points for line in point))
 
 
 def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
-    """A table with a row for each point; the best point is marked with *."""
+    """Return a table with a row for each point; the best point is marked with *."""
     best = best_point(results, sweep.maximize)
     table = Table("point", *swept_keys(sweep), "state", title=str(sweep.folder), title_justify="left")
     for name in ("steps", sweep.metric):
@@ -259,7 +259,7 @@ def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
 
 
 def closing_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
-    """The text below the table: why points failed, which point is the best, and the command that trains it again."""
+    """Return the text below the table: why points failed, which point is the best, and the command that trains it again."""
     failed = [
         f"point {result.index} failed, {result.reason}\n  {result.folder / 'terminal.log'}"
         for result in results

@@ -53,7 +53,7 @@ class GridSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep of these overrides. A point that fails does not end it."""
+        """Run the sweep of these overrides. A failed point does not end the sweep."""
         fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
         self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
 
@@ -64,7 +64,7 @@ class OptunaSweeper(GridSweeper):
     __module__ = "hydra_plugins.mrl"
 
     def __init__(self, n_trials: int, n_jobs: int, params: DictConfig | None = None) -> None:
-        """`n_trials`: number of points. `n_jobs`: points that are chosen, and run, at one time."""
+        """`n_trials`: number of points. `n_jobs`: points that are chosen and run at the same time."""
         super().__init__(params)
         self.n_trials, self.n_jobs = n_trials, n_jobs
 
@@ -152,7 +152,7 @@ class PointProposer:
 
 
 def _suggest(override: Override, trial: Any) -> str:
-    """`key=value` with a value that Optuna suggests."""
+    """Return `key=value` with a value that Optuna suggests."""
     assert override.input_line is not None, "the override was parsed from a line"
     key, sweep = override.input_line.split("=")[0], override.value()
     if isinstance(sweep, IntervalSweep):

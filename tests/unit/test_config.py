@@ -14,7 +14,7 @@ from mrl.commands.config import markdown_page, metrics_page
 from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config
-from mrl.config.validate import MOVED, check, from_hydra, is_known, leaf_fields, unknown_key_message
+from mrl.config.validate import RENAMED_KEYS, check, from_hydra, is_known, leaf_fields, unknown_key_message
 from mrl.controller.plan_models import make_input_files
 from parallel.dims import ParallelDims
 
@@ -99,7 +99,7 @@ def test_the_generated_pages_are_up_to_date():
 
 
 def test_former_names_of_keys_lead_to_the_new_ones():
-    for former, key in MOVED.items():
+    for former, key in RENAMED_KEYS.items():
         assert not is_known(former) and f"did you mean {key!r}" in unknown_key_message(former)
         assert is_known(key) or key.startswith("hydra."), key
 

@@ -80,7 +80,7 @@ def test_a_command_that_exits_in_an_orderly_way_is_not_restarted(run, tmp_path, 
 def test_a_command_that_vanishes_is_restarted(run, tmp_path, how):
     process = run(how, "2")
     assert process.wait(60) == 0 and len(starts(tmp_path)) == 3
-    assert process.stderr.read().count("vanished") == 2
+    assert process.stderr.read().count("killed or crashed") == 2
 
 
 def test_the_number_of_restarts_is_limited(run, tmp_path):
@@ -98,7 +98,7 @@ def test_a_restart_continues_in_the_first_run_directory(run):
 
 def test_a_signal_before_a_restart_prevents_it(run, tmp_path):
     process = run("killed", "99")
-    while "vanished" not in process.stderr.readline():
+    while "killed or crashed" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75
