@@ -52,7 +52,7 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
         assert step["rollout/weight_version"] == step["step"] - 1, "as reported by the engine"
         model_bytes = sum(t.nbytes for t in load_file(warm / "model.safetensors").values())
         assert step["weight_sync/bytes"] == model_bytes
-    assert "held-out accuracy, before -> after: sampled" in run.output()
+    assert "held-out accuracy sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
     assert (run.folder / "checkpoints/step_000003/actor/metadata.json").exists()
     assert list(run.folder.glob("wandb/offline-run-*"))

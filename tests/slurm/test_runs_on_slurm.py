@@ -93,7 +93,9 @@ def nodes_of(cluster, run) -> set[str]:
 
 def test_two_jobs_share_a_node(cluster, submit):
     on_one = ["cluster.nodes=1", "++cluster.slurm.nodelist=n1", "placement=colocated", "trainer.max_steps=3"]
-    runs = [submit(*on_one, f"run.seed={seed}") for seed in range(2)]
+    runs = [submit(*on_one, "++cluster.slurm.hold=true", f"run.seed={seed}") for seed in range(2)]
+    for run in runs:
+        cluster.run("scontrol", "release", run.job_id)
     jobs = [run.finish() for run in runs]
     for run, job in zip(runs, jobs, strict=True):
         assert (job["JobState"], job["NodeList"]) == ("COMPLETED", "n1"), run.logs()
