@@ -28,7 +28,7 @@ MISTAKES = {
     ),
     "a long prompt": (
         ["data.train=[{bad}/long.parquet]"],
-        "row 3, column 'prompt': 70 tokens; at most 57 leave room for the response",
+        "row 3, column 'prompt': 70 tokens are more than the 57 that leave room for the response",
     ),
     "a layout that does not fit": (["parallel.tp=3"], "parallel.tp=3 does not divide num_attention_heads=4"),
     "stages that do not divide the layers": (
