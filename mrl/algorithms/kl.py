@@ -37,16 +37,16 @@ class KLPenalty:
     average over samples of the policy, every kind but k2 has the value KL(policy || reference). In the loss, the kinds
     differ in their average gradient:
 
-        k1        0: use it in the reward, it has no effect in the loss
+        k1        0, so in the loss k1 adds only noise; use k1 in the reward
         k2        the gradient of KL(policy || reference)
-        k3        the gradient of KL(reference || policy), the reverse direction, as in GRPO (DeepSeekMath 2024, eq. 4)
+        k3        the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
         k1+, k3+  the value of k1 or k3 with the gradient of k2; the names are verl's
         unbiased  the gradient of KL(policy || reference), also for samples of the old policy: k3 times pi / pi_old,
                   and the ratio carries gradient (DeepSeek-V3.2 2025, 3.1). In the reward it is k3
 
     With `target`, the coefficient adapts so that the measured KL per token approaches `target` (Ziegler et al. 2019,
-    2.2). `horizon` is the number of responses over which the coefficient adapts. Raises ValueError for an unknown kind
-    and for a target of 0 or less.
+    2.2): one step changes the coefficient by at most 20 % times (responses of the step / `horizon`). Raises ValueError
+    for an unknown kind and for a target of 0 or less.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})

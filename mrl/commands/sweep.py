@@ -13,11 +13,11 @@ from mrl.sweep.points import (
     SWEEP_FILE,
     PointState,
     Sweep,
-    closing_text,
     load_sweep,
-    params_to_lines,
+    params_to_overrides,
     render_table,
     split_overrides,
+    summary_text,
     write_csv,
 )
 from mrl.sweep.sweepers import register_plugins
@@ -36,10 +36,11 @@ continues with points that are missing or failed. SIGTERM or USR1 ends the sweep
   mrl train -m cluster=slurm cluster.nodes=2 hydra.launcher.n_jobs=8 optim.lr=1e-6,3e-6 ...     a job array
 
   values                  1e-4,3e-4   choice(grpo,rloo)   range(1,5); with Optuna interval(0,1), tag(log,interval(1e-6,1e-3))
-  sweep.metric            metric of a point (reward/mean): mean over the last steps; eval/*: value of the last evaluation
+  sweep.metric            metric that ranks the points, default reward/mean. Averaged over the last 5 steps;
+                          for eval/* the last value
   sweep.direction         maximize or minimize
   hydra.launcher.n_jobs   points that run at one time (1)
-  hydra.sweeper.params    key -> values, for a sweep in a file
+  hydra.sweeper.params    swept keys and their values, when conf/sweep/NAME.yaml defines the sweep
   hydra.sweeper.n_trials  with hydra/sweeper=optuna: number of points (20), chosen from the metrics of earlier points
 
 Other launchers and sweepers of Hydra work too: hydra/launcher=NAME, hydra/sweeper=NAME.
@@ -63,22 +64,27 @@ def main(argv: list[str]) -> int:
         status = hydra_entry.run(["--multirun", *arguments], train_process.train)
     except PointFailedError:  # from a sweeper that stops at the first failure
         status = 1
-    if status > 1 or not (folder / SWEEP_FILE).exists():  # interrupted, or the points ran with another launcher
+    # Interrupted, or run by another launcher: only mrl's launcher writes the sweep file.
+    if status > 1 or not (folder / SWEEP_FILE).exists():
         return status
     return print_results(load_sweep(folder))
 
 
 def _sweep_arguments(words: list[str]) -> tuple[Path, list[str]]:
     """Return the sweep's folder, and the arguments for Hydra with that folder. Raises ValueError for a wrong argument."""
-    arguments = hydra_entry.user_arguments(words)
+    arguments = hydra_entry.prepare_arguments(words)
     for_hydra = [line for line in arguments if override_key(line).startswith("hydra")]
-    own = [line for line in arguments if line not in for_hydra]
-    fixed = [line for line in split_overrides(own)[0] if not is_override_to(line, "resume", "never")]
+    mrl_overrides = [line for line in arguments if line not in for_hydra]
+    given_fixed, _ = split_overrides(mrl_overrides)
+    fixed = [line for line in given_fixed if not is_override_to(line, "resume", "never")]
     run_dir = hydra_entry.compose_config(fixed).run.dir
-    if len(fixed) < len(split_overrides(own)[0]) and Path(run_dir, SWEEP_FILE).exists():
-        raise ValueError(f"resume=never: {run_dir} holds a sweep; omit it to continue, or name another run.dir.")
+    if len(fixed) < len(given_fixed) and Path(run_dir, SWEEP_FILE).exists():
+        raise ValueError(
+            f"resume=never: {run_dir} holds a sweep; omit resume=never to continue the sweep, or name another run.dir."
+        )
     params = hydra_entry.compose_sweeper_params([*fixed, *for_hydra])
-    if not split_overrides([*params_to_lines(params), *own])[1]:
+    _, swept = split_overrides([*params_to_overrides(params), *mrl_overrides])
+    if not swept:
         raise ValueError(
             "nothing is swept: give a key several values (optim.lr=1e-4,3e-4), or name a sweep (sweep=lr_kl)."
         )
@@ -92,6 +98,6 @@ def print_results(sweep: Sweep) -> int:
     results = sweep.results()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(render_table(sweep, results))
-    console.print(closing_text(sweep, results), markup=False, soft_wrap=True)
+    console.print(summary_text(sweep, results), markup=False, soft_wrap=True)
     console.print(f"the table is in {write_csv(sweep, results)}", soft_wrap=True)
     return 1 if any(result.state == PointState.failed for result in results) else 0

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     if not (hydra_entry.names_model(argv) or any(word.startswith("-") for word in argv)):
         sys.stdout.write("no experiment= or model.path= is given: training experiment=quickstart\n")
     with hydra_entry.exit_on_user_error():
-        arguments = hydra_entry.user_arguments(argv)
+        arguments = hydra_entry.prepare_arguments(argv)
     overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
     return hydra_entry.run(arguments, partial(train, overrides=overrides))
 

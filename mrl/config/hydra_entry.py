@@ -56,7 +56,7 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
         sys.stdout.write(usage)
         return 0
     with exit_on_user_error():
-        arguments = user_arguments(argv)
+        arguments = prepare_arguments(argv)
     signal.signal(signal.SIGTERM, _raise_system_exit)
     configs: list[Config] = []
 
@@ -79,7 +79,7 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
     return 0
 
 
-def user_arguments(argv: Sequence[str]) -> list[str]:
+def prepare_arguments(argv: Sequence[str]) -> list[str]:
     """Check the arguments of a command, and complete them for Hydra. Also makes a user's modules importable.
 
     Raises ValueError for a wrong argument, or for an engine key that an HTTP header cannot carry.

@@ -171,7 +171,13 @@ class RolloutConfig:
         False, "one seed for each response (run.seed, step, index); slower (docs/how_to/resume.md)"
     )
     routing_replay: bool = key(False, "mixture of experts: train with the experts that the engine selected per token")
-    request_timeout_s: float = key(600.0, "timeout of one batch of responses", "s", above=0)
+    request_timeout_s: float = key(
+        600.0,
+        "deadline of one batch of responses, after which the run fails; a hang report is written if the rollout worker does not "
+        "answer 60 s + 2 x scoring.timeout_s later",
+        "s",
+        above=0,
+    )
     record: bool = key(False, "save the tokens of each step in run.dir/rollouts/step_N.npz")
     replay: str | None = key(None, "folder of recorded rollouts to train on, without engines")
 
@@ -233,7 +239,9 @@ class AlgorithmConfig:
     kl_in_loss: Node | None = key(dict, "KL penalty to the reference (initial) policy, added to the loss")
     kl_in_reward: Node | None = key(dict, "KL penalty to the reference policy, subtracted from the rewards")
     entropy_coef: float = key(0.0, "coefficient of the entropy bonus")
-    whiten: bool = key(False, "normalize advantages to mean 0 and standard deviation 1 over all tokens of the step")
+    whiten: bool = key(
+        False, "normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss"
+    )
     mask_truncated: bool = key(False, "exclude truncated responses from the loss")
     old_logprobs: OldLogprobs = key(
         OldLogprobs.recompute, "old log-probabilities: recomputed by the trainer, or those of the rollout engine"
@@ -315,7 +323,10 @@ class TrainerConfig:
     eval_rows: int | None = key(None, "evaluate on the first rows of data.test only; default: all", "rows", least=1)
     save: bool = key(True, "write a checkpoint and the Hugging Face folder hf/ at the end")
     timeout_s: float = key(
-        1800.0, "timeout of one call to the trainer ranks, and of writing one checkpoint", "s", above=0
+        1800.0,
+        "deadline of one call to the trainer ranks, after which a hang report is written; also of writing one checkpoint",
+        "s",
+        above=0,
     )
 
 
@@ -405,7 +416,12 @@ class ClusterConfig:
     """Ray cluster and Slurm job (docs/tutorials/slurm.md)."""
 
     address: str | None = key(None, "address of a running Ray cluster; default: start Ray on this machine")
-    start_timeout_s: float = key(600.0, "timeout until all engines and trainer ranks are ready", "s", above=0)
+    start_timeout_s: float = key(
+        600.0,
+        "deadline for all engines and trainer ranks to be ready, after which a hang report is written",
+        "s",
+        above=0,
+    )
     scheduler: Scheduler | None = key(None, "slurm: submit the run as a job; default: run on this machine")
     nodes: int | None = key(None, "nodes of the job and of `mrl plan`; default: as many as needed", "nodes", least=1)
     gpus_per_node: int = key(8, "GPUs of a node; 0: a CPU job, one process for each CPU", "GPUs", least=0)

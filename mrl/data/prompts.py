@@ -43,7 +43,7 @@ class PromptDataset:
     """The usable rows of all sources, numbered from 0, source after source. Rows are tokenised once, into flat arrays."""
 
     examples: list[PromptExample]  # [R]
-    numbers: NDArray[np.int64]  # [R] row number in its own file, from 0
+    row_numbers: NDArray[np.int64]  # [R] row number in its own file, from 0
     tokens: NDArray[np.int32]  # [T] tokens of all prompts
     cu_seqlens: NDArray[np.int64]  # [R+1] start of each prompt in `tokens`
     shares: tuple[SourceShare, ...]  # one per source

@@ -36,12 +36,12 @@ class PromptSource:
     name: str = ""  # key in data.mixture or data.test_sets; it is the default data_source (empty: the file's name)
     weight: float = 1.0  # relative number of rows drawn from this source
     rows: UserDataset | None = None  # user-defined data set instead of files
-    origin: str = ""  # _target_ of the user-defined data set, for error messages
+    target: str = ""  # _target_ of the user-defined data set, for error messages
 
     def tables(self) -> Iterator[RowTable]:
         """Yield the rows, file by file. Raises ValueError at a file that cannot be read."""
         if self.rows is not None:
-            yield _read_user_dataset(self.rows, self.origin)
+            yield _read_user_dataset(self.rows, self.target)
         for path in self.files:
             yield read_table(path)
 
@@ -103,7 +103,7 @@ def _source(node: Node, key: str, data: DataConfig, name: str = "") -> PromptSou
     own = dict(columns=columns, system=node.get("system", data.system), name=name, weight=float(weight))
     if node.get("dataset"):
         rows = _construct_rows(node["dataset"], key if key == "data.dataset" else f"{key}.dataset")
-        return PromptSource(**own, rows=rows, origin=node["dataset"]["_target_"])
+        return PromptSource(**own, rows=rows, target=node["dataset"]["_target_"])
     return PromptSource(**own, files=_files(node["files"], key))
 
 
@@ -140,7 +140,7 @@ def _call(built: Callable[[], Any], key: str, target: str) -> Any:
         raise ValueError(f"{key}: {target} failed: {error!r}") from error
 
 
-def _read_user_dataset(source: UserDataset, origin: str) -> RowTable:
+def _read_user_dataset(source: UserDataset, target: str) -> RowTable:
     rows: list[Row] = []
     numbers, bad = [], []
     for number in range(len(source)):
@@ -148,5 +148,5 @@ def _read_user_dataset(source: UserDataset, origin: str) -> RowTable:
             rows.append(dict(source[number]))
             numbers.append(number)
         except Exception as error:  # user code may raise anything; it is reported as a bad row
-            bad.append(BadRow(origin, number, "", f"expected a row, but the data set raised {error!r:.200}"))
-    return RowTable(origin, rows, numbers, bad)
+            bad.append(BadRow(target, number, "", f"expected a row, but the data set raised {error!r:.200}"))
+    return RowTable(target, rows, numbers, bad)

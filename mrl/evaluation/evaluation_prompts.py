@@ -1,4 +1,4 @@
-"""Prompts of `mrl generate`; conversion of responses to rows of a file, and of rows to the input of a reward."""
+"""Loads the prompts of `mrl generate`, writes responses as file rows, and turns rows back into reward inputs."""
 
 import hashlib
 import json
@@ -18,7 +18,10 @@ from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import Completion, seed_of
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
-"""Function of (prompts of a file, number of the file); raises ValueError if the config forbids the rows that were omitted."""
+"""Function of (prompts of a file, number of the file).
+
+Raises ValueError if rows were left out although data.bad_rows or data.overlong is `error`, or if no row is left.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,11 @@ class EvaluationPrompt:
     extra_info: dict[str, Any]
 
     def seed(self, seed: int, sample: int) -> int:
-        """Return the 63-bit seed of one response. It does not depend on other sets, later files, other rows or other samples."""
+        """Return the 63-bit seed of one response.
+
+        It depends only on the run's seed, the set's name, the file's position in the set, the row and the sample; appending
+        files changes no seed.
+        """
         name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
         return seed_of(seed, *name.tolist(), self.place, self.row, sample)
 
@@ -86,9 +93,9 @@ def load_prompts(
             EvaluationPrompt(
                 source.name,
                 place,
-                source.files[0] if source.files else source.origin,
+                source.files[0] if source.files else source.target,
                 number,
-                int(data.numbers[row]),
+                int(data.row_numbers[row]),
                 data.data_source(row),
                 data.messages(row),
                 data.encode(row),

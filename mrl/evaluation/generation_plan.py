@@ -81,12 +81,12 @@ def find_model(config: Config) -> ServedModel:
         return ServedModel(HFConfig.load(base, config.model.family), path)
     if base:
         raise ValueError(
-            f"generate.base={base}: is only for a Megatron checkpoint, but model.path={path} is not one; remove generate.base."
+            f"generate.base={base} is only for a Megatron checkpoint, but model.path={path} is not one; remove generate.base."
         )
     inner = [folder for name in ("hf", "checkpoint", "actor") if (folder := path / name).is_dir()]
     inner += sorted(path.glob("checkpoints/step_*/actor"))[-1:]
     if inner and not (path / "config.json").is_file():
-        raise ValueError(f"model.path={path}: is a run directory; set model.path to {' or '.join(map(str, inner))}.")
+        raise ValueError(f"model.path={path} is a run directory; set model.path to {' or '.join(map(str, inner))}.")
     return ServedModel(check_hf_folder(path, config.model.family))
 
 
@@ -124,9 +124,9 @@ class GenerationPlan:
 
 
 def plan_generation(config: Config) -> GenerationPlan:
-    """Check the config of a generation and return its plan. Raises ValueError; starts no process.
+    """Check the config of a generation and return its plan. Starts no process. Raises ValueError for a mistake in the config.
 
-    The prompts are not read here, because a finished generation needs no prompts: see GenerationPlan.prompts.
+    It does not read the prompts, because a finished generation does not need them: GenerationPlan.prompts reads them.
     """
     generate = config.generate
     if generate.samples > MAX_SAMPLES:
@@ -143,7 +143,8 @@ def plan_generation(config: Config) -> GenerationPlan:
     sources = test_sources(config.data)
     if not sources:
         raise ValueError(
-            "data.test must name at least one parquet or jsonl file of prompts (see docs/tutorials/data.md)."
+            "data.test must name at least one parquet or jsonl file of prompts, or a folder; or set data.test_sets, whose sets "
+            "can also be data set classes (see docs/tutorials/data.md)."
         )
     files = [Path(file) for source in sources for file in source.files]
     for file in files:
@@ -166,7 +167,10 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return all settings that determine the responses, by config key. Number and GPUs of the engines are not included."""
+    """Return what determines the responses: values by config key, versions of packages, and sizes and times of files.
+
+    rollout.num_engines and rollout.engine_urls are left out, because they may change when a generation continues.
+    """
     generate = config.generate
     names = (
         "samples",
@@ -214,4 +218,4 @@ def describe_determinism(config: Config) -> str:
         return (
             kind + "; if two tokens are nearly equally likely, rounding decides, and it depends on the engine's batch"
         )
-    return kind + "; on a GPU with batch-invariant kernels, on a CPU up to rounding"
+    return kind + "; exact on a GPU with batch-invariant kernels, equal up to rounding on a CPU"

@@ -4,6 +4,9 @@ service.
 An engine has failed when its processes end, when it answers with errors several times in a row, or when it has requests and
 its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine still computes, so it has not
 failed. Another engine samples the pending responses of a failed engine.
+
+An engine is chosen in one of two ways. A session uses the engine with the fewest faults in a row and, among these, the least
+expected work. `generate_all` and `converse_all` know all their prompts in advance and divide them evenly among the engines.
 """
 
 from __future__ import annotations

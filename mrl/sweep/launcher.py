@@ -39,7 +39,7 @@ from mrl.sweep.points import (
     Sweep,
     differences,
     load_sweep,
-    params_to_lines,
+    params_to_overrides,
     render_table,
     split_overrides,
     write_status,
@@ -70,7 +70,7 @@ class PointLauncher(Launcher):
         """Hydra's hook: `config` is composed without the swept keys."""
         self.folder = Path(config.hydra.sweep.dir).resolve()
         params = config.hydra.sweeper.get("params") or {}
-        _, swept = split_overrides([*params_to_lines(params), *config.hydra.overrides.task])
+        _, swept = split_overrides([*params_to_overrides(params), *config.hydra.overrides.task])
         self.swept_keys = {override_key(override.input_line or "") for override in swept}
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:

@@ -132,7 +132,7 @@ def split_overrides(lines: Sequence[str]) -> tuple[Point, tuple[Override, ...]]:
     return fixed, tuple(each for each in parsed.values() if each.is_sweep_override())
 
 
-def params_to_lines(params: Mapping[Any, Any]) -> list[str]:
+def params_to_overrides(params: Mapping[Any, Any]) -> list[str]:
     """Return `hydra.sweeper.params` as overrides; a list becomes its elements."""
     lines = {
         key: ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
@@ -258,7 +258,7 @@ def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
     return table
 
 
-def closing_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
+def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
     """Return the text below the table: why points failed, which point is the best, and the command that trains it again."""
     failed = [
         f"point {result.index} failed, {result.reason}\n  {result.folder / 'terminal.log'}"

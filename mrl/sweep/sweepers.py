@@ -15,7 +15,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 from mrl.sweep.launcher import PointLauncher, check_point
-from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_lines, split_overrides
+from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_overrides, split_overrides
 
 MAX_REJECTED = 20  # consecutive proposals that cannot run before the sweep ends
 
@@ -54,7 +54,7 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep of these overrides. A failed point does not end the sweep."""
-        fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
+        fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
         self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
 
 
@@ -70,7 +70,7 @@ class OptunaSweeper(GridSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep of these overrides; points of an interrupted sweep in the folder come first."""
-        fixed, swept = split_overrides([*params_to_lines(self.params), *arguments])
+        fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
         folder = Path(self._composed.hydra.sweep.dir).resolve()
         maximize = self._composed.sweep.direction.name == "maximize"
 

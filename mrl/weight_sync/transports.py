@@ -3,6 +3,10 @@
 A sender writes its buckets alternately into two slots. It reuses a slot when all receivers have acknowledged the bucket in it.
 On one machine the receivers map the slots themselves (shared memory, or GPU memory by CUDA IPC). Otherwise the bytes are sent
 through a process group.
+
+To add a transport, change these places: the enum Transport in mrl/config/schema.py; choose_transport and a pair of ends in this
+file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md. A transport that
+does not send buckets, such as `disk`, has a class of its own, which `connect_engines` in mrl/workers/megatron_model.py chooses.
 """
 
 from __future__ import annotations

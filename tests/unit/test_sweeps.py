@@ -23,16 +23,16 @@ from mrl.sweep.points import (
     PointState,
     Sweep,
     best_point,
-    closing_text,
     differences,
     grid_points,
     last_message,
     load_sweep,
     metric_value,
-    params_to_lines,
+    params_to_overrides,
     read_result,
     render_table,
     split_overrides,
+    summary_text,
     write_csv,
     write_status,
 )
@@ -91,7 +91,7 @@ def test_points_are_all_combinations_in_the_order_of_the_command_line():
 
 def test_the_command_line_overrides_params_of_a_file():
     params = {"optim.lr": "7,8", "run.seed": "1,2", "critic.optim.lr": [3, 4], "rollout.temperature": "interval(0,1)"}
-    fixed, swept = split_overrides([*params_to_lines(params), "optim.lr=1,2", "++run.seed=5"])
+    fixed, swept = split_overrides([*params_to_overrides(params), "optim.lr=1,2", "++run.seed=5"])
     assert fixed == ("++run.seed=5",)
     assert [override.input_line for override in swept] == [
         "optim.lr=1,2",
@@ -232,7 +232,7 @@ def test_the_table_names_the_best_point_its_command_and_what_failed(tmp_path):
     console.print(render_table(sweep, outcomes))
     text = console.export_text()
     assert "optim.lr" in text and "run.seed" in text and "0.25 *" in text and "0.75 *" not in text
-    said = closing_text(sweep, outcomes)
+    said = summary_text(sweep, outcomes)
     assert "point 1 failed, exit status 1: out of memory" in said
     assert "mrl train experiment=quickstart optim.lr=0.1 ++run.seed=1" in said
     with write_csv(sweep, outcomes).open() as file:
@@ -353,7 +353,7 @@ def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
     for name in names:
         words = [f"sweep={name}", "experiment=quickstart", f"data.inputs.folder={inputs}"]
         params = hydra_entry.compose_sweeper_params(words)
-        fixed, swept = split_overrides([*params_to_lines(params), *words])
+        fixed, swept = split_overrides([*params_to_overrides(params), *words])
         found = grid_points(swept)
         assert len(found) >= 4
         for point in found:

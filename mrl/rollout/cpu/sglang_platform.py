@@ -27,13 +27,15 @@ def activate() -> str | None:
 
     SGLang calls this in each of its processes, including those that it spawns on CUDA.
     """
+    # Stack dumps for hang reports are installed here, because SGLang calls no other code of mrl in processes that it spawns.
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])  # attention draws no random numbers
+        # Otherwise SGLang refuses deterministic inference, which on a CPU only seeds the sampling.
+        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 
 
@@ -85,7 +87,7 @@ class CpuPlatform(SRTPlatform):
 
         from mrl.rollout.cpu import sdpa_attention, torch_ops
 
-        assert sdpa_attention.BatchedSdpaBackend, "importing it registers it"
+        assert sdpa_attention.BatchedSdpaBackend, "the import registers the attention backend"
         torch_ops.register(self.get_dispatch_key_name())
         ALLOC_MEMORY_FUNCS[self.device_type] = allocate
         # Compute latent attention always on the compressed cache: the alternatives need their own kernels.
@@ -106,15 +108,16 @@ _LOW_32_BITS = 0xFFFFFFFF
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """Return MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
 
-    SGLang derives the random number of each token from this hash; `seed` is the request's. SGLang's hash for CPUs is in another
-    package.
-    seed [N] 64 bits, positions [N] and col_indices [V] 32 bits; returns [N, V] int64 from 0 to 2**32 - 1.
+    SGLang derives the random number of each token from this hash; `seed` is the request's. On a CPU SGLang calls the hash of
+    the package sgl_kernel, which is not installed there; this function replaces it.
+    B is the number of requests in the engine's batch.
+    seed [B] 64 bits, positions [B] and col_indices [V] 32 bits; returns [B, V] int64 from 0 to 2**32 - 1.
     """
-    seed_N, positions_N = seed.view(torch.int64), positions.to(torch.int64) & _LOW_32_BITS
-    hash_N = torch.zeros_like(positions_N)
-    for block_N in (seed_N & _LOW_32_BITS, (seed_N >> 32) & _LOW_32_BITS, positions_N):
-        hash_N = _mix(hash_N, block_N)
-    return _finish(_mix(hash_N[:, None], col_indices.to(torch.int64)[None, :]))
+    seed_B, positions_B = seed.view(torch.int64), positions.to(torch.int64) & _LOW_32_BITS
+    hash_B = torch.zeros_like(positions_B)
+    for block_B in (seed_B & _LOW_32_BITS, (seed_B >> 32) & _LOW_32_BITS, positions_B):
+        hash_B = _mix(hash_B, block_B)
+    return _finish(_mix(hash_B[:, None], col_indices.to(torch.int64)[None, :]))
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Any
 
 from mrl.config.secrets import redacted
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
+from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
 
 ENGINE = "sglang.srt.entrypoints.engine"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -160,7 +161,7 @@ def note_shared_memory(ports: Any, *_: object, **__: object) -> None:
 
     scratch = os.environ.get("MRL_ENGINE_SCRATCH")
     if scratch:
-        with open(Path(scratch) / "shared_memory", "a") as file:
+        with open(Path(scratch) / SHARED_MEMORY_LIST, "a") as file:
             file.write(shm_path_for(ports.instance_id) + "\n")
 
 

@@ -1,4 +1,7 @@
-"""Leases of a server on ports and a scratch directory: locked files, whose locks end with the server's processes."""
+"""Reserves ports and a scratch directory for one SGLang server.
+
+Each lease is a lock file; its lock ends when the server's processes end.
+"""
 
 import contextlib
 import fcntl
@@ -16,8 +19,8 @@ FIRST_PORT, LAST_PORT = 20000, 32000
 class PortLease:
     """A free port of this machine, reserved by a lock file among all mrl processes of this user.
 
-    SGLang binds its ports seconds after they are chosen. A socket that reserved the port until then would prevent that; a lock
-    file does not. The lock belongs to the file descriptor: a child process that inherits the descriptor keeps the lease.
+    SGLang binds its ports seconds after they are chosen. A bound placeholder socket would block SGLang's own bind; a lock file
+    does not. The lock belongs to the file descriptor: a child process that inherits the descriptor keeps the lease.
     """
 
     def __init__(self) -> None:
@@ -58,9 +61,12 @@ def _is_free(port: int) -> bool:
 
 SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # locked while the server's supervisor lives
-MAX_PARENT_LENGTH = (
-    60  # characters of the parent's path; SGLang puts Unix sockets below it: at most 107 characters in a path
-)
+SHARED_MEMORY_LIST = "shared_memory"  # lists the server's files in /dev/shm; supervisor.py repeats the name
+MAX_PARENT_LENGTH = 60
+"""Longest path, in characters, of the folder above the scratch directory.
+
+SGLang makes Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
+"""
 
 
 class ScratchDir:
@@ -83,8 +89,8 @@ class ScratchDir:
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new_lock.rename(self.path / LOCK_FILE)  # only now, so other processes never see the lock file unlocked
 
-    def release(self) -> None:
-        """Close the descriptor; the process that inherited the descriptor holds the directory from now on."""
+    def hand_over(self) -> None:
+        """Close this process's descriptor; the process that inherited a copy holds the directory from now on."""
         os.close(self.fd)
 
     def remove(self) -> None:
@@ -110,7 +116,7 @@ def _is_held(folder: Path) -> bool:
 def remove_scratch(folder: Path) -> None:
     """Remove a directory, and the files in shared memory that its server listed in the directory."""
     with contextlib.suppress(FileNotFoundError):
-        for line in (folder / "shared_memory").read_text().splitlines():
+        for line in (folder / SHARED_MEMORY_LIST).read_text().splitlines():
             path = Path(line)
             if path.parent == Path("/dev/shm") and path.name.startswith("sglang_loads_"):
                 path.unlink(missing_ok=True)

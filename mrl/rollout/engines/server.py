@@ -95,7 +95,7 @@ class EngineServer:
         self._supervisor.stdin.flush()
         for lease in self._leases:
             lease.close()
-        self._scratch.release()
+        self._scratch.hand_over()
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         env = os.environ | {

@@ -24,6 +24,8 @@ POLL_INTERVAL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake the supervis
 KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
 SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")  # files that a server may leave in /dev/shm
 
+SHARED_MEMORY_LIST = "shared_memory"  # as in leases.py, which this file cannot import
+
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -135,7 +137,7 @@ def main() -> int:
         leftovers = shared_memory(descendants())
         end_all(spec["grace_s"])
     finally:
-        with contextlib.suppress(OSError), open(os.path.join(spec["scratch"], "shared_memory")) as file:
+        with contextlib.suppress(OSError), open(os.path.join(spec["scratch"], SHARED_MEMORY_LIST)) as file:
             leftovers.update(file.read().split())
         for path in leftovers:
             with contextlib.suppress(OSError):
