@@ -34,15 +34,15 @@ def test_the_next_scratch_dir_removes_one_whose_holder_was_killed(left_over, tmp
     kept.touch()
     (scratch.path / "shared_memory").write_text(f"{left_over}\n{kept}\n")
     holder = subprocess.Popen(["sleep", "60"], pass_fds=[scratch.fd])
-    scratch.release()
-    ScratchDir().release()
+    scratch.hand_over()
+    ScratchDir().hand_over()
     assert scratch.path.exists() and left_over.exists(), "its holder is alive"
     holder.kill()
     holder.wait()
     new = ScratchDir()
     assert not scratch.path.exists() and not left_over.exists() and kept.exists()
     assert new.path.exists()
-    new.release()
+    new.hand_over()
 
 
 def test_a_directory_without_a_lock_file_yet_is_not_removed(tmp_path):
