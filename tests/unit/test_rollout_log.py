@@ -226,5 +226,5 @@ def test_a_full_disk_does_not_end_the_sampling(tmp_path, caplog):
     cache = CompletionCache(tmp_path / "gone", 3)
     for _ in range(3):
         cache.put([0], [[5]], [completion(1)])
-    assert "are not cached" in caplog.text
+    assert "are no longer cached" in caplog.text
     cache.discard(9)

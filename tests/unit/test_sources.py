@@ -176,7 +176,7 @@ def test_a_lone_surrogate_in_a_user_row_makes_it_a_bad_row(model):
     data = PromptDataset.load(sources, model, PromptConstraints(40, 32))
     assert [(bad.row, bad.column) for bad in data.report.left_out] == [(1, "prompt"), (2, "ground_truth")]
     assert all("not valid Unicode" in bad.reason for bad in data.report.left_out)
-    assert data.numbers.tolist() == [0, 3]
+    assert data.row_numbers.tolist() == [0, 3]
 
 
 def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
