@@ -22,6 +22,7 @@ from mrl.planner.rollout_simulator import (
     compare_scenarios,
 )
 from mrl.planner.run_trace import RunTrace, SpeedFit, read_lengths, read_run
+from parallel.durable_files import atomic_file
 
 USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
@@ -227,9 +228,8 @@ def draw_scenarios(path: Path, scenarios: Sequence[Scenario], *, title: str) -> 
     axes.grid(alpha=0.25, axis="x")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right", fontsize=9)
-    unfinished = path.with_suffix(".part.png")
-    figure.savefig(unfinished)
-    unfinished.replace(path)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def main(argv: list[str]) -> int:

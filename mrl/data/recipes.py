@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.data.row_files import Row, RowError, read_all, text_value
+from parallel.durable_files import atomic_file
 
 Answer = tuple[str, str, Row]  # problem, ground truth, columns to keep in extra_info
 
@@ -109,7 +110,6 @@ def prepare(
     rows = read_all(source, convert)
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
-    partial.rename(target)
+    with atomic_file(target) as partial:
+        pq.write_table(pa.Table.from_pylist(rows), partial)
     return len(rows)

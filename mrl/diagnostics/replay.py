@@ -25,6 +25,7 @@ from mrl.workers.trace_comparison import (
 )
 from mrl.workers.worker import TrainWorker
 from parallel.dims import ParallelDims
+from parallel.durable_files import atomic_file
 
 LOGPROBS = "log-probabilities"
 
@@ -165,6 +166,5 @@ def plot_layers(path: Path, layers: Sequence[LayerDifference], *, title: str) ->
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best", fontsize=9)
-    unfinished = path.with_suffix(".part.png")
-    figure.savefig(unfinished)
-    unfinished.replace(path)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")

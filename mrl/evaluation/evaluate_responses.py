@@ -14,6 +14,7 @@ from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group
 from mrl.evaluation.response_store import Row, read_responses, response_schema
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
+from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,5 @@ def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best", fontsize=9)
-    unfinished = path.with_suffix(".part.png")
-    figure.savefig(unfinished)
-    unfinished.replace(path)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")

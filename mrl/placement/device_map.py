@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.placement.resource_pools import KEY, Pool, Pools, SlotDemand, order_by_groups
+from parallel.durable_files import atomic_file
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,8 @@ def draw_device_map(path: Path, devices: DeviceMap, *, title: str) -> None:
         notes.text(0, -number, f"!  {warning}", color="#9A6700", fontsize=8.5, va="center")
     notes.set(xlim=(0, 1), ylim=(0.5 - max(1, len(devices.warnings)), 0.5))
     notes.axis("off")
-    unfinished = path.with_suffix(".part.png")
-    figure.savefig(unfinished)
-    unfinished.replace(path)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _draw_nodes(axes: Any, rows: list[NodeDevices], columns: int, unit: str) -> None:

@@ -19,6 +19,7 @@ import psutil
 from mrl.config.secrets import redacted
 from mrl.core import metrics as declared
 from mrl.tracking.tracker import Metrics
+from parallel.durable_files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +193,8 @@ def draw_curve(path: Path, values: Points, accuracies: dict[str, Points], *, met
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.08, y=0.08)
     axes.legend(frameon=False, loc="best", fontsize=9)
-    temporary = path.with_suffix(".part.png")
-    figure.savefig(temporary)
-    temporary.replace(path)
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _draw_accuracy(axes: Any, points: Points, colour: str, marker: str, label: str) -> None:
