@@ -44,7 +44,7 @@ class Prepared:
     labels: Tensor  # [1, L] the next token; arbitrary where the mask is 0
     mask: Tensor  # [1, L] factor of the cross-entropy at each position
     packed: object  # PackedSeqParams
-    predict: Tensor  # [R] positions that are not masked
+    predictor_index: Tensor  # [R] positions that are not masked
 
 
 class Bare:
@@ -102,7 +102,7 @@ class Bare:
             how = dict(output_processor=_responses_only, output_processor_context=micro)
         # our rotary embedding reads packed_seq_params.position_ids, which GPTModel passes on
         losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **how)
-        mask = micro.mask[0, micro.predict] if self.responses_only else micro.mask
+        mask = micro.mask[0, micro.predictor_index] if self.responses_only else micro.mask
 
         def loss_func(losses: Tensor):
             loss = (losses * mask).sum()
@@ -114,8 +114,8 @@ class Bare:
 def _responses_only(*, hidden_states: Tensor, output_layer, output_weight, context: Prepared, **unused) -> Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    logits, _ = output_layer(hidden_states.index_select(0, context.predict), weight=output_weight)
-    return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predict])
+    logits, _ = output_layer(hidden_states.index_select(0, context.predictor_index), weight=output_weight)
+    return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predictor_index])
 
 
 def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -> list[Prepared]:
@@ -123,9 +123,11 @@ def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -
     found = []
     for micro in actor.micro_batches(block, share):
         labels, mask = micro.tokens.roll(-1), torch.zeros(len(micro.tokens))
-        assert torch.equal(labels[micro.predict], micro.targets), "the rows of a pack are not whole"
-        mask[micro.predict] = (micro.weights * (micro.columns["advantages"] if with_advantages else 1.0)).float()
-        found.append(Prepared(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predict))
+        assert torch.equal(labels[micro.predictor_index], micro.targets), "the rows of a pack are not whole"
+        mask[micro.predictor_index] = (
+            micro.weights * (micro.columns["advantages"] if with_advantages else 1.0)
+        ).float()
+        found.append(Prepared(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predictor_index))
     return found
 
 

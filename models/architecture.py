@@ -175,7 +175,7 @@ class Family:
 
     def rows(self, arch: Architecture) -> list[ParamMapping]:
         """Return the rows of the table that apply to this model, before they are repeated for layers and experts."""
-        rows = [row for row in self.table if not (row.where == "untied" and arch.tied_embeddings)]
+        rows = [row for row in self.table if not (row.present_in == "untied_models" and arch.tied_embeddings)]
         return [row for row in rows if row.part is None or row.part in arch.parts]
 
     def hf_shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -187,7 +187,7 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     if "{layer}" not in row.megatron:
         yield row
         return
-    kinds = {"dense": [False], "moe": [True]}.get(row.where, [False, True])
+    kinds = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
     for layer in range(arch.num_layers):
         if arch.is_moe(layer) in kinds:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]

@@ -90,7 +90,9 @@ class ParamMapping:
     hf: tuple[str, ...]  # tensor names, in the order of the arguments of `merge`
     shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits
-    where: Literal["always", "untied", "dense", "moe"] = "always"  # models or layers that have this parameter
+    present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = (
+        "all"  # models or layers with this parameter
+    )
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part of the model that this parameter belongs to, see Architecture.parts
     expert: int | None = None  # number of the expert, set by `at`; expert tensor parallelism then splits the parameter

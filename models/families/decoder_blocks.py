@@ -19,7 +19,7 @@ _MEGATRON_EXPERT = f"{_MEGATRON_MLP}.experts.{{expert}}"
 EMBEDDINGS = (
     VocabMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0),
     ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), (_H,)),
-    VocabMapping("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, where="untied"),
+    VocabMapping("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, present_in="untied_models"),
 )
 ATTENTION = (
     ParamMapping(
@@ -53,20 +53,20 @@ QK_NORMS = (
 )
 _POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
 DENSE_MLP = (
-    ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_H,), where="dense"),
+    ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_H,), present_in="dense_layers"),
     GatedMLPMapping(
         f"{_MEGATRON_MLP}.linear_fc1.weight",
         (f"{_HF_MLP}.gate_proj.weight", f"{_HF_MLP}.up_proj.weight"),
         (("ffn", "hidden"), ("ffn", "hidden")),
         axis=0,
-        where="dense",
+        present_in="dense_layers",
     ),
     ParamMapping(
         f"{_MEGATRON_MLP}.linear_fc2.weight",
         (f"{_HF_MLP}.down_proj.weight",),
         (("hidden", "ffn"),),
         axis=1,
-        where="dense",
+        present_in="dense_layers",
     ),
 )
 DENSE_MLP_BIAS = (
@@ -75,11 +75,15 @@ DENSE_MLP_BIAS = (
         (f"{_HF_MLP}.gate_proj.bias", f"{_HF_MLP}.up_proj.bias"),
         (("ffn",), ("ffn",)),
         axis=0,
-        where="dense",
+        present_in="dense_layers",
         part="mlp_bias",
     ),
     ParamMapping(
-        f"{_MEGATRON_MLP}.linear_fc2.bias", (f"{_HF_MLP}.down_proj.bias",), (_H,), where="dense", part="mlp_bias"
+        f"{_MEGATRON_MLP}.linear_fc2.bias",
+        (f"{_HF_MLP}.down_proj.bias",),
+        (_H,),
+        present_in="dense_layers",
+        part="mlp_bias",
     ),
 )
 ENGINE_FUSIONS: dict[str, tuple[str, ...]] = {
@@ -106,23 +110,26 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
-        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_H,), where="moe"),
+        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_H,), present_in="moe_layers"),
         ParamMapping(
-            f"{_MEGATRON_MLP}.router.weight", (f"{prefix}.gate.weight",), (("experts", "hidden"),), where="moe"
+            f"{_MEGATRON_MLP}.router.weight",
+            (f"{prefix}.gate.weight",),
+            (("experts", "hidden"),),
+            present_in="moe_layers",
         ),
         GatedMLPMapping(
             f"{_MEGATRON_EXPERT}.linear_fc1.weight",
             (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
             (("moe_ffn", "hidden"), ("moe_ffn", "hidden")),
             axis=0,
-            where="moe",
+            present_in="moe_layers",
         ),
         ParamMapping(
             f"{_MEGATRON_EXPERT}.linear_fc2.weight",
             (f"{expert}.{down}.weight",),
             (("hidden", "moe_ffn"),),
             axis=1,
-            where="moe",
+            present_in="moe_layers",
         ),
     )
 
@@ -211,7 +218,7 @@ SIGMOID_EXPERTS = (
         f"{_MEGATRON_MLP}.router.expert_bias",
         (f"{_HF_MLP}.gate.e_score_correction_bias",),
         (("experts",),),
-        where="moe",
+        present_in="moe_layers",
         is_buffer=True,
     ),
     GatedMLPMapping(
@@ -219,7 +226,7 @@ SIGMOID_EXPERTS = (
         (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
         (("shared_ffn", "hidden"), ("shared_ffn", "hidden")),
         axis=0,
-        where="moe",
+        present_in="moe_layers",
         part="shared_experts",
     ),
     ParamMapping(
@@ -227,7 +234,7 @@ SIGMOID_EXPERTS = (
         (f"{_SHARED}.down_proj.weight",),
         (("hidden", "shared_ffn"),),
         axis=1,
-        where="moe",
+        present_in="moe_layers",
         part="shared_experts",
     ),
 )

@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
         against = _parallel_dims(arguments.against)
         config, weights = _replay_config(arguments, dump), _weights(arguments, dump)
         folder = dump.weights_folder(weights)
-        plan = planning.plan_replay(config, weights.like if weights.checkpoint else str(folder), dims, against)
+        plan = planning.plan_replay(config, weights.hf_folder if weights.checkpoint else str(folder), dims, against)
         objective = build_objective(config)
     if dump.description.kl_coef is not None:
         objective = objective.with_kl_coef(dump.description.kl_coef)

@@ -264,7 +264,7 @@ def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpReco
         """Return the newest weights on disk: those of the newest checkpoint, else the initial weights."""
         if checkpoint := store.latest():
             folder = str(checkpoint.path / "actor")
-            return WeightsLocation(folder, checkpoint.step, checkpoint=True, like=plan.model_path)
+            return WeightsLocation(folder, checkpoint.step, checkpoint=True, hf_folder=plan.model_path)
         return WeightsLocation(str(Path(initial).resolve()), 0) if initial else None
 
     return StepDumpRecorder(

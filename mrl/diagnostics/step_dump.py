@@ -25,7 +25,7 @@ from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.worker import DUMPED_BATCH, DUMPED_WEIGHTS
 from parallel.dims import ParallelDims
 
-MANIFEST, MINI_BATCHES, FORMAT = "step_dump.json", "mini_batches.npz", 2
+MANIFEST, MINI_BATCHES, FORMAT = "step_dump.json", "mini_batches.npz", 3
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
 
 
@@ -36,7 +36,7 @@ class WeightsLocation:
     path: str  # relative to the step dump, or an absolute path
     step: int  # number of steps that these weights have been trained for
     checkpoint: bool = False  # True: a Megatron checkpoint; False: a Hugging Face folder
-    like: str = ""  # for a checkpoint: a Hugging Face folder of the same model
+    hf_folder: str = ""  # for a Megatron checkpoint: a Hugging Face folder of the same model
 
 
 @dataclass(frozen=True)

@@ -218,5 +218,5 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
         location = "first" if name.startswith("embedding.") else "last"
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    where = row.where if row.where in ("dense", "moe") else "always"
+    where = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
     return ParameterShape(name, location, fused, row.axis is not None, where, isinstance(row, VocabMapping))

@@ -68,7 +68,7 @@ class MegatronActor(MegatronModel):
         entropy_gradient: bool = False,
     ) -> Tensor:
         """Return [2, local R]: log-probabilities of the sampled tokens, and the entropies of their distributions."""
-        selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predict)
+        selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predictor_index)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         logprobs, entropies = linear_logprobs(
             selected,

@@ -47,7 +47,7 @@ class MegatronCritic(MegatronModel):
     ) -> Tensor:
         """Return [1, local R] values from hidden states [L, H]."""
         gathered = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
-        return output_layer(gathered.index_select(0, micro.predict))[None]
+        return output_layer(gathered.index_select(0, micro.predictor_index))[None]
 
 
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:

@@ -25,7 +25,7 @@ class MicroBatch:
 
     tokens: Tensor  # [L]
     packed: PackedSequences
-    predict: Tensor  # [local R] index in L of the token whose hidden state predicts the sampled token
+    predictor_index: Tensor  # [local R] index in L of the token whose hidden state predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]
     weights: Tensor  # [local R] float64 weight in the loss
@@ -51,9 +51,9 @@ class MicroBatch:
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
-        segments, packed_tokens, predict = _lay_out(part, groups)
+        segments, packed_tokens, predictor_index = _lay_out(part, groups)
         packed = pack(segments)
-        local = packed.local_of[predict]
+        local = packed.local_of[predictor_index]
         (local_sampled,) = np.nonzero(local >= 0)
         response_of = np.repeat(np.arange(len(part.lengths)), part.sampled_lengths)
         targets = part.tokens[part.sampled_index]
@@ -71,7 +71,7 @@ class MicroBatch:
         return cls(
             tokens=to_device(tokens.astype(np.int64)),
             packed=packed,
-            predict=to_device(local[local_sampled]),
+            predictor_index=to_device(local[local_sampled]),
             targets=to_device(targets[local_sampled].astype(np.int64)),
             rollout_logprobs=to_device(part.rollout_logprobs[local_sampled]),
             weights=to_device(batch.weights[rows][response_of[local_sampled]]),
@@ -102,7 +102,7 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
         return [Segment(int(length)) for length in part.lengths], np.arange(len(part.tokens)), part.sampled_index - 1
     segments: list[Segment] = []
     indices: list[Ints] = [np.empty(0, np.int64)]
-    predict: list[Ints] = [np.empty(0, np.int64)]
+    predictor_index: list[Ints] = [np.empty(0, np.int64)]
     prompts: dict[int, tuple[int, int, int]] = {}  # group -> (segment of its prompt, index of its last token in S, row)
     end = 0  # tokens so far
     for row, group in enumerate(groups.tolist()):
@@ -117,9 +117,9 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
         indices.append(np.arange(response_start, ends[row]))
         length = len(indices[-1])
         segments.append(Segment(length, prompt_segment))
-        predict.append(np.concatenate([[last_prompt_token], np.arange(end, end + length - 1)]))
+        predictor_index.append(np.concatenate([[last_prompt_token], np.arange(end, end + length - 1)]))
         end += length
-    predicting = np.concatenate(predict)
+    predicting = np.concatenate(predictor_index)
     if part.sampled is not None:
         in_response = part.positions >= np.repeat(part.prompt_lengths, part.lengths)
         predicting = predicting[part.sampled[in_response]]

@@ -74,7 +74,7 @@ def test_each_sampled_token_is_predicted_once_from_the_token_before_it(made, sha
         assert len(micro.tokens) == len(micro.packed.source) and micro.num_sampled == len(order)
         targets = micro.targets.tolist()
         assert targets == [order[index] for index in micro.local_sampled.tolist()]
-        assert micro.tokens[micro.predict].tolist() == [expected[token] for token in targets]
+        assert micro.tokens[micro.predictor_index].tolist() == [expected[token] for token in targets]
         assert micro.rollout_logprobs.tolist() == [-float(token) for token in targets]
         assert micro.columns["advantages"].tolist() == [float(row_of[token]) for token in targets]
         assert micro.weights.tolist() == [row_of[token] / 7 for token in targets]
@@ -102,7 +102,7 @@ def test_an_empty_micro_batch_is_one_token_without_weight(made, cp_size, tp_mult
         micro = MicroBatch.build(block, batch.micro_batches[0], batch, packer)
         assert micro.num_sampled == 0 and len(micro.tokens) > 0
         assert (
-            not len(micro.predict)
+            not len(micro.predictor_index)
             and not len(micro.targets)
             and not len(micro.weights)
             and not len(micro.local_sampled)

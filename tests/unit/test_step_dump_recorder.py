@@ -19,7 +19,7 @@ from mrl.diagnostics.step_dump_recorder import StepDumpRecorder
 from mrl.workers.model_trainers import UpdateRequest
 from mrl.workers.worker import DUMPED_BATCH, TrainWorker
 
-LATEST = WeightsLocation("/checkpoints/step_000004/actor", 4, checkpoint=True, like="/model")
+LATEST = WeightsLocation("/checkpoints/step_000004/actor", 4, checkpoint=True, hf_folder="/model")
 
 
 class FakeWorkerGroup:
