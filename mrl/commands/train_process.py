@@ -10,7 +10,7 @@ from mrl.config.schema import Config
 from mrl.controller import build
 from mrl.controller.memory_check import plan_fitting_run
 from mrl.controller.trainer import TrainingResult
-from mrl.core.run_errors import REQUEUE, PreemptedError, PreemptionHandler, StartupLostError
+from mrl.core.run_errors import REQUEUE_STATUS, PreemptedError, PreemptionHandler, StartupLostError
 from mrl.launch import slurm_job, supervisor
 from mrl.placement.resource_pools import with_node_count
 from mrl.sweep.points import metric_value
@@ -19,7 +19,7 @@ from mrl.sweep.points import metric_value
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
     """Train one run to its end, or submit it as a job; returns the metric that sweeps compare.
 
-    The run continues if its directory has a checkpoint. A preempted run saves one and exits with status REQUEUE.
+    The run continues if its directory has a checkpoint. A preempted run saves one and exits with status REQUEUE_STATUS.
     `overrides`: command-line overrides, for the job.
     """
     if config.cluster.scheduler and not config.cluster.address:
@@ -33,7 +33,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
                 result = trainer.fit()
     except PreemptedError as reason:
         sys.stdout.write(f"{reason}: the same command with run.dir={config.run.dir} continues the run\n")
-        raise SystemExit(REQUEUE) from None
+        raise SystemExit(REQUEUE_STATUS) from None
     except StartupLostError as error:
         supervisor.request_restart()
         sys.stderr.write(f"mrl: {error}\n")
@@ -64,7 +64,6 @@ def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
 
 def main(argv: list[str]) -> int:
     """Entry point of the process."""
-    supervisor.register_child()
     if not (hydra_entry.names_model(argv) or any(word.startswith("-") for word in argv)):
         sys.stdout.write("no experiment= or model.path= is given: training experiment=quickstart\n")
     with hydra_entry.exit_on_user_error():

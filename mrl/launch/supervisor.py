@@ -8,6 +8,7 @@ child was killed, crashed, or was ended by Ray because its raylet died. This hol
 import atexit
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from mrl.core.run_errors import REQUEUE
+from mrl.core.run_errors import REQUEUE_STATUS
 
 PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # environment variable of the child: file descriptor of the pipe's write end
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -23,16 +24,22 @@ BACKOFF_S = 1.0  # before the first restart; doubles with each restart
 MAX_RESTARTS = 5
 STABLE_S = 3600.0  # a child that ran for this long resets the count of restarts
 
+_RUN_CHILD = "from mrl.launch import supervisor; supervisor.run_child()"
 _pipe: int | None = None  # in the child: write end of the pipe
 
 
-def register_child() -> None:
-    """Report an orderly exit to the supervisor. The child calls this before anything else."""
+def run_child() -> None:
+    """Run the module that `sys.argv[1]` names as the main program of this child, with the remaining arguments.
+
+    The child can report an orderly exit from here on, so an error in the imports of the module is not taken for a crash.
+    """
     if PIPE_VARIABLE in os.environ:
         global _pipe
         _pipe = int(os.environ.pop(PIPE_VARIABLE))
         os.set_inheritable(_pipe, False)
         atexit.register(tell_supervisor, "ended")
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def tell_supervisor(word: str) -> None:
@@ -90,7 +97,7 @@ class _ChildWatcher:
         start = time.monotonic()
         read_end, write_end = os.pipe()
         self.child = subprocess.Popen(
-            [sys.executable, "-m", module, *argv],
+            [sys.executable, "-c", _RUN_CHILD, module, *argv],
             env=os.environ | {PIPE_VARIABLE: str(write_end)},
             pass_fds=[write_end],
             preexec_fn=end_with_parent,
@@ -113,11 +120,11 @@ class _ChildWatcher:
     def exit_status(self, status: int) -> int:
         """Return the child's exit status as a shell reports it.
 
-        It is REQUEUE if the child was preempted before it could handle the signal.
+        It is REQUEUE_STATUS if the child was preempted before it could handle the signal.
         """
         preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
         if preempted and (self.child is None or -status in preempted):
-            return REQUEUE
+            return REQUEUE_STATUS
         return status if status >= 0 else 128 - status
 
 

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.rollout.staleness_buffer import (
     PromptRequest,
@@ -121,7 +121,7 @@ def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: Rol
     Either the engines are always full or the trainers always busy, except during one push. On shared GPUs both times add up.
     """
     full = speeds.engine.max_running
-    engine_s = tokens * speeds.engine.token_s(full) / (full * setup.num_engines)
+    engine_s = tokens * speeds.engine.decoding_step_s(full) / (full * setup.num_engines)
     both = (engine_s, train_s)
     return (sum(both) if setup.colocated else max(both)) + speeds.push_s
 
@@ -191,8 +191,8 @@ class _SimulatedRun:
     def _collect(self, step: int) -> StepGroups[None]:
         """Admit groups while there is room, and wait until the step has its groups."""
         while True:
-            if room := self.buffer.room():
-                self._admit(self.buffer.admit([next(self._rows) for _ in range(room)], step))
+            if capacity := self.buffer.free_capacity():
+                self._admit(self.buffer.admit([next(self._rows) for _ in range(capacity)], step))
             if self._ready >= self.buffer.groups_per_step and (chosen := self.buffer.take_step(step)) is not None:
                 self._ready -= len(chosen.numbers)
                 return chosen
@@ -208,17 +208,17 @@ class _SimulatedRun:
     def _admit(self, prompts: Sequence[PromptRequest]) -> None:
         """Send these groups to the engines, each request to the engine with the least expected work."""
         for drawn in prompts:
-            prompt, responses = self.groups.of(drawn.number)
-            self._admitted[drawn.number] = drawn.admitted_version
+            prompt, responses = self.groups.tokens_of(drawn.number)
+            self._admitted[drawn.number] = drawn.min_weight_version
             self._lengths[drawn.number] = (prompt * len(responses), sum(responses))
         for numbers, work in self._split([drawn.number for drawn in prompts]):
             engine = self._expected_work.index(min(self._expected_work))
             self._expected_work[engine] += work
-            responses = sum(len(self.groups.of(number)[1]) for number in numbers)
+            responses = sum(len(self.groups.tokens_of(number)[1]) for number in numbers)
             self._requests |= dict.fromkeys(numbers, _EngineRequest(engine, work, numbers, responses))
             self.engines[engine].advance(self.now)
             for number in numbers:
-                prompt, lengths = self.groups.of(number)
+                prompt, lengths = self.groups.tokens_of(number)
                 for tokens in lengths:
                     self.engines[engine].add(SimulatedRequest(number, number, prompt, tokens))
         self._update_next_finish()
@@ -227,14 +227,14 @@ class _SimulatedRun:
         """Yield (groups, expected work) of each request, formed in the same way as in a run."""
         if self.setup.staleness or self.setup.extra:
             for number in longest_first(numbers, self._expected_length):
-                yield [number], len(self.groups.of(number)[1]) * self._expected_length(number)
+                yield [number], len(self.groups.tokens_of(number)[1]) * self._expected_length(number)
         else:
             size = self.groups.responses.shape[1]
             for together in split_over_engines(numbers, len(self.engines), size):
                 yield together, float(len(together) * size)
 
     def _expected_length(self, number: int) -> float:
-        return self._expected_lengths.expected(self.groups.row(number))
+        return self._expected_lengths.expected(self.groups.row_of(number))
 
     def _advance(self, until: float) -> None:
         """Advance the time to `until`, and process finished responses in their order."""
@@ -254,8 +254,8 @@ class _SimulatedRun:
             self._expected_work[request.engine] -= request.work
             for number in request.numbers:
                 del self._requests[number]
-                self.buffer.finish(number, None, keep=True)
-                self._expected_lengths.learn(self.groups.row(number), self.groups.of(number)[1])
+                self.buffer.finish(number, None, passed_filter=True)
+                self._expected_lengths.learn(self.groups.row_of(number), self.groups.tokens_of(number)[1])
             self._ready += len(request.numbers)
 
     def _train(self, seconds: float) -> None:
@@ -299,7 +299,7 @@ class _SimulatedRun:
             step_s=np.diff(log.ends, prepend=0.0),
             tokens=np.array(log.tokens),
             best_possible_s=best_possible_s(sum(log.tokens) / steps, log.train_s / steps, self.speeds, self.setup),
-            engine_idle_fraction=1 - sum(engine.busy_s for engine in self.engines) / engine_s,
+            engine_idle_fraction=max(0.0, 1 - sum(engine.busy_s for engine in self.engines) / engine_s),
             occupancy=sum(engine.request_seconds for engine in self.engines) / (engine_s * full),
             ages=dict(sorted(log.ages.items())),
             selection_ratio=sum(log.tokens) / log.ages.total() / float(lengths.mean()),
@@ -381,14 +381,14 @@ def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
 def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
     """Yield other divisions of the same GPUs. The trainers' seconds per token are inversely proportional to their GPUs."""
     disaggregated = gpus.total(setup.num_engines)
-    total = max(gpus.trainer, disaggregated - gpus.trainer) if setup.colocated else disaggregated
-    possible = [engines for engines in range(1, total) if total - engines * gpus.engine > 0]
+    total = max(gpus.trainers, disaggregated - gpus.trainers) if setup.colocated else disaggregated
+    possible = [engines for engines in range(1, total) if total - engines * gpus.per_engine > 0]
     every = -(-len(possible) // MAX_SPLITS) if possible else 1
     for engines in possible[::every]:
-        trainers = total - engines * gpus.engine
-        changed = replace(setup, num_engines=engines, train_scale=gpus.trainer / trainers, colocated=False)
+        trainers = total - engines * gpus.per_engine
+        changed = replace(setup, num_engines=engines, train_scale=gpus.trainers / trainers, colocated=False)
         if changed != setup:
             yield f"{engines} engines, {trainers} GPUs to train", changed
-    if not setup.colocated and total >= gpus.engine:
-        shared = replace(setup, num_engines=total // gpus.engine, train_scale=gpus.trainer / total, colocated=True)
+    if not setup.colocated and total >= gpus.per_engine:
+        shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
         yield f"colocated on {total} GPUs, synchronous", replace(shared, staleness=0, in_order=not setup.extra)

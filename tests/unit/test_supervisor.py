@@ -13,7 +13,6 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from mrl.launch import supervisor
-supervisor.register_child()
 log, how = Path(sys.argv[1]), sys.argv[2]
 with log.open("a") as file:
     file.write(f"{os.getpid()}\\n")
@@ -74,6 +73,14 @@ def starts(tmp_path) -> list[int]:
 )
 def test_a_command_that_exits_in_an_orderly_way_is_not_restarted(run, tmp_path, argv, status):
     assert run(*argv).wait(60) == status and len(starts(tmp_path)) == 1
+
+
+def test_an_error_in_the_imports_of_a_command_is_not_a_crash(run, tmp_path):
+    (tmp_path / "child.py").write_text("import a_missing_module")
+    process = run("exit", "0")
+    assert process.wait(60) == 1
+    output = process.stderr.read()
+    assert "No module named 'a_missing_module'" in output and "restart" not in output
 
 
 @pytest.mark.parametrize("how", ["killed", "quick", "no start"])
