@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.simulated_engine import LogNormalScript
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.data.prompts import PromptConstraints, PromptDataset, PromptStream
 from mrl.data.sources import PromptSource
 from mrl.data.synthetic_tasks import make_tiny_model, write_prompts
@@ -37,7 +37,7 @@ from mrl.planner.engine_time import EngineSpeeds
 from mrl.planner.rollout_simulator import GroupLengths, Prediction, RolloutSetup, RunSpeeds, best_possible_s, simulate
 from mrl.planner.run_trace import RecordedStep, fit_steps
 from mrl.rewards.rule_based import Length
-from mrl.rollout.client import TRAINING, seed_of
+from mrl.rollout.client import TRAINING, response_seed
 from mrl.rollout.manager import FixedEngines, RolloutManager, RolloutWorkerHandle
 from mrl.rollout.spec import RolloutSpec
 from mrl.weight_sync.coordinator import Coordinator
@@ -94,7 +94,7 @@ def drawn_groups(data: PromptDataset, count: int) -> GroupLengths:
     """Return the lengths of the first `count` groups that a run draws: those of the simulated engines, by seed."""
     rows = data.stream(N, SEED, shuffle=True).take(count)
     prompts = [data.encode(row) for row in rows.tolist()]
-    seeds = [[seed_of(SEED, TRAINING, G * number + member) for member in range(G)] for number in range(count)]
+    seeds = [[response_seed(SEED, TRAINING, G * number + member) for member in range(G)] for number in range(count)]
     lengths = [[LENGTHS.length(p, seed) for seed in members] for p, members in zip(prompts, seeds, strict=True)]
     return GroupLengths(np.array(lengths), np.array([len(p) for p in prompts]), rows)
 
@@ -119,8 +119,8 @@ def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
 def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, run_dir: Path) -> RolloutSpec:
     """Return the specification of the rollout worker."""
     (run_dir / "logs").mkdir(parents=True)
-    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None)
-    plain = dict(needs_greedy=False, old_from_rollout=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
+    unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None)
+    plain = dict(needs_greedy=False, rollout_logprobs_as_old=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
     return RolloutSpec(
         **unused,
         **plain,
@@ -167,7 +167,7 @@ def _run(
         sequences = rollouts.prompt_lengths + rollouts.response_lengths
         time.sleep(speeds.training(float(sequences.sum()), 1.0))
         trained = time.monotonic()
-        with manager.worker.paused() if rollouts.waiting else nullcontext():
+        with manager.worker.paused() if rollouts.untrained_requests else nullcontext():
             _push(coordinator, step + 1, speeds.push_s)
         before, now = now, time.monotonic()
         run.step_s.append(now - before)

@@ -43,7 +43,7 @@ from mrl.algorithms.kl import KLControl
 from mrl.algorithms.losses import PPOClip
 from mrl.algorithms.objective import Objective
 from mrl.checkpoint.run_dir import SampleLedger
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.process_schema import WeightSyncConfig
 from mrl.controller.colocation import MemoryScheduler
 from mrl.controller.engine_lifecycle import EngineLifecycle
 from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
@@ -296,9 +296,9 @@ def rollout_spec(size: Size, objective: Objective, prompts: Prompts, urls: Seque
         test=None,
         reward=RandomReward(),
         advantage_pipeline=AdvantagePipeline(GRPO(), objective),
-        group_filter=None,
+        rollout_filter=None,
         needs_greedy=False,
-        old_from_rollout=False,
+        rollout_logprobs_as_old=False,
         prompts_per_step=size.prompts,
         responses_per_prompt=size.responses,
         max_response_tokens=LONGEST * size.tokens,
@@ -386,7 +386,7 @@ def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str)
     return lifecycle
 
 
-def _raise(error: BaseException, boundary: object) -> Any:
+def _raise(error: BaseException, state_after_step: object) -> Any:
     raise error
 
 

@@ -27,7 +27,7 @@ import orjson
 import xxhash
 from aiohttp import web
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 
 MAX_WAIT_S = 3600.0  # of the timer if no response is running; a new request ends the wait

@@ -136,7 +136,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
     from models.conversion.weight_bridge import WeightBridge
     from models.hf_config import HFConfig
     from models.model_builder import build_model
-    from mrl.config.schema import WeightSyncConfig
+    from mrl.config.process_schema import WeightSyncConfig
     from mrl.rollout.engines.server import EngineServer
     from mrl.rollout.engines.server_args import default_server_args
     from mrl.weight_sync.engine_layout import EngineLayout

@@ -42,17 +42,26 @@ class OptimConfig:
     It is the config section `optim` of the actor, of the critic and of supervised fine-tuning.
     """
 
-    lr: float = config_field(1e-6, "learning rate after the warm-up", above=0)
-    lr_schedule: LrSchedule = config_field(LrSchedule.constant, "decay of the learning rate after the warm-up")
+    lr: float = config_field(1e-6, "Learning rate after the warm-up.", above=0)
+    lr_schedule: LrSchedule = config_field(LrSchedule.constant, "Decay of the learning rate after the warm-up.")
     lr_decay_steps: int = config_field(
-        0, "number of steps, warm-up included, after which the learning rate is lr_min", "optimizer steps", least=0
+        0,
+        "Number of optimizer steps, including the warm-up, after which the learning rate is lr_min.",
+        "optimizer steps",
+        least=0,
     )
-    lr_min: float = config_field(0.0, "learning rate at the end of the decay", least=0)
-    warmup_steps: int = config_field(0, "linear warm-up of the learning rate from 0", "optimizer steps", least=0)
-    betas: tuple[float, float] = config_field((0.9, 0.95), "decay rates of AdamW's two moments", least=0, below=1)
-    eps: float = config_field(1e-8, "AdamW's term against division by zero", least=0)
-    weight_decay: float = config_field(0.0, "decoupled weight decay of AdamW", least=0)
-    clip_grad: float = config_field(1.0, "largest global gradient norm; 0: no clipping", least=0)
+    lr_min: float = config_field(0.0, "Learning rate at the end of the decay.", least=0)
+    warmup_steps: int = config_field(
+        0, "Number of optimizer steps in which the learning rate rises linearly from 0.", "optimizer steps", least=0
+    )
+    betas: tuple[float, float] = config_field((0.9, 0.95), "Decay rates of AdamW's two moments.", least=0, below=1)
+    eps: float = config_field(1e-8, "Term in AdamW's denominator that prevents a division by zero.", least=0)
+    weight_decay: float = config_field(0.0, "Decoupled weight decay of AdamW.", least=0)
+    clip_grad: float = config_field(
+        1.0,
+        "Largest global norm of the gradient. A larger gradient is scaled down to this norm. 0 disables clipping.",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf passes a list

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from mrl.config.schema import FaultToleranceConfig
+from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.spec import RolloutSpec
 
@@ -90,9 +90,9 @@ class HttpEngine:
 def spec_of(run_dir, **settings) -> RolloutSpec:
     """Spec of an engine pool. Prompts and rewards, which the pool does not use, are left out."""
     unused = dict(
-        train=None, test=None, reward=None, advantage_pipeline=None, group_filter=None, eval_rows=None, replay=None
+        train=None, test=None, reward=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None
     )
-    plain = dict(needs_greedy=False, old_from_rollout=False, record=False, prompts_per_step=1, responses_per_prompt=1)
+    plain = dict(needs_greedy=False, rollout_logprobs_as_old=False, record=False, prompts_per_step=1, responses_per_prompt=1)
     sampling = dict(max_response_tokens=8, temperature=1.0, num_engines=0, engine_urls=(), engine_tp=1, seed=0)
     ours = dict(
         model_path="",

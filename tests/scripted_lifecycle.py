@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.process_schema import WeightSyncConfig
 from mrl.controller.colocation import ColocatedRoles, MemoryScheduler, OffloadableModel
 from mrl.controller.engine_lifecycle import EngineLifecycle
 

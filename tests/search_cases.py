@@ -9,7 +9,8 @@ from test_published_configs import ANY, DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 from models.architecture import Architecture
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
+from mrl.config.process_schema import ClusterConfig, HardwareConfig
+from mrl.config.schema import PlanConfig
 from mrl.planner.layout_search import STALENESS, FitsInMemory, LayoutSearch, memory_check
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from mrl.config.schema import ClusterConfig, Config, GenerateConfig, Node, ParallelConfig
+from mrl.config.process_schema import ClusterConfig
+from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
 
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")

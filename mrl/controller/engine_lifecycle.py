@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from mrl.config.schema import PauseMode, WeightSyncConfig
+from mrl.config.process_schema import PauseMode, WeightSyncConfig
 from mrl.controller.colocation import ENGINES, MemoryScheduler, MemoryState
 from mrl.core.metrics import Metrics
 from mrl.core.run_errors import StartError
@@ -113,7 +113,7 @@ class EngineLifecycle:
             self._restart(make_room=trainers_alive())
         self.wait_started()
 
-    def trainers_restarted(self) -> None:
+    def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
         When trainers connect, they compare the weights that both sides loaded at their start, which proves that they agree on
@@ -275,7 +275,7 @@ def _allocate(engine: EngineControl, record: EngineRecord, tag: MemoryTag) -> No
 
 def _push_metrics(reports: Sequence[SyncReport], version: int, num_replaced: int, attempts: int) -> Metrics:
     """Return the metrics of one push, from the reports of all senders."""
-    sent, raw = sum(r.bytes for r in reports), sum(r.raw_bytes for r in reports)
+    sent, raw = sum(r.bytes for r in reports), sum(r.uncompressed_bytes for r in reports)
     return {
         "weight_sync/version": float(version),
         "spent/sync_engine_s": reports[0].engine_seconds,

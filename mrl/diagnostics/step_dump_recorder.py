@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mrl.algorithms.objective import Objective
-from mrl.config.schema import StepDumpConfig
+from mrl.config.process_schema import StepDumpConfig
 from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
 from mrl.core.types import UpdateReport
 from mrl.diagnostics.step_dump import MANIFEST, StepDescription, WeightsLocation, write_manifest, write_mini_batches

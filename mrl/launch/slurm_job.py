@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
-from mrl.config.schema import ClusterConfig
+from mrl.config.process_schema import ClusterConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = "job.sbatch"  # in the run directory

@@ -1,7 +1,8 @@
-"""Resource pools: which roles of a run are on which devices, computed from the config without Ray.
+"""Resource pools: which roles of a run use which devices. They are computed from the config, without Ray.
 
-A slot is a device: a GPU if the cluster has any, else one process on a CPU. A pool has as many slots as the largest of its roles
-needs. The roles of a pool time-share its slots.
+A role is a model with its trainer ranks, or all engines together (see ROLES). A slot is one device: a GPU, or one CPU if the
+cluster has no GPUs. A pool is a set of slots that one or several roles time-share. By default, it has as many slots as its
+largest role needs.
 """
 
 import difflib
@@ -10,44 +11,49 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mrl.config.schema import ClusterConfig, RolloutConfig
+from mrl.config.process_schema import ClusterConfig
+from mrl.config.schema import RolloutConfig
 from parallel.dims import ParallelDims
 
-KEY = "placement.pools"
+POOLS_KEY = "placement.pools"
 ROLES = {
-    "actor": "trains the policy; the reference is in its processes",
+    "actor": "trains the policy; its processes also hold the weights of the reference",
     "critic": "trains the value function",
     "teacher": "computes the log-probabilities that distillation needs",
     "engines": "sample responses",
 }
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-FIELDS = ("roles", "gpus", "strategy")
+"""Ray's strategies of placing the slots of a pool: PACK uses few nodes, SPREAD uses many.
+
+STRICT_PACK requires a single node. STRICT_SPREAD requires a separate node for each slot.
+"""
+POOL_FIELDS = ("roles", "gpus", "strategy")
 
 
 @dataclass(frozen=True)
 class SlotDemand:
-    """Slots that one role needs in its pool."""
+    """Number of slots that one role needs in its pool."""
 
-    slots: int  # one for each of its processes, or for each rank of an engine
-    group_size: int = 1  # consecutive slots that should be on one node: a tensor-parallel group, or an engine's ranks
+    slots: int  # one for each trainer rank or engine rank of the role
+    group_size: int = 1  # size of a tensor-parallel group or of an engine; the slots of each group should be on one node
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots, and the roles that time-share them."""
+    """A set of slots, and the roles that time-share them."""
 
     name: str
-    needs: Mapping[str, SlotDemand]  # role -> slots that it needs; only roles of this run
-    size: int  # slots
-    strategy: str = "PACK"  # Ray's strategy of distributing the slots over nodes
+    demands: Mapping[str, SlotDemand]  # role -> slots that the role needs; only roles of this run
+    size: int  # number of slots
+    strategy: str = "PACK"  # one of STRATEGIES
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.size} slot{'s' if self.size > 1 else ''}: {', '.join(self.needs)})"
+        return f"{self.name} ({self.size} slot{'s' if self.size > 1 else ''}: {', '.join(self.demands)})"
 
 
 @dataclass(frozen=True)
 class Pools:
-    """All pools of a run. Every role of the run is in exactly one."""
+    """All pools of a run. Every role of the run is in exactly one pool."""
 
     pools: tuple[Pool, ...]
 
@@ -58,30 +64,33 @@ class Pools:
 
     @property
     def colocated_size(self) -> int:
-        """Number of slots if all roles shared one pool."""
+        """Number of slots that the run would need if all roles shared one pool."""
         return max(pool.size for pool in self.pools)
 
     @property
     def strictest_first(self) -> list[Pool]:
-        """Order in which pools are placed on nodes."""
+        """The pools in the order of their placement: strict strategies leave fewer choices, so they come first."""
         return sorted(self.pools, key=lambda pool: -STRATEGIES.index(pool.strategy))
 
     @property
     def colocated_roles(self) -> frozenset[frozenset[str]]:
-        """The roles of each pool that has more than one."""
-        return frozenset(frozenset(pool.needs) for pool in self.pools if len(pool.needs) > 1)
+        """The sets of roles that share a pool."""
+        return frozenset(frozenset(pool.demands) for pool in self.pools if len(pool.demands) > 1)
 
     @property
     def by_role(self) -> dict[str, Pool]:
         """The pool of each role."""
-        return {role: pool for pool in self.pools for role in pool.needs}
+        return {role: pool for pool in self.pools for role in pool.demands}
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.pools))
 
 
 def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> dict[str, SlotDemand]:
-    """Return the slots that each role needs. `dims`: layouts of the models by role. External engines need no slots."""
+    """Return the number of slots that each role needs. `dims`: role -> layout of its model.
+
+    Engines need no slots if the run replays recorded rollouts or uses external servers (rollout.engine_urls).
+    """
     demands = {role: SlotDemand(layout.world_size, layout.tp) for role, layout in dims.items()}
     if not (rollout.replay or rollout.engine_urls):
         demands["engines"] = SlotDemand(rollout.num_engines * rollout.engine_tp, rollout.engine_tp)
@@ -89,10 +98,10 @@ def slot_demands(rollout: RolloutConfig, dims: Mapping[str, ParallelDims]) -> di
 
 
 def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) -> Pools:
-    """Build the pools of the config's section `placement.pools`. If the section is empty, each role gets a separate pool.
+    """Build the pools from the config's section `placement.pools`. If the section is empty, each role gets a separate pool.
 
-    `demands`: slots of the run's roles. Raises ValueError for an unknown role or key, for a role of the run that is in no pool or
-    in two pools, and for a pool that is too small.
+    `demands`: role -> slots that the role needs. Raises ValueError for an unknown role or key, for a role in no pool or in
+    several pools, and for a pool that is too small.
     """
     specs = {name: _checked_spec(name, spec) for name, spec in (section or {role: [role] for role in ROLES}).items()}
     pool_names: dict[str, str] = {}
@@ -100,25 +109,25 @@ def make_pools(section: Mapping[str, Any], demands: Mapping[str, SlotDemand]) ->
         for role in spec["roles"]:
             if role in pool_names:
                 raise ValueError(
-                    f"{KEY}: {role} is in {pool_names[role]} and in {name}; a role is in one pool: remove it from the other."
+                    f"{POOLS_KEY}: {role} is in pool {pool_names[role]} and in pool {name}; list each role only once."
                 )
             pool_names[role] = name
     if missing := [role for role in demands if role not in pool_names]:
         raise ValueError(
-            f"{KEY}: this run has {' and '.join(missing)}, which no pool contains (pools: {_listed(specs)}); add "
-            f"{'it' if len(missing) == 1 else 'each'} to one, as in {KEY}.{missing[0]}=[{missing[0]}]."
+            f"{POOLS_KEY}: this run has {' and '.join(missing)}, which no pool contains (pools: {_listed(specs)}); add "
+            f"{'it' if len(missing) == 1 else 'each of them'} to a pool, as in {POOLS_KEY}.{missing[0]}=[{missing[0]}]."
         )
     pools = [_pool(name, spec, {r: demands[r] for r in spec["roles"] if r in demands}) for name, spec in specs.items()]
-    return Pools(tuple(pool for pool in pools if pool.needs))
+    return Pools(tuple(pool for pool in pools if pool.demands))
 
 
 def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
-    """Return the fields of a pool in the config (roles, gpus, strategy) with defaults. Raises ValueError for a wrong field."""
-    key = f"{KEY}.{name}"
+    """Return the config of a pool as a mapping with all POOL_FIELDS. `spec` may also be just the list of roles."""
+    key = f"{POOLS_KEY}.{name}"
     fields = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
     for field in fields:
-        if field not in FIELDS:
-            raise ValueError(f"{key}.{field}: a pool has {_listed(FIELDS)}{_hint(field, FIELDS)}")
+        if field not in POOL_FIELDS:
+            raise ValueError(f"{key}.{field}: the fields of a pool are {_listed(POOL_FIELDS)}{_hint(field, POOL_FIELDS)}")
     roles = fields.get("roles")
     if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
         raise ValueError(f"{key}={roles!r}: expected a list of roles ({_listed(ROLES)}), as in {key}=[actor].")
@@ -132,7 +141,7 @@ def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
     gpus = fields.setdefault("gpus", None)
     if gpus is not None and (not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1):
         raise ValueError(
-            f"{key}.gpus={gpus!r}: expected a number of GPUs, 1 or more, or null for as many as its roles need."
+            f"{key}.gpus={gpus!r}: expected a number of GPUs, 1 or more, or null for the number that the pool's roles need."
         )
     return fields
 
@@ -142,8 +151,8 @@ def _pool(name: str, spec: Mapping[str, Any], demands: Mapping[str, SlotDemand])
     if gpus is not None and gpus < size:
         largest = max(demands, key=lambda role: demands[role].slots)
         raise ValueError(
-            f"{KEY}.{name}.gpus={gpus}: {largest} needs {size}; leave gpus out, set it to {size}, or make {largest} smaller "
-            f"({_SIZE_KEYS[largest]})."
+            f"{POOLS_KEY}.{name}.gpus={gpus}: the role {largest} needs {size} GPUs; leave gpus out, set it to {size}, or make "
+            f"{largest} smaller ({_SIZE_KEYS[largest]})."
         )
     return Pool(name, demands, gpus or size, spec["strategy"])
 
@@ -157,47 +166,53 @@ _SIZE_KEYS = {
 
 
 def check_capacity(pools: Pools, nodes: Sequence[int], unit: str) -> None:
-    """Raise ValueError if the pools do not fit on empty nodes with these numbers of slots. `unit` names a slot in messages."""
+    """Raise ValueError if the pools do not fit on the empty cluster.
+
+    `nodes`: number of slots of each node. `unit`: name of a slot in messages.
+    """
     total, largest = sum(nodes), max(nodes, default=0)
     cluster = f"the cluster has {total} {unit}s on {len(nodes)} node{'s' if len(nodes) != 1 else ''}"
     if pools.size > total:
         raise ValueError(
             f"the pools need {pools.size} {unit}s, and {cluster}: {pools}. Let roles share devices (placement=colocated), make "
-            "them smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, cluster.address)."
+            "the roles smaller (parallel.*, rollout.num_engines), or use more nodes (cluster.nodes, cluster.address)."
         )
     for pool in pools.pools:
-        key = f"{KEY}.{pool.name}.strategy={pool.strategy}"
+        key = f"{POOLS_KEY}.{pool.name}.strategy={pool.strategy}"
         if pool.strategy == "STRICT_PACK" and pool.size > largest:
-            raise ValueError(f"{key}: its {pool.size} {unit}s do not fit on one node, and {cluster}; use PACK.")
+            raise ValueError(f"{key}: the pool's {pool.size} {unit}s do not fit on one node, and {cluster}; use PACK.")
         if pool.strategy == "STRICT_SPREAD" and pool.size > len(nodes):
-            raise ValueError(f"{key}: it needs {pool.size} nodes, and {cluster}; use SPREAD.")
+            raise ValueError(f"{key}: the pool needs {pool.size} nodes, and {cluster}; use SPREAD.")
 
 
 def slots_per_node(cluster: ClusterConfig, pools: Pools) -> int:
-    """Return the slots of a planned node: its GPUs; all slots of the run if it has none."""
+    """Return the number of slots of a planned node: its GPUs. A node without GPUs takes all slots of the run."""
     return cluster.gpus_per_node or pools.size
 
 
 def with_node_count(cluster: ClusterConfig, pools: Pools) -> ClusterConfig:
-    """Return the config with `nodes` set. If the config has none, it is the number of nodes that the pools need."""
+    """Return the config with `nodes` set. The default is the number of nodes that the pools need."""
     if cluster.nodes:
         return cluster
-    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that are not on the job's other components
+    missing = pools.size - sum(gpus_of_nodes(cluster)[1:])  # slots that cluster.components do not provide
     return replace(cluster, nodes=max(1, ceil(missing / cluster.gpus_per_node)) if cluster.gpus_per_node else 1)
 
 
 def gpus_of_nodes(cluster: ClusterConfig) -> list[int]:
-    """Return the number of GPUs of each node in the config. If the config has no number of nodes, there is one."""
+    """Return the number of GPUs of each node that the config describes. The default of `cluster.nodes` is 1.
+
+    `cluster.components` describes further nodes of a heterogeneous Slurm job.
+    """
     first = dict(nodes=cluster.nodes or 1, gpus_per_node=cluster.gpus_per_node)
     components = [first, *(first | dict(nodes=1) | component for component in cluster.components)]
-    return [int(part["gpus_per_node"]) for part in components for _ in range(int(part["nodes"]))]
+    return [int(component["gpus_per_node"]) for component in components for _ in range(int(component["nodes"]))]
 
 
 def order_by_groups(nodes: Sequence[object], group_size: int) -> list[int]:
-    """Return an order of slots in which as many groups of `group_size` consecutive slots as possible are on one node.
+    """Return the indices of slots in an order that keeps groups of `group_size` consecutive slots on one node if possible.
 
-    `nodes`: the node of each slot. Groups that fit on a node come first, node by node. The remaining slots form groups that cross
-    nodes.
+    `nodes`: the node of each slot. The groups that fit on one node come first, node by node. The remaining slots form groups that
+    are on several nodes.
     """
     by_node: dict[object, list[int]] = {}
     for slot, node in enumerate(nodes):

@@ -10,10 +10,10 @@ from functools import cached_property
 from itertools import count
 from math import inf, sqrt
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.planner.layout_space import GpuCluster
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, EngineRankMemory, engine_memory, engine_weight_parts
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
 from mrl.weight_sync.engine_layout import Topology
@@ -26,7 +26,7 @@ class EngineTime:
     shape: ModelShape
     cluster: GpuCluster
     tp: int
-    memory_fraction: float = MEM_FRACTION  # of a GPU's memory, for weights and KV cache
+    memory_fraction: float = DEFAULT_MEM_FRACTION  # of a GPU's memory, for weights and KV cache
     max_requests: int | None = None  # most requests that run together; None: as many as the KV cache holds
     kv_itemsize: int = WEIGHT_BYTES  # bytes of a cached element
 
@@ -43,7 +43,7 @@ class EngineTime:
         room = int(self.memory.tokens / (lengths.prompt_tokens + lengths.mean))
         return max(1, min(room, self.max_requests or room))
 
-    def token_s(self, running: float, context: float) -> float:
+    def decoding_step_s(self, running: float, context: float) -> float:
         """Return the seconds of one decoding step of `running` requests with `context` tokens each.
 
         The step reads weights and KV cache, computes, and all-reduces.
@@ -51,8 +51,8 @@ class EngineTime:
         shape, cluster = self.shape, self.cluster
         dense, experts = self._weight_parts
         chosen_share = 1 - (1 - shape.topk / shape.num_experts) ** running if shape.num_experts else 0.0
-        read = dense + chosen_share * experts + running * context * self.memory.token
-        return read / cluster.hbm_bytes + running * self._compute_s + self._all_reduce_s(running)
+        read = dense + chosen_share * experts + running * context * self.memory.token_bytes
+        return read / cluster.hbm_bytes_per_s + running * self._compute_s + self._all_reduce_s(running)
 
     @cached_property
     def _weight_parts(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class EngineTime:
     @property
     def _compute_s(self) -> float:
         """Seconds of the matrix multiplications of one token."""
-        return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops
+        return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops_per_s
 
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of two all-reduces per layer.
@@ -70,7 +70,7 @@ class EngineTime:
         The latency is counted for one GPU, too: there it represents the time to launch the layer's kernels.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
-        return 2 * self.shape.num_layers * (size / self.cluster.link_bytes(self.tp) + self.cluster.latency_s)
+        return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
 
     def speeds(self, lengths: LengthDistribution, requests: int) -> EngineSpeeds:
         """Return the speeds of an engine with `requests` requests, as the rollout simulator needs them.
@@ -80,10 +80,10 @@ class EngineTime:
         """
         most = self.max_running(lengths)
         full = max(2, min(most, requests))
-        one, many = self.token_s(1, lengths.mean_context), self.token_s(full, lengths.mean_context)
+        one, many = self.decoding_step_s(1, lengths.mean_context), self.decoding_step_s(full, lengths.mean_context)
         request_s = (many - one) / (full - 1)
         size = 2 * 2 * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp * self.shape.num_layers
-        prefill_s = self._compute_s + size / self.cluster.link_bytes(self.tp)
+        prefill_s = self._compute_s + size / self.cluster.link_bytes_per_s(self.tp)
         return EngineSpeeds(one - request_s, request_s, prefill_s, most)
 
 
@@ -92,9 +92,9 @@ class RolloutTime:
     """Seconds that engines take to sample one step's responses, as a function of the trainers' seconds."""
 
     staleness: int  # K: number of steps that sampling is ahead of training
-    tail_s: float  # fixed seconds of all decoding steps of the longest response
-    shared_s: float  # seconds that all responses of an engine add: decoding, prefill, and prefill repeated after pushes
-    full_s: float  # seconds of a step if the engines always run as many responses as they can
+    fixed_decoding_s: float  # fixed seconds of all decoding steps of the longest response
+    responses_s: float  # seconds that all responses of an engine add: decoding, prefill, and prefill repeated after pushes
+    saturated_step_s: float  # seconds of a step if the engines always run as many responses as they can
 
     @classmethod
     def of(cls, speeds: EngineSpeeds, work: StepWorkload, num_engines: int, staleness: int) -> RolloutTime:
@@ -105,23 +105,23 @@ class RolloutTime:
         interrupted = min(most, requests * staleness) * lengths.mean_context
         prefill_s = (prompts + requests + interrupted) * speeds.prefill_s
         shared = requests * lengths.mean * speeds.request_s + prefill_s
-        full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.step_s
+        full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.fixed_step_s
         steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
-        return cls(staleness, steps * speeds.step_s, shared, full)
+        return cls(staleness, steps * speeds.fixed_step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
         """Return the seconds of a step without the weight push, if training takes `train_s`.
 
         The samples of step s are requested after the training of step s - (K + 1). The training of step s waits for them. So
         sampling may take the time of K + 1 steps minus one training. The other running responses make the decoding steps of the
-        longest response longer: it takes tail_s / (1 - shared_s / step_s) seconds.
+        longest response longer: it takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
         """
         if not self.staleness:
-            return train_s + self.tail_s + self.shared_s
-        ahead, shared = self.staleness + 1, self.shared_s
-        middle = ahead * shared + train_s + self.tail_s
+            return train_s + self.fixed_decoding_s + self.responses_s
+        ahead, shared = self.staleness + 1, self.responses_s
+        middle = ahead * shared + train_s + self.fixed_decoding_s
         in_time = (middle + sqrt(middle**2 - 4 * ahead * train_s * shared)) / (2 * ahead)
-        return max(train_s, self.full_s, in_time)
+        return max(train_s, self.saturated_step_s, in_time)
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
@@ -145,7 +145,7 @@ def push_s(
     """
     weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
-    speed = cluster.link_bytes(trainers + engines * engine_tp)
+    speed = cluster.link_bytes_per_s(trainers + engines * engine_tp)
     messages = max(1.0, weights / trainers / bucket_bytes) * engines
     return max(sent / speed + messages * cluster.message_s, received / speed)
 
@@ -153,7 +153,7 @@ def push_s(
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
     """Return the seconds of a push within one node. The trainers write the weights once, and all engines read them."""
     weights = WEIGHT_BYTES * shape.num_weights
-    return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes
+    return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class EngineSpeeds:
     prefill_s: float  # d: seconds for each prefilled token; no request decodes during prefill
     max_running: int  # most requests that run together; the others wait in order
 
-    def token_s(self, running: int) -> float:
+    def decoding_step_s(self, running: int) -> float:
         """Return the seconds of one decoding step of `running` requests."""
         return self.step_s + running * self.request_s
 
@@ -181,7 +181,7 @@ class SimulatedRequest:
     decoded: float = 0.0  # tokens that were decoded when the request last left the running batch
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at its first admission
     started: bool = False  # it was admitted at least once
-    _admitted_at: float = 0.0  # number of decoding steps that the engine had run at the request's last admission
+    _admission_step: float = 0.0  # number of decoding steps that the engine had run at the request's last admission
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class EngineQueue:
         """Return the time at which the next running request finishes if nothing else happens; infinity if none runs."""
         if self.paused or not self._running:
             return inf
-        return self.now + self._prefill_left_s + self._steps_left() * self.speeds.token_s(len(self._running))
+        return self.now + self._prefill_left_s + self._steps_left() * self.speeds.decoding_step_s(len(self._running))
 
     def advance(self, now: float) -> list[SimulatedRequest]:
         """Move the time to `now`. Returns the requests that finish until then, in order."""
@@ -240,7 +240,7 @@ class EngineQueue:
     def decoded(self, request: SimulatedRequest) -> int:
         """Return the number of whole tokens that a request has decoded so far."""
         running = any(other is request for _, _, other in self._running)
-        return int(request.decoded + (self._steps - request._admitted_at if running else 0.0) + 1e-9)
+        return int(request.decoded + (self._steps - request._admission_step if running else 0.0) + 1e-9)
 
     def add(self, request: SimulatedRequest) -> None:
         """Queue a request at time `now`; call `advance` first."""
@@ -285,7 +285,7 @@ class EngineQueue:
         self._count_busy(seconds)
         prefill_s = min(seconds, self._prefill_left_s)
         self._prefill_left_s -= prefill_s
-        self._steps += (seconds - prefill_s) / self.speeds.token_s(len(self._running))
+        self._steps += (seconds - prefill_s) / self.speeds.decoding_step_s(len(self._running))
 
     def _count_busy(self, seconds: float) -> None:
         self.busy_s += seconds
@@ -302,7 +302,7 @@ class EngineQueue:
             self._cached.add(request.prompt)
             self._prefill_left_s += tokens * self.speeds.prefill_s
             self.prefilled_tokens += tokens
-            request._admitted_at = self._steps
+            request._admission_step = self._steps
             end = self._steps + request.response_tokens - request.decoded
             heapq.heappush(self._running, (end, next(self._order), request))
 
@@ -311,7 +311,7 @@ class EngineQueue:
         removed = {id(request) for request in requests}
         for _, _, request in self._running:
             if id(request) in removed:
-                request.decoded += self._steps - request._admitted_at
+                request.decoded += self._steps - request._admission_step
         self._running = [entry for entry in self._running if id(entry[2]) not in removed]
         heapq.heapify(self._running)
         return requests

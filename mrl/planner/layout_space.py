@@ -9,7 +9,8 @@ from math import gcd
 from typing import Any
 
 from models.architecture import Architecture
-from mrl.config.schema import ClusterConfig, PlanConfig
+from mrl.config.process_schema import ClusterConfig
+from mrl.config.schema import PlanConfig
 from mrl.planner.model_shape import ModelShape
 from mrl.planner.run_memory import GIB
 from mrl.planner.trainer_memory import cached_pipeline_stages
@@ -25,31 +26,31 @@ class GpuCluster:
     """Speed and memory of one GPU, its links, and the number of GPUs. Rates are bytes or FLOPs per second."""
 
     gpus: int
-    per_node: int
+    gpus_per_node: int
     memory_bytes: float  # of a GPU, for a trainer or an engine
-    matmul_flops: float
-    attention_flops: float
-    expert_flops: float
-    hbm_bytes: float
-    nvlink_bytes: float  # in each direction
-    network_bytes: float  # in each direction
-    pcie_bytes: float
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    expert_flops_per_s: float
+    hbm_bytes_per_s: float
+    nvlink_bytes_per_s: float  # in each direction
+    network_bytes_per_s: float  # in each direction
+    pcie_bytes_per_s: float
     latency_s: float  # fixed cost of a collective
     message_s: float  # fixed cost of a message of the weight sync
 
     @classmethod
     def of(cls, cluster: ClusterConfig, plan: PlanConfig) -> GpuCluster:
         """Scale the vendor's numbers by the efficiencies of `plan`. Raises ValueError if a number or the nodes are missing."""
-        hardware, nodes, per_node = cluster.hardware, cluster.nodes, cluster.gpus_per_node
+        hardware, nodes, gpus_per_node = cluster.hardware, cluster.nodes, cluster.gpus_per_node
         for name in ("gpu_memory_gb", "tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s"):
             if not getattr(hardware, name):
                 raise ValueError(
                     f"cluster.hardware.{name}=0: the search needs the hardware's numbers; cluster=h100 (or a100, h200, b200) "
                     "sets them."
                 )
-        if not nodes or not per_node:
+        if not nodes or not gpus_per_node:
             raise ValueError(
-                f"cluster.nodes={nodes}, cluster.gpus_per_node={per_node}: the search needs the number of GPUs; set both."
+                f"cluster.nodes={nodes}, cluster.gpus_per_node={gpus_per_node}: the search needs the number of GPUs; set both."
             )
         if not hardware.network_gb_per_s and nodes > 1:
             raise ValueError("cluster.hardware.network_gb_per_s=0: more than one node needs a network; set its GB/s.")
@@ -57,23 +58,23 @@ class GpuCluster:
         flops = hardware.tflops_bf16 * 1e12
         nvlink = hardware.nvlink_gb_per_s / 2 * 1e9 * efficiency["bandwidth"]
         return cls(
-            gpus=nodes * per_node,
-            per_node=per_node,
+            gpus=nodes * gpus_per_node,
+            gpus_per_node=gpus_per_node,
             memory_bytes=(hardware.gpu_memory_gb - PROCESSES_PER_GPU * plan.reserve_gb) * GIB,
-            matmul_flops=flops * efficiency["matmul"],
-            attention_flops=flops * efficiency["attention"],
-            expert_flops=flops * efficiency["experts"],
-            hbm_bytes=hardware.hbm_gb_per_s * 1e9 * efficiency["bandwidth"],
-            nvlink_bytes=nvlink,
-            network_bytes=hardware.network_gb_per_s * 1e9 * efficiency["bandwidth"] or nvlink,
-            pcie_bytes=plan.pcie_gb_per_s * 1e9,
+            matmul_flops_per_s=flops * efficiency["matmul"],
+            attention_flops_per_s=flops * efficiency["attention"],
+            expert_flops_per_s=flops * efficiency["experts"],
+            hbm_bytes_per_s=hardware.hbm_gb_per_s * 1e9 * efficiency["bandwidth"],
+            nvlink_bytes_per_s=nvlink,
+            network_bytes_per_s=hardware.network_gb_per_s * 1e9 * efficiency["bandwidth"] or nvlink,
+            pcie_bytes_per_s=plan.pcie_gb_per_s * 1e9,
             latency_s=plan.latency_us * 1e-6,
             message_s=plan.message_us * 1e-6,
         )
 
-    def link_bytes(self, num_gpus: int) -> float:
+    def link_bytes_per_s(self, num_gpus: int) -> float:
         """Return the bytes per second from one GPU to its neighbors in a group: NVLink within a node, else the network."""
-        return self.nvlink_bytes if num_gpus <= self.per_node else self.network_bytes
+        return self.nvlink_bytes_per_s if num_gpus <= self.gpus_per_node else self.network_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class LayoutSpace:
 
         The rules are those of mrl/weight_sync/engine_layout.py.
         """
-        t, per_node = self.arch.transformer, self.cluster.per_node
+        t, gpus_per_node = self.arch.transformer, self.cluster.gpus_per_node
         heads = t["num_attention_heads"]
         groups = heads if self.arch.is_latent else t["num_query_groups"]
         return [
@@ -177,7 +178,7 @@ class LayoutSpace:
             if tp <= self.cluster.gpus
             and (groups % tp == 0 or tp % groups == 0)
             and all(width % tp == 0 for width in self._mlp_widths())
-            and (per_node % tp == 0 or tp % per_node == 0)
+            and (gpus_per_node % tp == 0 or tp % gpus_per_node == 0)
         ]
 
     def _mlp_widths(self) -> list[int]:
@@ -197,7 +198,7 @@ class LayoutSpace:
         widths = (*self._dense_widths(), *self._shared_widths())
         common = gcd(t["num_attention_heads"], t["num_query_groups"], *widths)
         for tp in self._allowed("tp", _divisors(common)):
-            if tp > self.cluster.per_node or self.cluster.per_node % tp:
+            if tp > self.cluster.gpus_per_node or self.cluster.gpus_per_node % tp:
                 self.excluded["tensor parallelism over more than one node"] += 1
             else:
                 yield tp

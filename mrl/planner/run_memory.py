@@ -12,7 +12,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from mrl.config.schema import Config, HardwareConfig
+from mrl.config.process_schema import HardwareConfig
+from mrl.config.schema import Config
 from mrl.placement.resource_pools import Pool, Pools, gpus_of_nodes, slots_per_node
 from mrl.planner.model_shape import ModelShape, ParameterShape
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerMemory, TrainerRankMemory, TrainerSettings, trainer_memory
@@ -110,10 +111,10 @@ class RunMemory:
                 yield f"{m.role} during {m.phase}: {need}, {over:.1f} GiB too much"
 
     def _kv_cache_problems(self) -> Iterator[str]:
-        if self.engine and self.engine.tokens < self.sequence:
+        if self.engine and self.engine.tokens < self.longest_sequence:
             yield (
                 f"engines: the KV cache holds {self.engine.tokens:,} tokens, but one prompt with its response may have "
-                f"{self.sequence:,}"
+                f"{self.longest_sequence:,}"
             )
 
     def _host_problems(self) -> Iterator[str]:
@@ -122,8 +123,8 @@ class RunMemory:
             yield f"host memory: the run needs {need:.0f} GiB on a node that has {limit:.0f} GiB"
 
     def _cluster_problems(self) -> Iterator[str]:
-        if self.available and self.gpus > self.available:
-            yield f"the run needs {self.gpus} GPUs, the cluster has {self.available} (cluster.nodes)"
+        if self.cluster_gpus and self.gpus > self.cluster_gpus:
+            yield f"the run needs {self.gpus} GPUs, the cluster has {self.cluster_gpus} (cluster.nodes)"
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; all sizes in bytes."""
@@ -137,9 +138,9 @@ class RunMemory:
             host=asdict(self.host) | dict(total=self.host.total, limit=self.host_limit),
             nodes=self.nodes,
             gpus=self.gpus,
-            available=self.available,
-            checkpoints=self.disk,
-            worst_experts=self.worst_experts,
+            available=self.cluster_gpus,
+            checkpoints=self.disk_bytes,
+            worst_experts=self.worst_expert_bytes,
         )
 
 
@@ -236,13 +237,13 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
     """Return the memory of an engine rank. The trainers that share its GPU are offloaded when it starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
-    free = limit - len(pools.by_role["engines"].needs) * _reserve(config)
-    fraction = config.sglang.get("mem_fraction_static") or MEM_FRACTION
+    free = limit - len(pools.by_role["engines"].demands) * _reserve(config)
+    fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
     rank = engine_memory(actor.shape, topology, itemsize, free, fraction, kv_itemsize(config, itemsize))
     max_tokens = config.sglang.get("max_total_tokens") or (0 if limit else CPU_KV_TOKENS)
     if not max_tokens:
         return rank
-    most = max_tokens * rank.token
+    most = max_tokens * rank.token_bytes
     return replace(rank, kv_cache=min(most, rank.kv_cache) if limit else most)
 
 
@@ -254,10 +255,10 @@ def kv_itemsize(config: Config, itemsize: int) -> int:
 def _gpu_phases(
     config: Config, pool: Pool, trainers: Mapping[str, TrainerMemory], engine: EngineRankMemory | None
 ) -> Iterator[GpuPhase]:
-    limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.needs)}
-    shared = len(pool.needs) > 1
-    buckets = {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.needs else {}
-    for role in pool.needs:
+    limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.demands)}
+    shared = len(pool.demands) > 1
+    buckets = {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
+    for role in pool.demands:
         if role == "engines":
             assert engine is not None, "a pool has engines only if the run starts them"
             parts = {"weights": engine.weights, "kv cache": max(0, engine.kv_cache)}
@@ -265,12 +266,12 @@ def _gpu_phases(
             continue
         memory = trainers[role]
         for phase in memory.by_phase:
-            if phase == "weight_sync" and (role != "actor" or (shared and "engines" in pool.needs)):
+            if phase == "weight_sync" and (role != "actor" or (shared and "engines" in pool.demands)):
                 continue
             rank = max(memory.stages, key=lambda stage: stage.phases()[phase])
             parts = _trainer_parts(rank, phase)
             yield GpuPhase(pool.name, role, phase, parts | buckets | reserve, limit, _rank_name(memory, rank))
-        if role == "actor" and engine and shared and "engines" in pool.needs:
+        if role == "actor" and engine and shared and "engines" in pool.demands:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
             where = _rank_name(memory, rank)
@@ -301,7 +302,7 @@ def _host_memory(
 ) -> HostMemory:
     """Return the host memory of the busiest node, which has as many ranks of each role as a node can have."""
     per_node = slots_per_node(config.cluster, pools)
-    on_node = {role: min(per_node, pool.needs[role].slots) for role, pool in pools.by_role.items()}
+    on_node = {role: min(per_node, pool.demands[role].slots) for role, pool in pools.by_role.items()}
     shared = {role for roles in pools.colocated_roles for role in roles}
     offloaded = sum(
         on_node[role] * max(rank.state.offloaded for rank in memory.stages)
@@ -323,7 +324,7 @@ def _host_memory(
     )
 
 
-MEM_FRACTION = 0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
+DEFAULT_MEM_FRACTION = 0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
 
 
 @dataclass(frozen=True)
@@ -381,9 +382,9 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
     for p in shape.parameters:
         if p.location == "expert":
             local_experts = shape.num_experts // topology.ep
-            experts += layers[p.where] * (p.numel // (topology.tp // topology.ep)) * local_experts * itemsize
+            experts += layers[p.present_in] * (p.numel // (topology.tp // topology.ep)) * local_experts * itemsize
         else:
-            copies = layers[p.where] if p.location == "layer" else 1
+            copies = layers[p.present_in] if p.location == "layer" else 1
             dense += copies * _rank_numel(shape, p, topology) * itemsize
     return dense, experts
 

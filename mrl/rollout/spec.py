@@ -1,4 +1,4 @@
-"""Settings that a rollout worker is built from."""
+"""RolloutSpec: all settings of a rollout worker."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,61 +6,62 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.algorithms.advantage_pipeline import AdvantagePipeline
-from mrl.config.schema import FaultToleranceConfig, ScoringConfig
+from mrl.config.process_schema import FaultToleranceConfig
+from mrl.config.schema import ScoringConfig
 from mrl.core.types import DeviceSlot
 from mrl.data.prompts import PromptDataset
 from mrl.data.tokenizer import ChatTemplate
 from mrl.rewards.reward_types import Reward
 from mrl.rollout.agents.tool_agent import ToolAgent
-from mrl.rollout.step_metrics import GroupFilter
+from mrl.rollout.step_metrics import RolloutFilter
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Engines, prompts and rewards of one rollout worker."""
+    """The engines, the prompts, the reward and the sampling settings of one rollout worker."""
 
-    model_path: str  # Hugging Face folder: architecture, tokenizer, and the weights that engines start with
-    run_dir: str  # logs and recorded steps go here
-    train: PromptDataset
-    test: PromptDataset | None  # held-out prompts
+    model_path: str  # Hugging Face folder with the architecture, the tokenizer and the weights that engines start with
+    run_dir: str  # run directory; logs and recorded steps are written below it
+    train: PromptDataset  # prompts that steps train
+    test: PromptDataset | None  # held-out prompts, which are only evaluated
     reward: Reward
     advantage_pipeline: AdvantagePipeline
-    group_filter: GroupFilter | None  # dynamic sampling: which groups are trained; None: all
-    needs_greedy: bool  # also sample a greedy response to each prompt, for the advantage
-    old_from_rollout: bool  # use the rollout log-probabilities as old log-probabilities
+    rollout_filter: RolloutFilter | None  # decides which groups are trained; None: all groups are trained
+    needs_greedy: bool  # whether the advantage needs a greedy response to each prompt, too
+    rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
     prompts_per_step: int
     responses_per_prompt: int
     max_response_tokens: int
     temperature: float
     num_engines: int
-    engine_urls: tuple[str, ...]  # external servers; if there are any, no engine is started
-    engine_tp: int
+    engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
+    engine_tp: int  # tensor-parallel size of an engine
     seed: int
-    eval_rows: int | None  # evaluate on this many rows of each test set; None: all
+    eval_rows: int | None  # an evaluation uses the first `eval_rows` rows of each test set; None: all rows
     request_timeout_s: float
-    record: bool  # write each step's tokens to run_dir/rollouts
-    replay: str | None  # folder of recorded steps to read instead of sampling
-    staleness: int = 0  # most weight versions between the weights that sample a token and those that train on it
-    over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of a step's groups
-    in_order: bool = False  # steps train groups in the order in which their prompts were drawn
-    max_rounds: int = 1  # rejected groups are replaced until a step has drawn this multiple of its groups
+    record: bool  # whether the tokens of each step are written to run_dir/rollouts
+    replay: str | None  # folder of recorded steps that are read; None: the engines sample
+    staleness: int = 0  # maximal number of weight versions between sampling a token and training on it
+    over_sample_rate: float = 0.0  # extra groups in flight, as a fraction of `prompts_per_step`
+    in_order: bool = False  # whether steps train groups in the order in which their prompts were drawn
+    max_rounds: int = 1  # a step replaces at most (max_rounds - 1) * prompts_per_step rejected groups
     log_key: str = "samples"  # hash of the settings and data that determine the samples (see RolloutLog)
     chat: ChatTemplate = field(default_factory=ChatTemplate)  # how messages become text
     scoring: ScoringConfig = field(default_factory=ScoringConfig)  # processes and deadline of the reward
-    agent: ToolAgent | None = None  # for multi-turn responses with tools
-    deterministic: bool = False  # give each response its own seed
-    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # when an engine has failed
-    routed_experts: bool = False  # return the experts of each token (mixture of experts only)
+    agent: ToolAgent | None = None  # samples multi-turn responses with tools; None: responses have a single turn
+    deterministic: bool = False  # whether each response gets its own seed
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)  # retries and engine timeouts
+    routed_experts: bool = False  # whether engines return the experts of each token (mixture of experts only)
     server_args: dict[str, Any] = field(default_factory=dict)  # fields of SGLang's ServerArgs
-    # Returns the device slots of engine 0 to num_engines - 1. None: engines are child processes of the rollout worker
+    # `slots(i)` returns the device slots of engine i. None: engines are child processes of the rollout worker.
     slots: Callable[[int], Sequence[DeviceSlot]] | None = None
 
     @property
     def extra_groups(self) -> int:
-        """Over-sampling: groups in flight beyond those that steps need."""
+        """Number of groups that over-sampling adds to the groups in flight."""
         return math.ceil(self.over_sample_rate * self.prompts_per_step)
 
     @property
     def buffer_capacity(self) -> int:
-        """Groups that may be drawn and not yet trained."""
+        """Maximal number of groups that are drawn and not yet trained."""
         return (self.staleness + 1) * self.prompts_per_step + self.extra_groups

@@ -1,9 +1,10 @@
-"""Coordinator: controls the engines before and after a push, on trainer rank 0.
+"""Coordinator: with it, trainer rank 0 controls the engines before and after a push.
 
-It pauses the engines, opens their update sessions, waits for receipts, sets the weight version and resumes generation.
+Before a push, the coordinator pauses the engines and opens a weight update session of SGLang in each of them. After the push, it
+waits until every engine rank has verified its new weights. Then it sets the weight version and resumes generation.
 
-An engine that fails is excluded from the rest of the push and reported; the push continues with the other engines. An engine
-serves only weights whose checksums it has verified.
+An engine that fails is excluded from the rest of the push, and its failure is reported. The push continues with the other
+engines. An engine serves new weights only after it has verified their checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import httpx
 import torch
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.weight_sync.control_channel import (
     OPENING,
     RECEIVER_TIMEOUT_FACTOR,
@@ -47,7 +48,10 @@ ENGINE_FAILURES = (EngineError, PeerError, httpx.HTTPError, TimeoutError)
 
 
 class Coordinator:
-    """Calls all engines in parallel. `failed` maps the number of each excluded engine to the reason."""
+    """Sends requests to all engines in parallel. An engine is excluded from all further requests after one has failed.
+
+    `failed` maps the number of each excluded engine to the reason.
+    """
 
     def __init__(
         self,
@@ -57,14 +61,20 @@ class Coordinator:
         pause_mode: PauseMode,
         join_channel: Callable[[], ControlChannel] | None,
     ) -> None:
-        """`join_channel` connects to the control channel; None if no receiver is involved (weights through the disk)."""
+        """Prepare the connections to the engines.
+
+        `join_channel` opens a connection to the control channel. It is None for a weight sync through the disk, which has no
+        control channel.
+        """
         self.engines = [EngineControl(url, timeout_s) for url in urls]
         self.tp, self.timeout_s, self.pause_mode = tp, timeout_s, pause_mode
         self.failed: dict[int, str] = {}
-        # Two connections: while this thread waits on one, threads of the pool announce failures on the other.
+        # There are two connections: threads of the pool report failures on one while this thread waits on the other.
         self._wait_channel, self._failure_channel = (join_channel(), join_channel()) if join_channel else (None, None)
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight_sync")
-        self._last_message: dict[int, Future[None]] = {}  # engine number -> last message, which may still be running
+        self._last_message: dict[
+            int, Future[None]
+        ] = {}  # engine number -> its last message, which may not be answered yet
 
     @property
     def alive(self) -> list[int]:
@@ -73,18 +83,18 @@ class Coordinator:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Reason of each excluded engine, by URL."""
+        """URL of each excluded engine -> reason."""
         return {self.engines[number].url: reason for number, reason in self.failed.items()}
 
     def engine_ranks(self, engines: Iterable[int]) -> list[int]:
-        """Return the ranks of these engines, counted over all engines."""
+        """Return the ranks of these engines. Ranks are numbered over all engines."""
         return [engine * self.tp + rank for engine in engines for rank in range(self.tp)]
 
     def begin_session(self, connection: dict[str, Any]) -> dict[int, EngineRankInfo]:
-        """Begin a session with every engine; return the report of each engine rank. Raises WeightSyncError on a failure.
+        """Begin a session with every engine, and return what each engine rank reports about itself.
 
-        An earlier trainer may have died in the middle of a push. Its update session is closed here; the engine stays paused until
-        the next push.
+        An earlier trainer may have died during a push and left an update session open. This method closes such a session. The
+        engine stays paused until the next push. Raises WeightSyncError if an engine fails.
         """
         message = dict(connection, action=EngineAction.BEGIN_SESSION, tp=self.tp)
         self.call_all(EngineControl.abandon_weight_update)
@@ -95,26 +105,32 @@ class Coordinator:
         return infos
 
     def check_plan(self) -> None:
-        """Have every engine read its part of the plan and compare the destinations with the checkpoint that it loaded."""
+        """Have every engine read its part of the plan, and compare the destinations with the checkpoint that it loaded.
+
+        Raises WeightSyncError if an engine fails.
+        """
         self.call_all(lambda engine: self._send(engine, dict(action=EngineAction.CHECK_PLAN)))
         for rank in self.engine_ranks(self.alive):
             self._receive(plan_checked_key(rank), rank, OPENING)
         self._raise_failures("check the plan")
 
     def connect_receivers(self) -> None:
-        """Have every engine connect to the senders; return at once. `wait_connected` waits for it."""
+        """Tell every engine to connect to the senders. `wait_connected` waits until the engines have connected."""
         self._send_to_all(dict(action=EngineAction.CONNECT), OPENING)
 
     def wait_connected(self) -> None:
-        """Wait until every engine rank has connected to the senders. Raises WeightSyncError on a failure."""
+        """Wait until every engine rank has connected to the senders. Raises WeightSyncError if an engine fails."""
         for rank in self.engine_ranks(self.alive):
             self._receive(connected_key(rank), rank, OPENING)
         self.call_all(EngineControl.end_weight_update)
         self._raise_failures("connect to the senders")
 
     def begin_push(self, push: str, base: str | None) -> None:
-        """Pause the engines and have them wait for buckets; return at once. `base`: the push that differences refer to."""
-        for number in self.failed:  # excluded in an earlier push; senders must not wait for them in this push
+        """Pause the engines and tell them to receive the buckets of `push`. Does not wait until they have received any.
+
+        `base` is the earlier push to which the sent differences refer. It is None if the weights are sent in full.
+        """
+        for number in self.failed:  # an earlier push excluded this engine, so senders must not wait for it in this push
             self._announce_failure(number, push)
         self.call_all(lambda engine: engine.pause(self.pause_mode), push)
         self.call_all(EngineControl.begin_weight_update, push)
@@ -137,10 +153,12 @@ class Coordinator:
             )
 
     def publish(self, push: str, version: int, resume: bool = True) -> None:
-        """Set the engines' weight version, and resume generation unless `resume` is false."""
+        """Set the weight version of all engines, and resume generation if `resume` is true."""
         self.call_all(EngineControl.end_weight_update, push)
         self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
-        if self.pause_mode is not PauseMode.in_place:  # that mode keeps the KV cache of the old weights
+        if (
+            self.pause_mode is not PauseMode.in_place
+        ):  # in this mode, requests continue with the KV cache of the old weights
             self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
         if resume:
             self.call_all(EngineControl.resume, push)
@@ -165,14 +183,14 @@ class Coordinator:
         engine.update_weights_from_tensor(payloads, WEIGHT_LOADER, timeout_s=timeout_factor * self.timeout_s)
 
     def _send_to_all(self, message: dict[str, Any], push: str) -> None:
-        """Send a message that engines handle slowly; return at once. An engine is excluded as soon as its request fails."""
+        """Send a message to all engines without waiting for answers. An engine is excluded as soon as its request fails."""
         for number in self.alive:
             future = self._pool.submit(self._send, self.engines[number], message, RECEIVER_TIMEOUT_FACTOR + 1)
             future.add_done_callback(lambda done, number=number: self._check_future(done, number, push))
             self._last_message[number] = future
 
     def _receive(self, key: str, rank: int, push: str) -> Any:
-        """Wait for a value that an engine rank puts on the control channel; return it, or None if its engine has failed."""
+        """Return a value that an engine rank puts on the control channel; wait for it. Returns None if the engine has failed."""
         assert self._wait_channel is not None, "engines answer on the control channel"
         number = rank // self.tp
         if number in self.failed:
@@ -195,7 +213,7 @@ class Coordinator:
             self._exclude(number, error, push)
 
     def _exclude(self, number: int, error: BaseException, push: str) -> None:
-        """Exclude an engine from now on, and tell the senders that wait for it."""
+        """Exclude an engine from all further requests, and tell the senders not to wait for it."""
         if number not in self.failed:
             self.failed[number] = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
             logger.warning("engine %s is excluded from %s: %r", self.engines[number].url, push, error)
@@ -213,7 +231,7 @@ class Coordinator:
 
 
 def _pack_message(message: str) -> str:
-    """Serialise a message as one named tensor whose name is the message."""
+    """Serialise a message as an empty tensor whose name is the message, because the request can carry only named tensors."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(message, torch.empty(0))])
     return b64encode(buffer.getvalue()).decode()

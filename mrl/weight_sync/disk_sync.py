@@ -1,7 +1,8 @@
 """Weight sync through the disk: rank 0 writes a Hugging Face folder, and the engines load it.
 
-Use it if engines share only a file system with the trainer, or to inspect the weights that are sent. SGLang loads the folder
-itself (/update_weights_from_disk), so this works whatever the form in which the engine stores weights.
+Use this transport if engines share only a file system with the trainer, or to inspect the weights that are sent. SGLang loads
+the folder itself (/update_weights_from_disk). The transport therefore works even if an engine stores weights in a form that mrl
+does not know.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.core.types import SyncReport
 from mrl.weight_sync.coordinator import Coordinator
 from mrl.weight_sync.engine_control import EngineControl, WeightMismatchError, WeightSyncError
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard, Topology
 
-KEPT_VERSIONS = 2  # folders on the disk: of the version that the engines have loaded, and of the version before
-MAX_NAMES = 8  # parameters named in an error
+KEPT_VERSIONS = 2  # number of folders that stay on the disk: the newest version and the version before
+MAX_NAMES = 8  # an error message names at most this many parameters
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class ExportsWeights(Protocol):
-    """A trainer rank's model, as DiskSync uses it."""
+    """The methods of a trainer rank's model that DiskSync uses."""
 
     def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all whole tensors on rank 0 and call `consume` with them there; returns None on the other ranks."""
+        """Gather all tensors on rank 0 and call `consume` with them there. Returns None on the other ranks."""
         ...
 
     def write_hf(self, tensors: NamedTensors, folder: Path) -> None:
@@ -44,7 +45,7 @@ class ExportsWeights(Protocol):
 
 
 class DiskSync:
-    """One trainer rank's end of a weight sync through the disk. All ranks gather the weights; rank 0 does everything else."""
+    """One trainer rank's part in a weight sync through the disk. All ranks gather the weights; rank 0 does everything else."""
 
     def __init__(
         self,
@@ -54,7 +55,10 @@ class DiskSync:
         layout_of: Callable[[Topology], EngineLayout],
         timeout_s: float,
     ) -> None:
-        """Connect to the engines. `folder` gets one subfolder for each version. Raises WeightSyncError on rank 0."""
+        """Connect rank 0 to the engines. Each version of the weights is written to a subfolder of `folder`.
+
+        Raises WeightSyncError on rank 0 if the first engine does not answer.
+        """
         self._folder, self._model, self._layout_of, self._version = folder, model, layout_of, -1
         self._coordinator: Coordinator | None = None
         if dist.get_rank() == 0:
@@ -69,15 +73,16 @@ class DiskSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
 
-        `engines_offloaded`: see LiveSync.push. Raises WeightMismatchError, and errors of writing the folder.
+        `engines_offloaded`: the engines had released their weights. They then stay paused, because they have no KV cache yet.
+        Raises WeightMismatchError if an engine holds other weights than were written, and OSError if the folder cannot be written.
         """
-        push = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
-        return push or SyncReport()
+        report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
+        return report or SyncReport()
 
     def _push(self, tensors: NamedTensors, version: int, resume: bool) -> SyncReport:
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
         start, folder = time.perf_counter(), self._folder / str(version)
-        if folder.exists():  # written by a push that did not reach all engines
+        if folder.exists():  # an earlier push wrote it, but did not reach all engines
             shutil.rmtree(folder)
         expected, totals = self._expected_checksums(), Counter[str]()
         self._model.write_hf(_count(expected.observe(tensors) if expected else tensors, totals), folder)
@@ -87,7 +92,7 @@ class DiskSync:
         self._remove_old_versions()
         return SyncReport(
             bytes=totals["bytes"],
-            raw_bytes=totals["bytes"],
+            uncompressed_bytes=totals["bytes"],
             tensors=totals["tensors"],
             buckets=1,
             seconds=time.perf_counter() - start,
@@ -98,7 +103,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, check its weights, and return the engines that failed, URL -> reason."""
+        """Have every engine load the folder, and check the weights that it then holds. Returns URL -> reason of failed engines."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))
@@ -113,7 +118,7 @@ class DiskSync:
         return engines.failures
 
     def _expected_checksums(self) -> ExpectedChecksums | None:
-        """Return an empty collector of checksums; None on a GPU, where SGLang's checksums cannot be computed here."""
+        """Return a new ExpectedChecksums; None for engines on GPUs, whose checksums the trainer cannot compute."""
         if self._server_info["device"] != "cpu":
             return None
         return ExpectedChecksums(self._layout_of(self._topology), getattr(torch, self._server_info["dtype"]))
@@ -146,12 +151,15 @@ class ExpectedChecksums:
         for rank, by_name in enumerate(self._shards):
             for shard in layout.shards(rank):
                 by_name.setdefault(shard.name, []).append(shard)
+        # By rank: parameter -> number of its shards that have not been observed yet.
         self._missing = [Counter(s.param for shards in by_name.values() for s in shards) for by_name in self._shards]
-        self._incomplete: list[dict[str, Tensor]] = [{} for _ in ranks]  # by rank, by parameter
+        self._incomplete: list[dict[str, Tensor]] = [
+            {} for _ in ranks
+        ]  # by rank, by parameter; some shards are missing
         self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 
     def observe(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors unchanged, and copy each into the engine parameters that contain it."""
+        """Yield the tensors unchanged, and copy each tensor into the engine parameters that contain it."""
         for name, tensor in tensors:
             for rank, by_name in enumerate(self._shards):
                 for shard in by_name.get(name, ()):
@@ -168,7 +176,7 @@ class ExpectedChecksums:
             self._checksums[rank][shard.param] = sglang_hash(incomplete.pop(shard.param))
 
     def compare(self, reported: Sequence[Mapping[str, Any]], engine: str) -> None:
-        """Raise WeightMismatchError, naming the parameters, if the checksums of an engine's ranks differ from the expected."""
+        """Raise WeightMismatchError if checksums that an engine's ranks reported are not the expected ones."""
         for rank, (expected, actual) in enumerate(zip(self._checksums, reported, strict=True)):
             wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
             if wrong:

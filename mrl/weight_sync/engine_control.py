@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import httpx
 import orjson
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
 RETRY_S = 0.02  # between attempts of a request that a busy engine refused

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from models.conversion.mapping import ParamMapping
-from mrl.config.schema import PauseMode, Transport, WeightSyncConfig
+from mrl.config.process_schema import PauseMode, Transport, WeightSyncConfig
 from mrl.core.types import SyncReport
 from mrl.weight_sync.control_channel import (
     RECEIVER_TIMEOUT_FACTOR,
@@ -122,7 +122,7 @@ class LiveSync:
         self._version, self._verified_push = version, None if failed or must_repeat else push
         return SyncReport(
             bytes=stats.sent_bytes,
-            raw_bytes=stats.raw_bytes,
+            uncompressed_bytes=stats.uncompressed_bytes,
             tensors=self._num_tensors,
             buckets=stats.messages,
             seconds=done - start,

@@ -4,9 +4,9 @@ A sender writes its buckets alternately into two slots. It reuses a slot when al
 On one machine the receivers map the slots themselves (shared memory, or GPU memory by CUDA IPC). Otherwise the bytes are sent
 through a process group.
 
-To add a transport, change these places: the enum Transport in mrl/config/schema.py; choose_transport and a pair of ends in this
-file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md. A transport that
-does not send buckets, such as `disk`, has a class of its own, which `connect_engines` in mrl/workers/megatron_model.py chooses.
+To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a pair of ends
+in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md. A transport
+that does not send buckets, such as `disk`, has its own class. `connect_engines` in mrl/workers/megatron_model.py chooses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config.schema import Transport
+from mrl.config.process_schema import Transport
 
 NUM_SLOTS = 2  # of each sender
 SHARED_MEMORY = Path("/dev/shm")

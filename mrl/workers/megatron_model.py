@@ -21,7 +21,7 @@ from models.conversion.weight_bridge import WeightBridge
 from models.families import family_of
 from models.hf_config import HFConfig
 from models.model_builder import HeadKind, build_model
-from mrl.config.schema import Transport, WeightSyncConfig
+from mrl.config.process_schema import Transport, WeightSyncConfig
 from mrl.core.run_errors import NonFiniteGradientError
 from mrl.core.types import ColumnPart, RankBatch, TokenBlock, UpdateReport
 from mrl.weight_sync.disk_sync import DiskSync, NamedTensors

@@ -12,7 +12,7 @@ import ray
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import Loss
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.process_schema import WeightSyncConfig
 from mrl.core.types import Column, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.tokenizer import ChatTemplate
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity

@@ -11,7 +11,7 @@ from models.architecture import Family
 from models.conversion.mapping import Box
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.schema import WeightSyncConfig
+from mrl.config.process_schema import WeightSyncConfig
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.weight_sync.engine_layout import EngineLayout
 from mrl.weight_sync.session import LiveSync

@@ -12,7 +12,7 @@ from mrl_runs import wait_until
 from run_comparison import check_equal_weights, learning_metrics
 from test_soak import KINDS, Soak
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engine_pool import EnginePool
 

@@ -13,8 +13,8 @@ from http_engines import spec_of
 from live_engines import PROMPTS, delay_forward_passes, num_running, slow_engines
 from mrl_runs import wait_until
 
-from mrl.config.schema import FaultToleranceConfig
-from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, seed_of
+from mrl.config.process_schema import FaultToleranceConfig
+from mrl.rollout.client import TRAINING, EngineClient, SamplingParams, response_seed
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines.server_args import DETERMINISTIC, default_server_args
 
@@ -69,7 +69,7 @@ FAULTS = {signal.SIGKILL: "processes have ended", signal.SIGSTOP: "computed noth
 @pytest.mark.extended
 def test_responses_of_a_killed_or_stopped_engine_are_sampled_again_with_the_same_tokens(pool, tmp_path):
     prompts = PROMPTS * 2
-    sampling = [replace(LONG, seed=seed_of(7, TRAINING, 0, number)) for number in range(len(prompts))]
+    sampling = [replace(LONG, seed=response_seed(7, TRAINING, 0, number)) for number in range(len(prompts))]
     expected = [completion.token_ids for completion in pool.generate_all(prompts, sampling)]
     assert len(set(map(tuple, expected))) == len(prompts), "each response has its own seed"
     for place, (sign, why) in enumerate(FAULTS.items()):

@@ -11,7 +11,7 @@ from live_engines import connected, max_logprob_difference, perturb, slow_engine
 from mrl_runs import wait_until
 from scripted_lifecycle import scripted_lifecycle
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.controller.colocation import ACTOR, ENGINES, MemoryState
 from mrl.rollout.client import SamplingParams
 from mrl.weight_sync.engine_control import EngineError

@@ -71,7 +71,7 @@ assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=Tr
 ENGINE = """
 import sys, threading
 import torch
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.rollout.client import EngineClient, SamplingParams
 from mrl.rollout.engines.server import EngineServer
 from mrl.rollout.engines.server_args import default_server_args

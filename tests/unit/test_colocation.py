@@ -282,7 +282,7 @@ def test_a_worker_group_loads_its_model_before_calls_that_need_device_memory():
 def test_settings_that_need_persistent_engine_memory_are_refused_for_colocated_engines():
     from types import SimpleNamespace
 
-    from mrl.config.schema import WeightSyncConfig
+    from mrl.config.process_schema import WeightSyncConfig
     from mrl.controller.plan_train import check_time_sharing
 
     together = frozenset([frozenset(["actor", "engines"])])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from http_engines import BROKEN, HttpEngine, engine_pool
 
-from mrl.config.schema import FaultToleranceConfig
+from mrl.config.process_schema import FaultToleranceConfig
 from mrl.data.tokenizer import byte_tokenizer
 from mrl.rollout.agents.tool_agent import ToolAgent
 from mrl.rollout.agents.tools import Calculator, MarkerParser

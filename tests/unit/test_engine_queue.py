@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 
-STEPS = EngineSpeeds(step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2)
+STEPS = EngineSpeeds(fixed_step_s=1.0, request_s=0.0, prefill_s=0.0, max_running=2)
 
 
 def add_requests(queue, *lengths, prompt_tokens=1):
@@ -124,5 +124,5 @@ def test_an_engine_is_never_faster_than_full_batches(lengths, limit):
     queue = EngineQueue(speeds)
     add_requests(queue, *lengths)
     queue.advance(1e6)
-    assert queue.busy_s >= sum(lengths) * speeds.token_s(limit) / limit - 1e-9
-    assert queue.busy_s >= max(lengths) * speeds.token_s(1) - 1e-9
+    assert queue.busy_s >= sum(lengths) * speeds.decoding_step_s(limit) / limit - 1e-9
+    assert queue.busy_s >= max(lengths) * speeds.decoding_step_s(1) - 1e-9

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from http_engines import spec_of
 
-from mrl.config.schema import FaultToleranceConfig
+from mrl.config.process_schema import FaultToleranceConfig
 from mrl.core.types import DeviceSlot
 from mrl.rollout.engine_pool import EnginePool
 from mrl.rollout.engines import hosts

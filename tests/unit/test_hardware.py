@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.config import hydra_entry
-from mrl.config.schema import HardwareConfig
+from mrl.config.process_schema import HardwareConfig
 
 HARDWARE = ("a100", "h100", "h200", "b200")
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.config.schema import ClusterConfig, RolloutConfig
+from mrl.config.process_schema import ClusterConfig
+from mrl.config.schema import RolloutConfig
 from mrl.placement.resource_pools import (
     ROLES,
     SlotDemand,
@@ -76,18 +77,18 @@ def test_external_or_recorded_rollouts_need_no_slots_for_engines(without):
             r"this run has critic, which no pool contains \(pools: a\); .*pools.critic=\[critic\]",
         ),
         ({"a": ["actor"]}, "this run has critic and engines, which no pool contains"),
-        (COLOCATED | {"more": ["actor"]}, "actor is in all and in more"),
-        ({"a": ["actor", "actor"]}, "actor is in a and in a"),
+        (COLOCATED | {"more": ["actor"]}, "actor is in pool all and in pool more"),
+        ({"a": ["actor", "actor"]}, "actor is in pool a and in pool a"),
         ({"a": ["acter"]}, "placement.pools.a: 'acter' is not a role; expected .*did you mean actor"),
         ({"a": ["reference"]}, "'reference' is not a role .the reference is in the actor's processes."),
-        ({"a": {"role": ["actor"]}}, "placement.pools.a.role: a pool has roles, gpus and strategy; did you mean roles"),
+        ({"a": {"role": ["actor"]}}, "a.role: the fields of a pool are roles, gpus and strategy; did you mean roles"),
         ({"a": {"gpus": 4}}, r"placement.pools.a=None: expected a list of roles"),
         ({"a": "actor"}, r"placement.pools.a='actor': expected a list of roles .*as in placement.pools.a=\[actor\]"),
         ({"a": {"roles": ["actor"], "strategy": "pack"}}, "strategy='pack': expected .* did you mean PACK"),
         ({"a": {"roles": ["actor"], "gpus": 0}}, "gpus=0: expected a number of GPUs, 1 or more"),
         (
             {"a": {"roles": list(PPO), "gpus": 6}},
-            r"pools.a.gpus=6: actor needs 8; leave gpus out, set it to 8, or make actor smaller \(parallel",
+            r"pools.a.gpus=6: the role actor needs 8 GPUs; leave gpus out, set it to 8, or make actor smaller \(parallel",
         ),
     ],
 )
@@ -109,7 +110,7 @@ def test_a_cluster_that_is_too_small_is_an_error():
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("STRICT_PACK", "8 GPUs do not fit on one node.*use PACK"), ("STRICT_SPREAD", "it needs 8 nodes.*use SPREAD")],
+    [("STRICT_PACK", "8 GPUs do not fit on one node.*use PACK"), ("STRICT_SPREAD", "the pool needs 8 nodes.*use SPREAD")],
 )
 def test_a_strategy_that_the_nodes_cannot_meet_is_an_error(strategy, message):
     pools = make_pools({"all": {"roles": list(PPO), "strategy": strategy}}, PPO)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from http_engines import HttpEngine, engine_pool
 
-from mrl.config.schema import FaultToleranceConfig
+from mrl.config.process_schema import FaultToleranceConfig
 from mrl.rewards.reward_types import Score
 from mrl.rollout.client import EngineError, SamplingParams
 from mrl.rollout.engine_pool import NoEngineError
@@ -105,7 +105,7 @@ def test_each_group_is_scored_as_soon_as_it_is_sampled(start):
 def test_filtered_groups_are_replaced_before_the_others_are_sampled(start):
     run = start(StalenessBuffer(SIZE, 0, max_replaced=4), SlowEngine(), bad=(7,))
     assert run.sample_step(0, [7, 300], 0) is None and run.scored == [[0]], "row 300 is still being sampled"
-    assert run.pipeline.room() == 1
+    assert run.pipeline.free_capacity() == 1
     groups = run.sample_step(2, [1], 0)
     assert groups and groups.numbers == [1, 2] and groups.filtered_numbers == [0]
 
@@ -114,12 +114,12 @@ def test_prompts_that_are_sent_twice_are_admitted_once(start):
     run = start(StalenessBuffer(SIZE, 0), SlowEngine())
     run.pipeline.admit(0, [1, 2], 0)
     groups = run.sample_step(0, [1, 2], 0)
-    assert groups and groups.numbers == [0, 1] and run.pipeline.buffer.drawn == 2
+    assert groups and groups.numbers == [0, 1] and run.pipeline.buffer.num_drawn == 2
 
 
 def test_requests_of_dropped_groups_are_cancelled(start):
     server = SlowEngine()
-    run = start(StalenessBuffer(1, 0, extra=1), server)
+    run = start(StalenessBuffer(1, 0, extra_groups=1), server)
     groups = run.sample_step(0, [500, 3], 0)
     assert groups and groups.numbers == [1] and groups.dropped == [0]
     deadline = time.monotonic() + 5
@@ -132,7 +132,7 @@ def test_a_restart_cancels_what_is_in_flight(start):
     run = start(StalenessBuffer(SIZE, 1), SlowEngine())
     assert run.sample_step(0, [3, 3, 500, 500], 0)
     run.pipeline.restart(2, [PromptRequest(0, 8, 0), PromptRequest(1, 9, 0)], 0)
-    assert [request.number for request in run.pipeline.waiting()] == [0, 1] and run.pipeline.room() == 2
+    assert [request.number for request in run.pipeline.untrained_requests()] == [0, 1] and run.pipeline.free_capacity() == 2
     groups = run.sample_step(2, [500, 500], 0)
     assert groups and [group.row for group in groups.groups] == [8, 9]
 

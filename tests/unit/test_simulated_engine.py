@@ -16,11 +16,11 @@ from benchmarks.simulated_engine import (
     serving,
     version_spans,
 )
-from mrl.config.schema import PauseMode
+from mrl.config.process_schema import PauseMode
 from mrl.planner.engine_time import EngineSpeeds
 from mrl.rollout.client import EngineClient, EngineError, EngineFaultError, SamplingParams
 
-FAST = EngineSpeeds(step_s=0.001, request_s=0.0, prefill_s=0.0, max_running=8)
+FAST = EngineSpeeds(fixed_step_s=0.001, request_s=0.0, prefill_s=0.0, max_running=8)
 ENDLESS = 100_000
 
 

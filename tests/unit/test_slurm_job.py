@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config import hydra_entry
-from mrl.config.schema import ClusterConfig, Config
+from mrl.config.process_schema import ClusterConfig
+from mrl.config.schema import Config
 from mrl.config.validate import check_cluster
 from mrl.launch import slurm_job
 from mrl.placement.ray_cluster import missing_nodes

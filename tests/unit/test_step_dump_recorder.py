@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mrl.algorithms.losses import PPOClip
-from mrl.config.schema import StepDumpConfig
+from mrl.config.process_schema import StepDumpConfig
 from mrl.core.run_errors import NonFiniteGradientError, ProcessesLostError
 from mrl.core.types import TokenBlock, TrainBatch, UpdateReport
 from mrl.diagnostics.step_dump import StepDump, WeightsLocation

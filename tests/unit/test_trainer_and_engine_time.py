@@ -11,7 +11,8 @@ from search_cases import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B, cluster_of, model
 
 from models.families import family_of
 from models.hf_config import HFConfig
-from mrl.config.schema import ClusterConfig, HardwareConfig, PlanConfig
+from mrl.config.process_schema import ClusterConfig, HardwareConfig
+from mrl.config.schema import PlanConfig
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s
 from mrl.planner.layout_space import GpuCluster, ReplicaLayout
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds, simulate
@@ -105,7 +106,7 @@ def work_of(prompts=64, responses=8, max_tokens=8192, **others):
     return StepWorkload(LengthDistribution.log_normal(256, 2000, 0.9, 8192), prompts, responses, max_tokens, **others)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYOUTS, st.sampled_from(FASTER), st.floats(1.01, 20), st.integers(0, 6))
 def test_faster_hardware_is_never_slower(layout, name, factor, power):
     _, shape = model_of(QWEN3_30B_A3B)
@@ -117,11 +118,11 @@ def test_faster_hardware_is_never_slower(layout, name, factor, power):
     before, after = (trainer.times(replicas).total_s[0] for trainer in trainers)
     assert after <= before
     engines = [EngineTime(shape, GpuCluster.of(cluster, PlanConfig()), 4) for cluster in (slow, fast)]
-    before, after = (engine.token_s(64, 3000.0) for engine in engines)
+    before, after = (engine.decoding_step_s(64, 3000.0) for engine in engines)
     assert after <= before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LAYOUTS, st.integers(1, 64), st.integers(0, 2), st.booleans(), st.integers(1, 3))
 def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scoring, critic, mini_batches):
     _, shape = model_of(QWEN3_30B_A3B)
@@ -138,7 +139,7 @@ def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scorin
     assert more.score_s[0] > seconds.score_s[0] and more.update_s[0] == pytest.approx(seconds.update_s[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LAYOUTS, st.integers(1, 32))
 def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layout, replicas):
     """They differ in what they send and in how long they wait."""
@@ -150,7 +151,7 @@ def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layou
     trainer = TrainerTime(shape, layout, cluster_of(64), work)
     passes = 4 if layout.recompute else 3
     parts = trainer.times(np.array([replicas])).at(0)
-    pairs = 2 * shape.num_layers * shape.attention_macs * work.squares / trainer.cluster.attention_flops
+    pairs = 2 * shape.num_layers * shape.attention_macs * work.sum_of_squared_lengths / trainer.cluster.attention_flops_per_s
     stages = [sum(counts) for counts in layout.stages(shape.moe)]
     busiest = max(
         stages[:-1], default=stages[-1]
@@ -161,9 +162,9 @@ def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layou
 
 def test_shared_prompts_are_computed_once_per_pack():
     work = StepWorkload(LengthDistribution(1000, np.array([500.0])), 10, 8, max_tokens=5000)
-    assert work.tokens == 10 * (1000 + 8 * 500) and work.squares == 10 * (1000**2 + 8 * (1500**2 - 1000**2))
+    assert work.tokens == 10 * (1000 + 8 * 500) and work.sum_of_squared_lengths == 10 * (1000**2 + 8 * (1500**2 - 1000**2))
     alone = replace(work, share_prompts=False)
-    assert alone.tokens == 10 * 8 * 1500 and alone.squares == 10 * 8 * 1500**2
+    assert alone.tokens == 10 * 8 * 1500 and alone.sum_of_squared_lengths == 10 * 8 * 1500**2
     assert replace(work, max_tokens=1200).packs == 80  # a response with its prompt is longer: a pack of its own
 
 
@@ -212,9 +213,9 @@ def test_a_decoding_step_reads_the_experts_that_its_requests_choose():
     _, shape = model_of(QWEN3_30B_A3B)
     cluster = cluster_of(1)
     engine = EngineTime(shape, cluster, 1)
-    one, many = (engine.token_s(n, 0.0) - n * engine._compute_s - engine._all_reduce_s(n) for n in (1, 1000))
-    assert one * cluster.hbm_bytes == pytest.approx(2 * (shape.dense_weights + shape.expert_parameters * 8 / 128))
-    assert many * cluster.hbm_bytes == pytest.approx(2 * shape.num_weights)
+    one, many = (engine.decoding_step_s(n, 0.0) - n * engine._compute_s - engine._all_reduce_s(n) for n in (1, 1000))
+    assert one * cluster.hbm_bytes_per_s == pytest.approx(2 * (shape.dense_weights + shape.expert_parameters * 8 / 128))
+    assert many * cluster.hbm_bytes_per_s == pytest.approx(2 * shape.num_weights)
     assert EngineTime(shape, replace(cluster, memory_bytes=60e9), 1).max_running(work_of().lengths) == 0
 
 
@@ -224,7 +225,7 @@ def test_more_senders_and_faster_networks_push_sooner():
     few, many = (push_s(shape, cluster, trainers, 32, 2, 2**26) for trainers in (16, 64))
     assert many < few
     weights = 2 * 8_190_735_360
-    assert few == pytest.approx(weights * 32 / 16 / cluster.network_bytes + weights / 16 / 2**26 * 32 * 50e-6)
+    assert few == pytest.approx(weights * 32 / 16 / cluster.network_bytes_per_s + weights / 16 / 2**26 * 32 * 50e-6)
 
 
 @pytest.mark.parametrize(("trainers", "num_engines", "engine_tp"), [(4, 2, 2), (8, 4, 1), (2, 4, 4)])
@@ -236,7 +237,7 @@ def test_the_closed_form_of_a_push_is_close_to_the_cost_of_the_transfer_plan(tra
     owned = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(arch.num_layers, dims))
     found = compile_transfer_plan(owned, layout, num_engines, lambda _: ("bfloat16", 2), 2**26)
     cluster = cluster_of(2)
-    gb_per_s = cluster.link_bytes(trainers + num_engines * engine_tp) / 1e9
+    gb_per_s = cluster.link_bytes_per_s(trainers + num_engines * engine_tp) / 1e9
     planned = estimate_transfer_cost(found, trainers, LinkSpeeds(gb_per_s, gb_per_s, 50.0), shared=False)
     closed = push_s(shape, cluster, trainers, num_engines, engine_tp, 2**26)
     assert closed == pytest.approx(planned.seconds, rel=0.25)  # how pieces fall into buckets is not known to it

@@ -1,0 +1,194 @@
+"""Config sections about processes and machines: checkpoints, failures, weight sync, tracking, cluster and placement."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from parallel.trainer_config import config_field as key
+
+Node = dict[str, Any]
+"""Value of a key with free content, such as a plug-in or the options of another program."""
+
+
+class Transport(StrEnum):
+    """How weights travel from trainer ranks to engines."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    cuda_ipc = "cuda_ipc"
+    process_group = "process_group"
+    disk = "disk"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests during a weight sync."""
+
+    retract = "retract"
+    abort = "abort"
+    in_place = "in_place"
+
+
+class Scheduler(StrEnum):
+    """Cluster schedulers that `mrl train` can submit to."""
+
+    slurm = "slurm"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints in run.dir/checkpoints (docs/how_to/resume.md)."""
+
+    every: int = key(
+        50, "Number of steps between checkpoints. With 0, only one is written, at the end of the run.", "steps", least=0
+    )
+    keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
+    keep_best: int = key(
+        0,
+        "Number of checkpoints to keep in addition, those with the highest checkpoint.best_metric.",
+        "checkpoints",
+        least=0,
+    )
+    best_metric: str = key(
+        "reward/mean",
+        "Metric that ranks checkpoints for keep_best. Its value is that of the last step before the checkpoint.",
+    )
+    asynchronous: bool = key(True, "Whether training continues while a checkpoint is written.")
+    export_every: int = key(
+        0,
+        "Number of steps between exports of the actor to Hugging Face folders in run.dir/exports. 0 disables them.",
+        "steps",
+        least=0,
+    )
+    copy_to: str | None = key(None, "URL of a folder, in fsspec's syntax, to which each complete checkpoint is copied.")
+
+
+@dataclass(frozen=True)
+class FaultToleranceConfig:
+    """Recovery from failed processes, and preemption (docs/how_to/resume.md)."""
+
+    max_restarts: int = key(
+        5,
+        "Largest number of restarts of failed processes between two checkpoints. One more failure ends the run.",
+        least=0,
+    )
+    engine_stall_timeout_s: float = key(
+        60.0, "An engine that has requests and computes nothing for this time is replaced.", "s", above=0
+    )
+    max_response_attempts: int = key(
+        3, "Largest number of attempts to sample one response, each on another engine.", least=1
+    )
+    preemption_grace_s: float = key(
+        60.0,
+        "Time that a run has for its current step after SIGTERM or SIGUSR1. A step that would take longer is abandoned.",
+        "s",
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
+class StepDumpConfig:
+    """Dumps of training steps for `mrl replay` (docs/how_to/hangs.md). A step with a NaN is always dumped."""
+
+    steps: list[int] = key(list, "Numbers of the steps to dump.", least=0)
+    spike_factor: float = key(
+        10.0,
+        "A step is dumped if its gradient norm is more than this factor times the median of recent steps (a spike). "
+        "0 disables the detection of spikes.",
+        least=0,
+    )
+    spike_window: int = key(20, "Number of recent steps in the median of spike_factor.", "steps", least=1)
+    max_spikes: int = key(3, "Largest number of dumps because of spikes.", "dumps", least=0)
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    """Transfer of weights from trainer ranks to engines (docs/concepts/placement.md)."""
+
+    transport: Transport = key(
+        Transport.auto,
+        "How weights travel to the engines. auto chooses from the GPUs and machines of trainer ranks and engines.",
+    )
+    bucket_bytes: int = key(
+        64 * 1024 * 1024,
+        "Size of one bucket. A bucket is a set of tensor parts that is sent at one time. Each sender holds two buckets.",
+        "bytes",
+        least=1,
+    )
+    pause_mode: PauseMode = key(
+        PauseMode.retract,
+        "What happens to running requests. retract recomputes their KV cache, in_place keeps it, and abort ends the requests.",
+    )
+    delta: bool = key(
+        False,
+        "Whether to send only compressed differences from the last version. Each sender then keeps a copy of its weights.",
+    )
+    timeout_s: float = key(
+        300.0, "Timeout for an engine in a weight sync. An engine that takes longer is replaced.", "s", above=0
+    )
+    max_attempts: int = key(
+        3,
+        "Largest number of attempts to push one weight version. Failed engines are replaced before each new attempt.",
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Trackers that receive the metrics, besides the files in the run directory."""
+
+    wandb: bool = key(True, "Whether to log to Weights & Biases. Without an API key it logs offline.")
+    project: str = key("mrl", "Project in wandb.")
+    group: str | None = key(None, "Group in wandb. A sweep sets it for all its runs.")
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Hardware of the cluster. cluster=h100 and similar groups set it. 0 means unknown; an unknown limit is not checked."""
+
+    name: str | None = key(None, "Name of the GPU.")
+    gpu_memory_gb: float = key(0.0, "Usable memory of one GPU.", "GiB", least=0)
+    tflops_bf16: float = key(0.0, "Peak speed of one GPU for dense bfloat16 matrix products.", "TFLOP/s", least=0)
+    hbm_gb_per_s: float = key(0.0, "Memory bandwidth of one GPU.", "GB/s", least=0)
+    nvlink_gb_per_s: float = key(0.0, "NVLink bandwidth of one GPU, as the sum of both directions.", "GB/s", least=0)
+    network_gb_per_s: float = key(0.0, "Network bandwidth of one GPU in each direction.", "GB/s", least=0)
+    host_memory_gb: float = key(0.0, "Host memory of one node.", "GiB", least=0)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Ray cluster and Slurm job (docs/tutorials/slurm.md)."""
+
+    address: str | None = key(None, "Address of a running Ray cluster. Default: the run starts Ray on this machine.")
+    start_timeout_s: float = key(
+        600.0,
+        "Time limit for all engines and trainer ranks to become ready. After it, a hang report is written.",
+        "s",
+        above=0,
+    )
+    scheduler: Scheduler | None = key(
+        None, "With slurm, the run is submitted as a Slurm job. Default: it runs on this machine."
+    )
+    nodes: int | None = key(
+        None, "Number of nodes, for the job and for `mrl plan`. Default: as many as needed.", "nodes", least=1
+    )
+    gpus_per_node: int = key(
+        8, "GPUs of one node. With 0, the job uses CPUs: one process for each CPU.", "GPUs", least=0
+    )
+    slurm: Node = key(
+        dict, "Options of sbatch with _ in place of -, such as {partition: gpu}. true gives an option without a value."
+    )
+    components: list[Node] = key(
+        list, "More parts of a heterogeneous job. Each lists the sbatch options in which it differs."
+    )
+    dry_run: bool = key(False, "Whether to print the job script and not to submit it. --dry-run sets this key.")
+    hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Assignment of models and engines to GPUs (docs/concepts/placement.md)."""
+
+    pools: Node = key(
+        dict,
+        "Pools of GPUs: {NAME: list of roles} or {NAME: {roles, gpus, strategy}}. Default: one pool for each role.",
+    )
