@@ -16,7 +16,7 @@ test: lint ## lint, then the strongest test of each promise: at most 10 minutes 
 	$(PYTEST) $(ARGS)
 
 test-all: lint ## lint, every test without GPU, Slurm or hours, then the mutation score: at most 60 minutes
-	$(PYTEST) -m "$(ALL)" $(ARGS)
+	$(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

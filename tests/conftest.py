@@ -17,11 +17,13 @@ import pytest
 
 from mrl.rollout.engines.leases import PortLease
 
+# `make test` runs the same examples every time; `make test-all` draws new ones with --hypothesis-profile=random.
 # Tests run concurrently, so the duration of an example means nothing.
-hypothesis.settings.register_profile(
-    "shared cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("shared cores")
+for profile, fixed in (("fixed", True), ("random", False)):
+    hypothesis.settings.register_profile(
+        profile, deadline=None, derandomize=fixed, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+hypothesis.settings.load_profile("fixed")
 
 
 @pytest.hookimpl(tryfirst=True)

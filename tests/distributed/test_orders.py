@@ -59,7 +59,7 @@ def test_a_step_is_the_same_for_any_row_order_and_any_token_budget(run_ranks, ex
     drawn: list[Case] = []
 
     @seed(dp)
-    @settings(deadline=None, max_examples=3, database=None)
+    @settings(max_examples=3, database=None)
     @given(st.permutations(range(COUNT)), st.integers(1, 200))
     def draw(order, max_tokens):
         drawn.append((order, max_tokens))

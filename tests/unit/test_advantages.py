@@ -154,7 +154,7 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("name", GROUPED | BATCHWISE)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=sizes, seed=st.integers(0, 10_000))
 def test_advantages_are_those_of_the_paper(name, sizes, seed):
     batch = make_batch(seed, sizes)
@@ -162,7 +162,7 @@ def test_advantages_are_those_of_the_paper(name, sizes, seed):
 
 
 @pytest.mark.parametrize("name", GROUPED | BATCHWISE)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(sizes=sizes, seed=st.integers(0, 10_000))
 def test_the_order_of_rows_does_not_matter(name, sizes, seed):
     batch = make_batch(seed, sizes)

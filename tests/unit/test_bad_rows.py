@@ -178,7 +178,7 @@ def made(kind: str, source: random.Random) -> bytes:
 def test_ten_thousand_malformed_rows_are_each_reported_with_place_and_reason(files):
     pushed: Counter[str] = Counter()  # rows of each kind
 
-    @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
     @given(
         kinds=st.lists(st.sampled_from([GOOD, LONG, *KINDS]), min_size=150, max_size=250),
         blanks=st.lists(st.integers(0, 149), max_size=5),
@@ -250,7 +250,7 @@ def test_a_parquet_column_of_the_wrong_type_makes_every_row_bad(files, tmp_path,
     assert all(bad.column.startswith(name) and reason in bad.reason for bad in report.left_out), report
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(broken=st.lists(st.booleans(), min_size=1, max_size=40))
 def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(files, broken):
     texts = pa.array([b"1\xff" if bad else b"1+1=" for bad in broken], pa.binary())

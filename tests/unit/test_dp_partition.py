@@ -14,7 +14,7 @@ from mrl.data.batching import CostModel
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
 
-many = settings(deadline=None, max_examples=60, derandomize=True)
+many = settings(max_examples=60)
 MAX_RESPONSE_TOKENS = 31
 aggregations = st.sampled_from(AGGREGATIONS)
 
@@ -41,9 +41,9 @@ def cases(draw) -> Case:
     count = len(groups)
     prompts = np.array(draw(st.lists(st.integers(1, 12), min_size=len(sizes), max_size=len(sizes))))[groups]
     responses = np.array(draw(st.lists(st.integers(1, 20), min_size=count, max_size=count)))
-    counted = draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted))
+    denominator_rows = draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted))
     rows = (
-        [row for row in counted if draw(st.booleans())] if draw(st.booleans()) else counted
+        [row for row in denominator_rows if draw(st.booleans())] if draw(st.booleans()) else denominator_rows
     )  # the other rows have advantage 0
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     trained = np.isin(np.arange(count), rows)
@@ -54,7 +54,7 @@ def cases(draw) -> Case:
         sampled_lengths=responses,
         groups=groups if draw(st.booleans()) else None,
         rows=np.array(rows, np.int64),
-        counted=np.array(counted, np.int64),
+        denominator_rows=np.array(denominator_rows, np.int64),
     )
     values = [rng.normal(size=length) * trained[row] for row, length in enumerate(responses)]
     packing = Packing(
@@ -71,13 +71,13 @@ def dims(draw) -> ParallelDims:
     return ParallelDims(tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=1)
 
 
-def formula(case: Case, counted: NDArray[np.int64], aggregation: str) -> float:
-    """The loss of the rows `counted`; rows that are not trained contribute 0."""
+def formula(case: Case, denominator_rows: NDArray[np.int64], aggregation: str) -> float:
+    """The loss normalised over `denominator_rows`; rows that are not trained contribute 0."""
     if aggregation == "token_mean":
-        return float(np.concatenate([case.values[row] for row in counted]).mean())
+        return float(np.concatenate([case.values[row] for row in denominator_rows]).mean())
     if aggregation == "fixed_length":
-        return float(np.mean([case.values[row].sum() / MAX_RESPONSE_TOKENS for row in counted]))
-    return float(np.mean([case.values[row].mean() for row in counted]))
+        return float(np.mean([case.values[row].sum() / MAX_RESPONSE_TOKENS for row in denominator_rows]))
+    return float(np.mean([case.values[row].mean() for row in denominator_rows]))
 
 
 def weighted_sum(case: Case, batches: list[RankBatch]) -> float:
@@ -107,7 +107,7 @@ def test_each_trained_row_is_in_one_micro_batch_of_one_replica(case, aggregation
 @given(cases(), aggregations)
 def test_the_batches_of_all_ranks_sum_to_the_loss_of_the_whole_batch(case, aggregation):
     total = weighted_sum(case, case.rank_batches(aggregation))
-    assert total == pytest.approx(formula(case, case.batch.counted, aggregation), rel=1e-12, abs=1e-12)
+    assert total == pytest.approx(formula(case, case.batch.denominator_rows, aggregation), rel=1e-12, abs=1e-12)
 
 
 @many
@@ -116,11 +116,13 @@ def test_each_mini_batch_has_its_own_loss(case, aggregation, count):
     parts = split_mini_batches(case.batch, count)
     assert 1 <= len(parts) <= count
     assert sorted(row for part in parts for row in part.rows.tolist()) == case.batch.rows.tolist()
-    assert sorted(row for part in parts for row in part.counted.tolist()) == case.batch.counted.tolist()
+    assert (
+        sorted(row for part in parts for row in part.denominator_rows.tolist()) == case.batch.denominator_rows.tolist()
+    )
     for part in parts:
         batches = case.rank_batches(aggregation, part)
-        assert trained_rows(batches) == part.rows.tolist() and set(part.rows) <= set(part.counted)
-        expected = formula(case, part.counted, aggregation)
+        assert trained_rows(batches) == part.rows.tolist() and set(part.rows) <= set(part.denominator_rows)
+        expected = formula(case, part.denominator_rows, aggregation)
         assert weighted_sum(case, batches) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
@@ -128,8 +130,8 @@ def test_each_mini_batch_has_its_own_loss(case, aggregation, count):
 @given(cases(), st.integers(2, 5))
 def test_mini_batches_hold_whole_groups_and_differ_by_at_most_one_group(case, count):
     groups = np.arange(len(case.batch.prompt_lengths)) if case.batch.groups is None else case.batch.groups
-    parts = [set(groups[part.counted].tolist()) for part in split_mini_batches(case.batch, count)]
-    whole = set(groups[case.batch.counted].tolist())
+    parts = [set(groups[part.denominator_rows].tolist()) for part in split_mini_batches(case.batch, count)]
+    whole = set(groups[case.batch.denominator_rows].tolist())
     assert len(parts) == min(count, len(whole)), "there are as many steps as asked for, if there are enough groups"
     assert sum(map(len, parts)) == len(set().union(*parts)) == len(whole)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -140,11 +142,11 @@ def test_mini_batches_hold_whole_groups_and_differ_by_at_most_one_group(case, co
 def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
     weights = case.rank_batches(aggregation)[0].weights
     assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
-    lengths, counted = case.batch.sampled_lengths, case.batch.counted
-    # The token weights of all counted rows sum to 1, trained or not; for fixed_length, to the fraction of the length in use.
-    whole = lengths[counted].mean() / MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1.0
-    assert (weights * lengths)[counted].sum() == pytest.approx(whole, rel=1e-12)
-    others = np.setdiff1d(np.arange(len(lengths)), counted)
+    lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
+    # The token weights of all `denominator_rows` sum to 1, trained or not; for fixed_length, to the fraction of the length in use.
+    whole = lengths[denominator_rows].mean() / MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1.0
+    assert (weights * lengths)[denominator_rows].sum() == pytest.approx(whole, rel=1e-12)
+    others = np.setdiff1d(np.arange(len(lengths)), denominator_rows)
     assert not weights[others].any()
 
 

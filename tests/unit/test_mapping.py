@@ -14,7 +14,7 @@ from models.conversion.hf_reader import check_hf_folder
 from models.families import FAMILIES, family_of
 from parallel.rope import Rope
 
-many = settings(max_examples=25, deadline=None, derandomize=True)
+many = settings(max_examples=25)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from mrl.core.types import RankBatch, TokenBlock  # noqa: E402
 from mrl.workers.micro_batch import MicroBatch  # noqa: E402
 from parallel.packing import pack  # noqa: E402
 
-many = settings(deadline=None, max_examples=60, derandomize=True)
+many = settings(max_examples=60)
 
 
 @st.composite

@@ -31,7 +31,7 @@ def vote(subset: list[tuple[str | None, bool]], passing: dict[str, float]) -> fl
     return sum(passing[answer] for answer in winners) / len(winners)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(RESPONSES, st.data())
 def test_maj_at_k_is_the_mean_over_all_subsets(responses, data):
     k = data.draw(st.integers(1, len(responses)))

@@ -26,7 +26,7 @@ def source_of(shares, rows):
     return np.searchsorted(np.cumsum([s.rows for s in shares]), rows, side="right")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SHARES, st.integers(1, 30), st.integers(0, 9), st.integers(0, 20), st.integers(1, 20), st.booleans())
 def test_a_stream_restored_at_any_position_continues_identically(shares, batch_size, seed, before, after, shuffle):
     whole = draw(stream(shares, batch_size, seed, shuffle), before + after)
@@ -39,7 +39,7 @@ def test_a_stream_restored_at_any_position_continues_identically(shares, batch_s
     np.testing.assert_array_equal(draw(second, after), whole[before * batch_size :])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SHARES, st.integers(1, 30), st.integers(0, 9))
 def test_sources_are_drawn_in_proportion_to_their_weights_at_every_moment(shares, batch_size, seed):
     whose = source_of(shares, draw(stream(shares, batch_size, seed), 40))
@@ -49,7 +49,7 @@ def test_sources_are_drawn_in_proportion_to_their_weights_at_every_moment(shares
     assert ahead.max() < 1 and ahead.min() > -(len(shares) - 1) - 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SHARES, st.integers(1, 30), st.booleans())
 def test_no_row_repeats_within_an_epoch_of_its_source(shares, batch_size, shuffle):
     rows = draw(stream(shares, batch_size, 1, shuffle), 30)

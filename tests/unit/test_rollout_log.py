@@ -60,7 +60,7 @@ def step_of(*groups: Group, filtered: tuple[Group, ...] = ()) -> StepGroups[Grou
     return StepGroups(numbers[: len(groups)], list(groups), numbers[len(groups) :], list(filtered), [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_field_of_a_sample_is_read_back(tmp_path_factory, data):
     log = RolloutLog(tmp_path_factory.mktemp("log"), "key")

@@ -27,7 +27,7 @@ def random_buffer(bucket, seed) -> torch.Tensor:
     return buffer
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),
     data=st.data(),

@@ -11,7 +11,7 @@ from parallel.trainer_config import LrSchedule, OptimConfig
 
 FALLING = [schedule for schedule in LrSchedule if schedule != LrSchedule.linear_to_tenth]
 
-many = settings(deadline=None, max_examples=60, derandomize=True)
+many = settings(max_examples=60)
 
 
 @st.composite

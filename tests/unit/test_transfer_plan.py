@@ -165,7 +165,7 @@ def trainer_dims(axes, family) -> ParallelDims:
         raise
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     axes=dims_of,
     family=st.sampled_from([QWEN3, QWEN3_MOE, MIXTRAL]),
