@@ -1,1 +1,4 @@
-"""Preflight check of hosts: gathers facts on each host, tests connections and all-reduces between hosts, and applies checks."""
+"""Preflight check of the hosts on which a run would start.
+
+It gathers facts about each host, tests connections and all-reduces between the hosts, and applies checks to the results.
+"""

@@ -1,6 +1,7 @@
-"""All-reduces between hosts, with a deadline. Each rank is a child process, which is killed if it does not finish.
+"""Test of all-reduces between hosts, with a deadline. Each rank is a child process, which is killed if it does not finish.
 
-`python -m mrl.doctor.collective_probe SPEC` runs one rank, which prints a line of JSON for each event.
+`python -m mrl.doctor.collective_probe SPEC` runs one rank; SPEC is a RankSpec as JSON. The rank prints a line of JSON when an
+all-reduce begins, finishes or fails.
 """
 
 import contextlib
@@ -18,31 +19,33 @@ from pathlib import Path
 from mrl.doctor.gather.host_probe import CHECKOUT
 from mrl.doctor.host_facts import CollectiveResult
 
-START_TIMEOUT_S = 60.0  # for the child to import torch, on a slow disk
+START_TIMEOUT_S = 60.0  # time for a child process to import torch from a slow disk
 POLL_S = 0.05
-MESSAGE_BYTES = 16 * 2**20
+MESSAGE_BYTES = 16 * 2**20  # size of the tensor that each all-reduce sums
 
 
 @dataclass(frozen=True)
 class CollectivePlan:
     """The all-reduces that all hosts run together."""
 
-    address: str  # of rank 0
+    address: str  # network address of rank 0
     port: int
-    hosts: list[str]  # host of every rank
-    groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> ranks, in addition to world
-    single_host: bool = False  # gloo uses loopback, as in a run on one machine
+    hosts: list[str]  # name of each rank's host, in rank order
+    groups: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # process group -> its ranks; world is tested in addition
+    single_host: bool = False  # all ranks are on this host, so gloo uses the loopback interface
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Report of one rank."""
+    """Result of the all-reduces of one rank."""
 
     rank: int
-    began: list[str] = field(default_factory=list)  # groups whose all-reduce began
-    seconds: dict[str, float] = field(default_factory=dict)  # group -> time of its all-reduce
-    problems: dict[str, str] = field(default_factory=dict)  # group -> error
-    backend: str = ""
+    began: list[str] = field(default_factory=list)  # process groups whose all-reduce began on this rank
+    seconds: dict[str, float] = field(default_factory=dict)  # process group -> duration of its all-reduce
+    problems: dict[str, str] = field(default_factory=dict)  # process group -> error
+    backend: str = ""  # gloo or nccl; "" if no all-reduce began
 
 
 @dataclass(frozen=True)
@@ -51,27 +54,30 @@ class RankSpec:
 
     rank: int
     world_size: int
-    address: str  # of rank 0
+    address: str  # network address of rank 0
     port: int
     device: int  # index of the GPU on this host
     timeout_s: float
-    groups: dict[str, list[int]]  # tested after world, in the same order on all ranks
+    groups: dict[str, list[int]]  # process group -> its ranks; all ranks test world first, then these in order
 
 
-def spread_groups(groups: Mapping[str, Sequence[int]], host_of: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that have ranks on several hosts; of groups with equal ranks only the first.
+def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the process groups that have ranks on several hosts. Of several groups with the same ranks, keep the first.
 
-    `host_of`: [ranks] number of each rank's host.
+    `groups`: name -> ranks. `host_of_rank`: number of each rank's host, `[ranks]`.
     """
     names: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():
-        if max(ranks) < len(host_of) and len({host_of[rank] for rank in ranks}) > 1:
+        if max(ranks) < len(host_of_rank) and len({host_of_rank[rank] for rank in ranks}) > 1:
             names.setdefault(tuple(ranks), name)
     return {name: ranks for ranks, name in names.items()}
 
 
 def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> list[RankResult]:
-    """Run these ranks on this host, and wait until their processes have ended."""
+    """Run the processes of these ranks on this host. Processes that do not end in time are killed.
+
+    `timeout_s`: time for all all-reduces together, in addition to START_TIMEOUT_S for the start of the processes.
+    """
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     if plan.single_host:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -113,9 +119,9 @@ def _read_result(rank: int, folder: Path, status: int | None) -> RankResult:
             result.seconds[event["done"]] = event["seconds"]
         else:
             result.problems[event["failed"]] = event["problem"]
-    if status:  # the process failed without an event
+    if status:  # the process ended without reporting a failure itself
         last = (folder / f"{rank}.err").read_text().strip().splitlines()[-1:]
-        problem = f"its process ended with status {status}" + (f": {last[0][:300]}" if last else "")
+        problem = f"the process of rank {rank} ended with status {status}" + (f": {last[0][:300]}" if last else "")
         result.problems.setdefault(result.began[-1] if result.began else "world", problem)
     return RankResult(rank, result.began, result.seconds, result.problems, backend)
 
@@ -123,24 +129,27 @@ def _read_result(rank: int, folder: Path, status: int | None) -> RankResult:
 def combine_results(
     plan: CollectivePlan, results: Mapping[int, RankResult], timeout_s: float
 ) -> list[CollectiveResult]:
-    """Combine the reports of the ranks (rank -> report) into one result for each process group."""
+    """Combine the results of the ranks into one result for each process group.
+
+    `results`: rank -> its result. A rank without a result counts as not finished.
+    """
     combined = []
     for group, ranks in {"world": list(range(len(plan.hosts))), **plan.groups}.items():
-        reports = [results[rank] for rank in ranks if rank in results]
+        rank_results = [results[rank] for rank in ranks if rank in results]
         hosts = list(dict.fromkeys(plan.hosts[rank] for rank in ranks))
-        backend = next((one.backend for one in reports if one.backend), "")
-        problem = next((one.problems[group] for one in reports if group in one.problems), "")
+        backend = next((one.backend for one in rank_results if one.backend), "")
+        problem = next((one.problems[group] for one in rank_results if group in one.problems), "")
         late = [plan.hosts[rank] for rank in ranks if rank not in results or group not in results[rank].seconds]
         if late and not problem:
             problem = f"it did not finish within {timeout_s:.0f} s on {', '.join(dict.fromkeys(late))}"
-        seconds = None if late or problem else max(one.seconds[group] for one in reports)
+        seconds = None if late or problem else max(one.seconds[group] for one in rank_results)
         combined.append(CollectiveResult(group, hosts, backend, seconds, problem))
     return combined
 
 
 def run_rank(spec: RankSpec) -> None:
-    """Run the all-reduces of all groups that contain this rank, one after another. Stops after the first failure."""
-    import torch  # takes seconds, and only the child process needs it
+    """Run the all-reduce of each process group that contains this rank, one after another. Stops after the first failure."""
+    import torch  # the import takes seconds, and only this child process needs torch
     import torch.distributed as dist
 
     from parallel import collectives, device
@@ -157,7 +166,7 @@ def run_rank(spec: RankSpec) -> None:
             if spec.rank in ranks:
                 _print_event(began=group, backend=device.backend())
                 _print_event(done=group, seconds=_time_all_reduce(values, process_groups.get(group), len(ranks)))
-    except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch.distributed raises RuntimeErrors
         _print_event(failed=group, problem=str(error).strip().splitlines()[0][:300])
 
 
@@ -179,7 +188,7 @@ def _time_all_reduce(values, group, size: int) -> float:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
     if not bool((values == size).all()):
-        raise ValueError(f"the sum over {size} ranks is wrong: {values.min().item()} to {values.max().item()}")
+        raise ValueError(f"the sum of ones over {size} ranks is {values.min().item()} to {values.max().item()}")
     return seconds
 
 

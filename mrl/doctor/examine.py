@@ -1,4 +1,4 @@
-"""Preflight check of one host or of several hosts: gathers facts, applies all checks to them, and returns findings."""
+"""Preflight check of one or several hosts: it gathers facts, applies all checks to the facts, and returns findings."""
 
 import os
 import shutil
@@ -19,8 +19,8 @@ from mrl.doctor.collective_probe import (
     CollectivePlan,
     RankResult,
     combine_results,
+    multi_host_groups,
     run_ranks,
-    spread_groups,
 )
 from mrl.doctor.findings import DoctorFinding, error, merge_findings, to_plain
 from mrl.doctor.gather import host_probe, network_probe
@@ -30,8 +30,8 @@ from mrl.doctor.rendezvous import Rendezvous
 from mrl.rollout.engines.leases import PortLease
 
 CONNECT_TIMEOUT_S = 3.0
-CONFIG_TIMEOUT_S = 60.0  # for the first host to read the config, on a slow disk
-NUM_CPU_RANKS = 2  # ranks of an all-reduce on one machine without GPUs
+CONFIG_TIMEOUT_S = 60.0  # time for the first host to read the config from a slow disk
+NUM_CPU_RANKS = 2  # number of ranks in an all-reduce on one host without GPUs
 
 Check = Callable[[ClusterFacts], Iterator[DoctorFinding]]
 CHECKS: dict[str, Check] = {
@@ -65,8 +65,8 @@ CHECKS: dict[str, Check] = {
 class ExamineOptions:
     """Options of a preflight check."""
 
-    deadline_s: float = 60.0  # for all hosts to join, and again for the all-reduces
-    all_reduce: bool | None = None  # None: run all-reduces only if several processes would take part
+    deadline_s: float = 60.0  # time for all hosts to join; the all-reduces have the same time again
+    all_reduce: bool | None = None  # whether to run all-reduces; None: if several processes would take part
     clock: Callable[[], float] = time.time
 
 
@@ -79,12 +79,12 @@ class DoctorReport:
 
 
 def run_checks(cluster: ClusterFacts) -> list[DoctorFinding]:
-    """Apply all checks; returns the findings, the most severe first."""
+    """Apply all checks and return their findings, the most severe first."""
     return merge_findings(replace(finding, check=name) for name, check in CHECKS.items() for finding in check(cluster))
 
 
 def gather_facts(requirements: Requirements | None, rank: int = 0) -> HostFacts:
-    """Gather the facts of this host."""
+    """Gather the facts about this host. `rank`: number of the host among the hosts that are checked together."""
     return HostFacts(
         host=socket.gethostname(),
         rank=rank,
@@ -110,7 +110,10 @@ def _probe_folders(requirements: Requirements | None) -> list[FolderFacts]:
 
 
 def _connect_to_cluster(address: str | None) -> str:
-    """Connect to a Ray cluster's address HOST:PORT. Returns the error; "" for success or for another form of address."""
+    """Try a connection to HOST:PORT, the address of a Ray cluster. Returns the error, or "" if the connection works.
+
+    Returns "" without a connection if there is no address or it has another form.
+    """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return ""
@@ -137,7 +140,7 @@ def examine_host(requirements: Requirements | None, options: ExamineOptions) -> 
 def examine_hosts(
     rendezvous: Rendezvous, read_requirements: Callable[[], Requirements | None], options: ExamineOptions
 ) -> DoctorReport:
-    """Examine this host together with the others; `read_requirements` reads the config, on the first host only."""
+    """Examine this host together with the others. `read_requirements` reads the config; only the first host calls it."""
     if rendezvous.rank == 0:
         requirements = read_requirements()
         rendezvous.send("requirements", to_plain(requirements))
@@ -146,13 +149,13 @@ def examine_hosts(
         if 0 not in received:
             return _first_host_missing(rendezvous)
         requirements = msgspec.convert(received[0], Requirements | None)
-    hosts = _exchange_facts(rendezvous, requirements, options)
-    if hosts is None:
+    exchanged = _exchange_facts(rendezvous, requirements, options)
+    if exchanged is None:
         return _first_host_missing(rendezvous)
-    own, facts = hosts
+    own_name, facts = exchanged
     cluster = ClusterFacts(facts, requirements)
     run_all_reduces = options.all_reduce is not False
-    collectives = _run_collectives(rendezvous, cluster, own, options) if run_all_reduces else []
+    collectives = _run_collectives(rendezvous, cluster, own_name, options) if run_all_reduces else []
     cluster = replace(cluster, missing=_missing_hosts(rendezvous, cluster), collectives=collectives)
     return _share_report(rendezvous, cluster, options.deadline_s)
 
@@ -162,10 +165,11 @@ def _exchange_facts(
 ) -> tuple[str, list[HostFacts]] | None:
     """Exchange facts and test connections with the other hosts.
 
-    Returns this host's name in the check and the facts of all hosts that joined; None if the first host is gone.
+    Returns (name of this host, facts of all hosts that joined), or None if the first host is gone. The name has a suffix if
+    several hosts have the same name.
     """
     facts, nonce = gather_facts(requirements, rendezvous.rank), uuid.uuid4().hex
-    with network_probe.listening(nonce, options.clock) as ports:
+    with network_probe.serve_peers(nonce, options.clock) as ports:
         rendezvous.send("facts", dict(facts=to_plain(facts), ports=ports, nonce=nonce))
         roster = _agree_on_roster(rendezvous, options.deadline_s)
         if roster is None:
@@ -179,14 +183,16 @@ def _exchange_facts(
         own_facts = replace(own.facts, connections=connections, peer_addresses=addresses)
         rendezvous.send("connections", to_plain(own_facts))
         ranks = [host.facts.rank for host in hosts]
-        received = rendezvous.receive("connections", ranks, options.deadline_s)  # keeps listening until all have tried
+        received = rendezvous.receive(
+            "connections", ranks, options.deadline_s
+        )  # the servers run until all hosts have connected
     return own.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
 
 
 def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
-    """Return the facts of the hosts that sent them to the first host in time; None if the first host is gone.
+    """Return the `facts` messages of all hosts that joined in time, the same on all hosts; None if the first host is gone.
 
-    Host names that occur twice get the suffix #RANK.
+    If several hosts have the same name, their names get the suffix #RANK.
     """
     if rendezvous.rank == 0:
         joined = rendezvous.receive("facts", range(rendezvous.size), deadline_s)
@@ -200,8 +206,8 @@ def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | N
 
 def _first_host_missing(rendezvous: Rendezvous) -> DoctorReport:
     name = (_slurm_node_names(rendezvous.size) or ["the first host"])[0]
-    what, why = "it did not answer at the rendezvous in time", "the hosts could not be compared"
-    fix = "read the output of the first host's process; allow more time: --deadline 300"
+    what, why = "it did not answer at the rendezvous in time", "the hosts could not be compared with each other"
+    fix = "read the output of the process on the first host, or allow more time: --deadline 300"
     return DoctorReport(ClusterFacts([]), [replace(error([name], what, why, fix), check="attendance")])
 
 
@@ -212,7 +218,7 @@ def _missing_hosts(rendezvous: Rendezvous, cluster: ClusterFacts) -> list[str]:
 
 
 def _slurm_node_names(size: int) -> list[str]:
-    """Return the names of the job's hosts in rank order; empty outside of Slurm or if their number is not `size`."""
+    """Return the names of the Slurm job's hosts in rank order; [] outside of Slurm or if the job does not have `size` hosts."""
     nodes = (
         os.environ.get("SLURM_STEP_NODELIST")
         or os.environ.get("SLURM_JOB_NODELIST")
@@ -230,16 +236,16 @@ def _slurm_node_names(size: int) -> list[str]:
 
 
 def _run_collectives(
-    rendezvous: Rendezvous, cluster: ClusterFacts, own: str, options: ExamineOptions
+    rendezvous: Rendezvous, cluster: ClusterFacts, own_name: str, options: ExamineOptions
 ) -> list[CollectiveResult]:
-    """Run all-reduces over the hosts. If no interface reaches all hosts, none runs; other checks report that problem."""
+    """Run all-reduces between the hosts. Returns [] if none can run; other checks report the reason."""
     if rendezvous.rank == 0:
         rendezvous.send("plan", to_plain(_plan_collectives(cluster)))
     received = rendezvous.receive("plan", [0], 2 * options.deadline_s).get(0)
     if received is None:
         return []
     plan = msgspec.convert(received, CollectivePlan)
-    ranks = [rank for rank, name in enumerate(plan.hosts) if name == own]
+    ranks = [rank for rank, name in enumerate(plan.hosts) if name == own_name]
     rendezvous.send("collectives", to_plain(run_ranks(plan, ranks, options.deadline_s)))
     all_ranks, timeout_s = [host.rank for host in cluster.hosts], options.deadline_s + START_TIMEOUT_S
     answers = rendezvous.receive("collectives", all_ranks, timeout_s).values()
@@ -248,19 +254,17 @@ def _run_collectives(
 
 
 def _plan_collectives(cluster: ClusterFacts) -> CollectivePlan | None:
-    """Plan the all-reduces: one rank for each GPU, or for each host without GPUs.
+    """Plan the all-reduces. A host has one rank for each of its GPUs, or one rank if it has no GPU.
 
-    Returns None for one host, or if no interface of the first host is reachable.
+    Returns None if there is only one host, or if the other hosts cannot reach any interface of the first host.
     """
     first = cluster.hosts[0]
     interfaces = network_checks.reachable_interfaces(cluster, first)
     if not interfaces or not cluster.multi_host:
         return None
-    host_of = [
-        number for number, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))
-    ]  # [ranks]
-    groups = spread_groups(cluster.requirements.groups if cluster.requirements else {}, host_of)
-    hosts = [cluster.hosts[number].host for number in host_of]
+    host_of_rank = [number for number, host in enumerate(cluster.hosts) for _ in range(max(1, len(host.gpus.cards)))]
+    groups = multi_host_groups(cluster.requirements.groups if cluster.requirements else {}, host_of_rank)
+    hosts = [cluster.hosts[number].host for number in host_of_rank]
     return CollectivePlan(interfaces[0].address, _free_port(), hosts, {name: list(r) for name, r in groups.items()})
 
 
@@ -271,7 +275,7 @@ def _free_port() -> int:
 
 
 def _share_report(rendezvous: Rendezvous, cluster: ClusterFacts, deadline_s: float) -> DoctorReport:
-    """Apply the checks on the first host and send the findings to the others."""
+    """Return the report. The first host applies the checks and sends the findings to the other hosts."""
     if rendezvous.rank == 0:
         findings = run_checks(cluster)
         rendezvous.send("findings", to_plain(findings))

@@ -16,9 +16,9 @@ from mrl.doctor.host_facts import ClusterFacts
 class Severity(IntEnum):
     """How severe a finding is; the most severe one determines the exit status."""
 
-    NOTE = 0  # worth knowing
-    WARNING = 1  # a run would work, but slowly or not for long
-    ERROR = 2  # a run would fail, hang, or compute something else
+    NOTE = 0  # a fact that is worth knowing
+    WARNING = 1  # a run would start, but would be slow or could fail later
+    ERROR = 2  # a run would fail, hang, or compute a wrong result
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DoctorFinding:
     hosts: tuple[str, ...]  # affected hosts; empty if the problem does not belong to a host
     what: str  # the value that was found, and the expected value
     why: str  # the consequence for a run
-    fix: str  # a command, or the person to ask
+    fix: str  # what to do: a command, a setting, or the person to ask
 
 
 SEVERITY_COLORS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
@@ -39,12 +39,12 @@ MAX_SHOWN_HOSTS = 6
 
 
 def error(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
-    """Return an error: because of this problem a run would fail, hang, or compute something else."""
+    """Return an error: because of this problem a run would fail, hang, or compute a wrong result."""
     return DoctorFinding("", Severity.ERROR, tuple(hosts), what, why, fix)
 
 
 def warning(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
-    """Return a warning: despite this problem a run would work, but slowly or not for long."""
+    """Return a warning: despite this problem a run would start, but it would be slow or could fail later."""
     return DoctorFinding("", Severity.WARNING, tuple(hosts), what, why, fix)
 
 
@@ -54,13 +54,13 @@ def note(hosts: Sequence[str], what: str, why: str, fix: str) -> DoctorFinding:
 
 
 def format_hosts(hosts: Sequence[str]) -> str:
-    """Join host names; of many hosts only the first few."""
+    """Join host names. Of many hosts, only the first few are named."""
     rest = len(hosts) - MAX_SHOWN_HOSTS
     return ", ".join(hosts) if rest < 2 else f"{', '.join(hosts[:MAX_SHOWN_HOSTS])} and {rest} more"
 
 
 def merge_findings(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """Merge findings that differ only in their hosts; sort by severity, then in the order of the checks."""
+    """Merge findings that differ only in their hosts. Returns the most severe first, else in the order of the checks."""
     merged: dict[tuple[str, ...], DoctorFinding] = {}
     for one in findings:
         key = (one.check, one.severity.name, one.what, one.why, one.fix)
@@ -71,17 +71,17 @@ def merge_findings(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
 
 
 def exit_status(findings: Iterable[DoctorFinding]) -> int:
-    """Return the exit status: 0 for nothing or notes, 1 for warnings, 2 for errors."""
+    """Return the exit status: 2 if there is an error, 1 if there is a warning, otherwise 0."""
     return int(max((finding.severity for finding in findings), default=Severity.NOTE))
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a dataclass to JSON's types."""
+    """Convert a dataclass to types that JSON has."""
     return msgspec.to_builtins(value, str_keys=True)
 
 
 def print_findings(console: Console, findings: Sequence[DoctorFinding], summary: str) -> None:
-    """Print each finding in four lines, then the summary."""
+    """Print each finding, then the summary."""
     for finding in findings:
         title = Text(f"{finding.severity.name:<8} ", SEVERITY_COLORS[finding.severity])
         where = f"{format_hosts(finding.hosts)}: " if finding.hosts else ""
@@ -92,7 +92,7 @@ def print_findings(console: Console, findings: Sequence[DoctorFinding], summary:
 
 
 def summarize(cluster: ClusterFacts, findings: Sequence[DoctorFinding], num_checks: int, seconds: float) -> str:
-    """Return one line: hosts, GPUs, number of findings, all-reduces and time."""
+    """Return one line with the numbers of hosts, GPUs and findings, the all-reduces that finished, and the time."""
     hosts = len(cluster.hosts)
     counts = [_count(findings, severity) for severity in sorted(Severity, reverse=True)]
     total = ", ".join(filter(None, counts)) or "no finding"
@@ -108,7 +108,7 @@ def _count(findings: Sequence[DoctorFinding], severity: Severity) -> str:
 
 
 def to_json(cluster: ClusterFacts, findings: Sequence[DoctorFinding]) -> str:
-    """Return the exit status, the findings and the facts that they are based on, as JSON."""
+    """Return the exit status, the findings and the facts as JSON."""
     content = dict(
         exit_status=exit_status(findings),
         findings=[to_plain(finding) | {"severity": finding.severity.name.lower()} for finding in findings],

@@ -19,10 +19,10 @@ class ProcessorAndMemory:
     cores: int
     usable_cores: int  # cores that this process may run on
     memory_bytes: int
-    available_bytes: int  # without swapping
-    memory_limit_bytes: int | None = None  # limit of this process's control group
-    overcommit: int = 0  # vm.overcommit_memory; 2: reservations may not exceed the memory that exists
-    slurm_job: str | None = None
+    available_bytes: int  # memory that processes can still get without swapping
+    memory_limit_bytes: int | None = None  # limit of this process's control group; None: no limit
+    overcommit: int = 0  # vm.overcommit_memory; 2: processes may not reserve more memory than exists
+    slurm_job: str | None = None  # id of the Slurm job
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SoftwareFacts:
     """Versions of the code that a run would import on this host."""
 
     python: str
-    packages: dict[str, str | None]  # distribution of the tested matrix -> version; None: not installed
-    source_checksum: str  # over the code of mrl, models and parallel
+    packages: dict[str, str | None]  # package -> installed version; None: not installed
+    source_checksum: str  # checksum of the code of mrl, models and parallel
     foreign_apex: str | None = None  # folder that `import apex` finds, if it is not NVIDIA's apex
 
 
@@ -53,12 +53,12 @@ class HostGpus:
     """The GPUs of a host."""
 
     cards: list[GpuCard] = field(default_factory=list)
-    error: str = ""  # why nvidia-smi fails; "" also on a host without a GPU
+    error: str = ""  # why nvidia-smi fails; "" if it works or the host has no GPU
     cuda: str = ""  # newest CUDA version that the driver supports
-    links: dict[str, str] = field(default_factory=dict)  # "0-1" -> NV18, PIX, PXB, PHB, NODE or SYS
+    links: dict[str, str] = field(default_factory=dict)  # pair of GPUs ("0-1") -> NV18, PIX, PXB, PHB, NODE or SYS
     fabric: str = ""  # state of NVSwitch's fabric manager: Completed, In Progress, Not Started, N/A
     hidden: bool = False  # CUDA_VISIBLE_DEVICES hides some cards
-    allocated: int | None = None  # number that Slurm allocated on this host; None: unknown
+    allocated: int | None = None  # number of GPUs that Slurm allocated on this host; None: outside of Slurm
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class FolderFacts:
     """A folder that a run would write to or read from."""
 
     path: str
-    purpose: str
+    purpose: str  # run, temporary or shared memory
     total_bytes: int = 0
     free_bytes: int = 0
     free_inodes: int | None = None  # None: the file system does not count inodes
-    error: str = ""  # why it cannot be written
-    bytes_per_s: float | None = None  # write speed of one synchronized file; None: not measured
+    error: str = ""  # why the folder cannot be written; "" if it can
+    bytes_per_s: float | None = None  # speed of writing one file and synchronizing it to disk; None: not measured
 
 
 @dataclass(frozen=True)
 class InfinibandPort:
     """A port of an InfiniBand or RoCE card."""
 
-    name: str  # mlx5_0/1
+    name: str  # card and port: mlx5_0/1
     active: bool
     rate: str  # "400 Gb/sec (4X NDR)"
     link_layer: str  # InfiniBand or Ethernet
@@ -89,10 +89,10 @@ class NetworkFacts:
     """Names, interfaces and ports of a host."""
 
     interfaces: list[NetworkInterface]
-    own_addresses: list[str]  # addresses of this host's name, resolved in the same way as by gloo
+    own_addresses: list[str]  # addresses to which this host's name resolves; gloo resolves it in the same way
     localhost: list[str]  # addresses that `localhost` resolves to
     route_address: str = ""  # source address of outgoing packets; Ray uses it as the address of its node
-    ipv6_only: bool = False  # apart from loopback there is an IPv6 address but no IPv4 address
+    ipv6_only: bool = False  # the interfaces other than loopback have IPv6 addresses and no IPv4 address
     busy_ports: dict[str, str] = field(default_factory=dict)  # fixed ports of Ray's head -> process that listens there
     outgoing_ports: tuple[int, int] = (32768, 60999)  # the kernel's port range for outgoing connections
     infiniband: list[InfinibandPort] = field(default_factory=list)
@@ -104,56 +104,58 @@ class RayToken:
 
     mode: str = ""  # RAY_AUTH_MODE
     digest: str = ""  # short checksum of the token; "": no token is set
-    source: str = ""  # the variable or file that holds it
-    readable: bool = False  # other users can read the file
+    source: str = ""  # the variable or file that holds the token
+    readable: bool = False  # whether other users can read that file
 
 
 @dataclass(frozen=True)
 class PeerConnection:
     """Result of one TCP connection to another host."""
 
-    host: str
+    host: str  # name of the other host
     address: str
     port: str  # kind of port: any, ray or engine
-    problem: str = ""  # "" if the host answered
-    seconds: float = 0.0  # shortest round trip
-    clock_ahead_s: float = 0.0  # the other host's clock minus ours, accurate to half a round trip
+    problem: str = ""  # why the connection failed; "" if the other host answered
+    seconds: float = 0.0  # time of the shortest round trip
+    clock_ahead_s: float = 0.0  # the other host's clock minus this host's clock; the error is at most seconds / 2
 
 
 @dataclass(frozen=True)
 class HostFacts:
     """All facts about one host."""
 
-    host: str
-    rank: int
+    host: str  # name
+    rank: int  # number of the host among the hosts that are checked together
     machine: ProcessorAndMemory
     software: SoftwareFacts
     gpus: HostGpus
-    limits: dict[str, tuple[int, int]]  # name -> (soft, hard) limit; -1: unlimited
+    limits: dict[str, tuple[int, int]]  # resource (nofile, nproc, memlock) -> (soft, hard) limit; -1: no limit
     shared_memory: FolderFacts
     folders: list[FolderFacts]
     network: NetworkFacts
     environment: dict[str, str]  # variables that configure NCCL, gloo, CUDA, Ray and proxies; no secrets
     token: RayToken
-    model_checksum: str | None = None  # over names and sizes of the model folder's files; "": no such folder
+    model_checksum: str | None = None  # checksum of the model folder; "": the folder is missing
     cluster_error: str = ""  # why this host cannot connect to cluster.address
-    peer_addresses: dict[str, list[str]] = field(default_factory=dict)  # other host -> addresses of its name here
-    connections: list[PeerConnection] = field(default_factory=list)  # to the other hosts
+    peer_addresses: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # other host -> addresses to which this host resolves its name
+    connections: list[PeerConnection] = field(default_factory=list)  # connections from this host to the other hosts
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a run for its hosts, derived from its config."""
+    """What a run needs from its hosts, derived from the config of the run."""
 
-    gpus: int = 0  # slots of its resource pools
-    cuda: bool = False  # it cannot run without GPUs
-    layout: str = ""
+    gpus: int = 0  # number of GPUs that the run uses
+    cuda: bool = False  # whether the run needs GPUs; otherwise it can also use CPUs
+    layout: str = ""  # parallel layout of the actor
     groups: dict[str, list[int]] = field(default_factory=dict)  # process group -> trainer ranks
-    model: str | None = None  # folder
-    parameters: int = 0
+    model: str | None = None  # model folder
+    parameters: int = 0  # number of parameters of the actor
     run_dir: str | None = None
-    checkpoint_bytes: int = 0  # of checkpoints that are not written yet: the kept ones, and one in progress
-    address: str | None = None  # of an existing Ray cluster
+    checkpoint_bytes: int = 0  # disk space that the run's checkpoints still need
+    address: str | None = None  # address of an existing Ray cluster; None: the run starts its own
     offloads_engines: bool = False  # engines share GPUs with trainers and release their GPU memory
     mistakes: list[str] = field(default_factory=list)  # errors in the config
 
@@ -171,7 +173,7 @@ class CollectiveResult:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Input of the checks: facts of all hosts in rank order, and results of measurements between hosts."""
+    """Input of the checks: facts about all hosts in rank order, and results of the all-reduces between hosts."""
 
     hosts: Sequence[HostFacts]
     requirements: Requirements | None = None
@@ -190,12 +192,12 @@ class ClusterFacts:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of all hosts."""
+        """Number of GPUs on all hosts together."""
         return sum(len(one.gpus.cards) for one in self.hosts)
 
 
 def most_common[T: Hashable](values: Mapping[str, T]) -> T:
-    """Return the value that most hosts have. If several values are equally common, return the first."""
+    """Return the most common value, and the first of them if several are equally common. `values`: host -> value."""
     return Counter(values.values()).most_common(1)[0][0]
 
 

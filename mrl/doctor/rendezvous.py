@@ -1,4 +1,7 @@
-"""Rendezvous of one process per host. The processes exchange JSON values through a shared folder or a TCP server."""
+"""Exchange of JSON values between hosts, with one process on each host, through a shared folder or a TCP server.
+
+Rank 0 is the first host.
+"""
 
 import contextlib
 import errno
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POLL_S = 0.1
-REQUEST_TIMEOUT_S = 5.0  # of one request to the first host
+REQUEST_TIMEOUT_S = 5.0  # longest time for one request to the TCP server
 MAX_VALUE_BYTES = 64 * 2**20
 
 
@@ -23,7 +26,7 @@ class RendezvousStore(Protocol):
     """Key-value store that all hosts reach. Each key is written by one process only."""
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Claim this rank, or the first free rank for None. Raises ValueError if no such rank is free."""
+        """Claim this rank, or the first free rank below `size` if `rank` is None. Raises ValueError if it is not free."""
         ...
 
     def put(self, key: str, value: Any) -> None:
@@ -31,7 +34,7 @@ class RendezvousStore(Protocol):
         ...
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return all keys with this prefix and their values; {} if the first host is gone."""
+        """Return key -> value for all keys with this prefix. Returns {} if the first host is gone."""
         ...
 
     def close(self) -> None:
@@ -40,19 +43,19 @@ class RendezvousStore(Protocol):
 
 
 class Rendezvous:
-    """One of `size` processes that exchange values in named stages."""
+    """Exchange of values between `size` processes in named stages. Each process sends at most one value in each stage."""
 
     def __init__(self, store: RendezvousStore, rank: int | None, size: int) -> None:
-        """Join with this rank, or with the first free rank for None. Raises ValueError if another check uses the store."""
+        """Join with this rank, or with the first free rank if `rank` is None. Raises ValueError if it is not free."""
         self.store, self.size = store, size
         self.rank = store.claim_rank(rank, size)
 
     def send(self, stage: str, value: Any) -> None:
-        """Publish this process's value of a stage."""
+        """Send the value of this process in a stage to all processes."""
         self.store.put(f"{stage}/{self.rank}", value)
 
     def receive(self, stage: str, ranks: Collection[int], timeout_s: float) -> dict[int, Any]:
-        """Wait for the values of these ranks. Returns the values that arrived in time, by rank."""
+        """Wait for the values that these ranks send in a stage. Returns rank -> value for the values that arrived in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             values = {int(key.rpartition("/")[2]): value for key, value in self.store.get_prefix(f"{stage}/").items()}
@@ -61,7 +64,7 @@ class Rendezvous:
             time.sleep(POLL_S)
 
     def leave(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Leave. Rank 0 waits up to `timeout_s` until the other ranks have left, because they may still read values from it."""
+        """Leave the exchange. Rank 0 first waits for the other ranks to leave, because they may still read from its store."""
         self.send("left", True)
         if self.rank == 0:
             self.receive("left", range(self.size), timeout_s)
@@ -69,10 +72,10 @@ class Rendezvous:
 
 
 class SharedFolderStore:
-    """RendezvousStore in a folder that all hosts share: one file per key, written to a temporary name and then renamed."""
+    """RendezvousStore in a folder that all hosts share. Each key is a file; it gets its name when it is complete."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Create the folder if necessary; raises ValueError if that fails."""
+        """Create the folder if it does not exist. Raises ValueError if that fails."""
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ class SharedFolderStore:
         self.owns_folder = False
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Create the rank's folder, which succeeds in one process only."""
+        """Claim a rank by creating a folder for it. Only one process can succeed."""
         for candidate in range(size) if rank is None else [rank]:
             with contextlib.suppress(FileExistsError):
                 (self.folder / f"rank_{candidate}").mkdir()
@@ -93,14 +96,14 @@ class SharedFolderStore:
         raise ValueError(f"{self.folder}: {taken} by another process; name a new folder for each check.")
 
     def put(self, key: str, value: Any) -> None:
-        """Write a file; does nothing if rank 0 has removed the folder."""
+        """Write the file of the key. Does nothing if rank 0 has removed the folder."""
         unfinished = self.folder / f".{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             unfinished.write_text(json.dumps(value))
             os.replace(unfinished, self.folder / key.replace("/", "-"))
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Read the files that exist now. Returns {} if rank 0 has removed the folder."""
+        """Read the files that exist at this moment. Returns {} if rank 0 has removed the folder."""
         start, values = prefix.replace("/", "-"), {}
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.folder):
@@ -109,7 +112,7 @@ class SharedFolderStore:
         return values
 
     def close(self) -> None:
-        """Remove the folder, on rank 0."""
+        """Remove the folder on rank 0. Does nothing on other ranks."""
         if self.owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -122,7 +125,7 @@ class _ServerState:
         self.ranks: set[int] = set()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Answer one request: claim, put or prefix."""
+        """Answer one request. It has one of the keys `claim`, `put` and `prefix`."""
         with self.lock:
             if "claim" in request:
                 rank = request["claim"]
@@ -141,8 +144,8 @@ class _RequestHandler(socketserver.StreamRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def handle(self) -> None:
-        """Read a request, one line of JSON, and write the answer."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the client is not mrl: no answer
+        """Read a request, which is one line of JSON, and write the answer."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a client that is not mrl gets no answer
             answer = self.server.state.answer(json.loads(self.rfile.readline(MAX_VALUE_BYTES)))
             self.wfile.write(json.dumps(answer).encode() + b"\n")
 
@@ -157,12 +160,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class TcpRendezvousStore:
-    """RendezvousStore on a TCP server in the first process. Every process that reaches the port can read and write."""
+    """RendezvousStore on a TCP server in the process of rank 0. Every process that can connect to it has access."""
 
     def __init__(self, address: str, port: int, rank: int | None, timeout_s: float) -> None:
         """Start the server on rank 0. If `rank` is None, start it if the address belongs to this host and the port is free.
 
-        `timeout_s`: longest wait for the server of another host. Raises ValueError if rank 0 cannot listen.
+        `timeout_s`: longest wait for the server of another host. Raises ValueError if rank 0 cannot listen at the address.
         """
         self.address, self.server, self.deadline = (address, port), None, time.monotonic() + timeout_s
         if rank in (0, None):
@@ -187,9 +190,9 @@ class TcpRendezvousStore:
             return json.loads(lines.readline())
 
     def claim_rank(self, rank: int | None, size: int) -> int:
-        """Claim a rank at the first host's server. Waits for the server up to the timeout.
+        """Claim a rank at the server of the first host.
 
-        Raises ValueError if the server does not answer or the rank is taken.
+        Raises ValueError if the server does not answer before the timeout, or if the rank is taken.
         """
         request = dict(claim=0 if self.server else rank, size=size)
         while True:
@@ -199,8 +202,8 @@ class TcpRendezvousStore:
             except (OSError, ValueError) as error:
                 if time.monotonic() > self.deadline:
                     raise ValueError(
-                        f"--rendezvous {':'.join(map(str, self.address))} does not answer ({error}); is the first host's "
-                        "process running, and may this host connect to it?"
+                        f"--rendezvous {':'.join(map(str, self.address))} does not answer ({error}); start the process on "
+                        "the first host, and check that this host may connect to it."
                     ) from None
             time.sleep(POLL_S)
         if claimed is None:
@@ -211,19 +214,19 @@ class TcpRendezvousStore:
         return claimed
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value at the first host; does nothing if that host is gone."""
+        """Store a value at the first host. Does nothing if the first host is gone."""
         with contextlib.suppress(OSError, ValueError):
             self._request(dict(put=key, value=value))
 
     def get_prefix(self, prefix: str) -> dict[str, Any]:
-        """Read values from the first host. Returns {} if that host is gone."""
+        """Read values from the first host. Returns {} if the first host is gone."""
         try:
             return self._request(dict(prefix=prefix))
         except (OSError, ValueError):
             return {}
 
     def close(self) -> None:
-        """Stop the server, on the first host."""
+        """Stop the server on the first host. Does nothing on other hosts."""
         if self.server:
             self.server.shutdown()
             self.server.server_close()

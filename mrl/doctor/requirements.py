@@ -18,7 +18,7 @@ AXES = ("tp", "cp", "dp", "pp")
 
 
 def requirements_of(config: Config) -> Requirements:
-    """Derive the requirements of a run; an error in the config becomes one of their `mistakes`."""
+    """Derive the requirements of a run from its config. An error in the config is not raised, but returned in `mistakes`."""
     try:
         needs = build_algorithm(config).needs
         make_input_files(config)
@@ -47,7 +47,7 @@ def requirements_of(config: Config) -> Requirements:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of the checkpoints that a resumed run has already written."""
+    """Return the size of all files in a folder together, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -57,7 +57,7 @@ def _needs_cuda(config: Config, parameters: int) -> bool:
 
 
 def process_groups(dims: ParallelDims) -> dict[str, tuple[int, ...]]:
-    """Return the process groups of trainer ranks with more than one rank: name ("tp 0") -> global ranks."""
+    """Return the process groups that have more than one trainer rank: name ("tp 0") -> global ranks."""
     groups: dict[str, tuple[int, ...]] = {}
     for axis in AXES:
         if getattr(dims, axis) > 1:
@@ -80,7 +80,7 @@ def _groups_along_axis(dims: ParallelDims, axis: str) -> Iterator[tuple[int, ...
 
 
 def _expert_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of ranks that together hold all experts once."""
+    """Yield the expert-parallel groups. The ranks of one group together hold each expert once."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     stage = dims.world_size // dims.pp
     for rank in range(dims.world_size):

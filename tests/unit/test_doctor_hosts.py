@@ -36,7 +36,7 @@ def test_the_hang_of_a_bonded_interface_is_found_by_a_real_all_reduce_and_its_fi
     findings = {one["check"]: one for one in broken.findings}
     assert set(findings) == {"interfaces", "collectives"} and set(broken.statuses.values()) == {2}, broken.findings
     assert "gloo would open its connections on bond9" in findings["interfaces"]["what"]
-    assert "all-reduce of gloo in group world fails" in findings["collectives"]["what"]
+    assert "all-reduce with gloo in process group world fails" in findings["collectives"]["what"]
     assert findings["collectives"]["hosts"] == ["h0", "h1"]
     fix = findings["collectives"]["fix"]
     assert fix == findings["interfaces"]["fix"] == "export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0"

@@ -18,7 +18,7 @@ from mrl.doctor.checks.gpu_checks import check_gpus
 from mrl.doctor.checks.host_checks import check_memory
 from mrl.doctor.checks.network_checks import NO_COMMON_INTERFACE, check_collectives, fix_interfaces
 from mrl.doctor.checks.storage_checks import check_disk
-from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, run_ranks, spread_groups
+from mrl.doctor.collective_probe import CollectivePlan, RankResult, combine_results, multi_host_groups, run_ranks
 from mrl.doctor.examine import CHECKS, gather_facts
 from mrl.doctor.findings import DoctorFinding, Severity, exit_status, format_hosts, merge_findings, to_plain
 from mrl.doctor.gather.host_probe import (
@@ -30,7 +30,7 @@ from mrl.doctor.gather.host_probe import (
     memory_limit,
     probe_folder,
 )
-from mrl.doctor.gather.network_probe import busy_ports, is_echo_server, listening
+from mrl.doctor.gather.network_probe import busy_ports, is_echo_server, serve_peers
 from mrl.doctor.gather.nvidia_smi import is_visible, parse_links
 from mrl.doctor.host_facts import (
     ClusterFacts,
@@ -161,8 +161,8 @@ def test_the_groups_of_an_axis_partition_all_ranks_and_their_members_differ_in_t
 
 def test_only_process_groups_that_span_hosts_are_tested():
     groups = process_groups(ParallelDims(tp=2, dp=2))
-    assert spread_groups(groups, [0, 0, 1, 1]) == {"dp 0": (0, 2), "dp 1": (1, 3)}
-    assert spread_groups(groups, [0, 0, 0, 0]) == {} and spread_groups(groups, [0, 1]) == {"tp 0": (0, 1)}
+    assert multi_host_groups(groups, [0, 0, 1, 1]) == {"dp 0": (0, 2), "dp 1": (1, 3)}
+    assert multi_host_groups(groups, [0, 0, 0, 0]) == {} and multi_host_groups(groups, [0, 1]) == {"tp 0": (0, 1)}
 
 
 def test_an_all_reduce_of_two_processes_succeeds_and_one_without_its_peer_fails():
@@ -174,7 +174,7 @@ def test_an_all_reduce_of_two_processes_succeeds_and_one_without_its_peer_fails(
     lease.close()
     assert lonely[0].seconds is None and lonely[0].problem
     (finding,) = check_collectives(ClusterFacts([], collectives=lonely))
-    assert "in group world fails" in finding.what
+    assert "in process group world fails" in finding.what
 
 
 def test_a_host_whose_rank_did_not_finish_is_named():
@@ -337,7 +337,7 @@ def test_a_broken_driver_does_not_matter_to_a_job_without_gpus(here):
 
 
 def test_a_preflight_check_of_another_job_does_not_count_as_a_busy_port():
-    with listening("nonce") as ports:
+    with serve_peers("nonce") as ports:
         assert busy_ports((ports["any"],)) == {}
     with socket.create_server(("", 0)) as server:
         (owner,) = busy_ports((port := server.getsockname()[1],)).values()

@@ -6,14 +6,14 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.gather.host_probe import locked_cuda
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
-BUSY_BYTES = GB  # a GPU with more memory in use is busy
+BUSY_BYTES = GB  # a GPU that has more memory in use counts as busy
 
 
 def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None) -> Iterator[DoctorFinding]:
-    """Find drivers that are too old for torch's CUDA, or differ between hosts.
+    """Find GPU drivers that are too old for torch's CUDA version, and drivers that differ between hosts.
 
-    `required`: (major, minor) version of CUDA; default: the version in the lock file. A driver supports all minor versions of its
-    major version.
+    `required`: CUDA version (major, minor); the default is the version in the lock file. Only the major version is compared,
+    because a driver supports all minor versions of its major version.
     """
     required = required or locked_cuda()
     drivers = {host.host: host.gpus.cards[0].driver for host in cluster.hosts if host.gpus.cards}
@@ -30,8 +30,8 @@ def check_driver(cluster: ClusterFacts, required: tuple[int, int] | None = None)
     for host, driver in outliers(drivers).items():
         yield warning(
             [host],
-            f"driver {driver}; the other hosts have {common}",
-            "the driver decides which transports NCCL and CUDA IPC use; hosts that differ may hang or have slow links",
+            f"the GPU driver is {driver}; the other hosts have {common}",
+            "the driver decides which transports NCCL and CUDA IPC use; with different drivers a run may hang or be slow",
             f"install driver {common} here, or exclude the host: #SBATCH --exclude={host}",
         )
 
@@ -54,21 +54,21 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
             where,
             f"no GPU can be used: {host.gpus.error}",
             "every process that needs a GPU fails here",
-            "nvidia-smi; after a driver update: reboot, or drain the host (scontrol update nodename=HOST state=drain)",
+            "run nvidia-smi; after a driver update reboot the host, or drain it (scontrol update nodename=HOST state=drain)",
         )
     for card in host.gpus.cards:
         if card.uncorrected_errors:
             yield error(
                 where,
                 f"GPU {card.index} has {card.uncorrected_errors} uncorrected memory errors since its driver was loaded",
-                "its processes are killed, or compute wrong numbers",
+                "processes that use this GPU are killed, or compute wrong numbers",
                 f"nvidia-smi -q -i {card.index} -d ECC,ROW_REMAPPER; reset or replace the card",
             )
         if card.used_bytes > BUSY_BYTES:
             yield warning(
                 where,
                 f"{card.used_bytes / GB:.1f} GB of GPU {card.index} are already in use",
-                "engines allocate a fraction of the whole GPU memory, and fail if it is not free",
+                "engines allocate a fraction of the whole GPU memory, and fail if that memory is not free",
                 f"nvidia-smi -i {card.index}, then end the process that uses it",
             )
         if card.mig:
@@ -81,18 +81,18 @@ def _check_cards(host: HostFacts) -> Iterator[DoctorFinding]:
 
 
 def _compare_hosts(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    for allocated in {host.gpus.allocated for host in cluster.hosts}:  # it differs in a heterogeneous job
+    for allocated in {host.gpus.allocated for host in cluster.hosts}:  # the number differs in a heterogeneous job
         group = [host for host in cluster.hosts if host.gpus.allocated == allocated and not host.gpus.error]
         yield from _compare_gpu_counts(group)
     models = {host.host: _models(host) for host in cluster.hosts if host.gpus.cards}
-    why = "all ranks wait for the slowest GPU, and the smallest memory limits the batch of all"
+    why = "all ranks wait for the slowest GPU, and the GPU with the least memory limits the batch on all GPUs"
     for name, model in outliers(models).items():
         fix = "request one GPU model: #SBATCH --constraint=..., or --gres=gpu:MODEL:N"
-        yield warning([name], f"{model}; the other hosts have {most_common(models)}", why, fix)
+        yield warning([name], f"the GPUs are {model}; the other hosts have {most_common(models)}", why, fix)
     for host in cluster.hosts:
         if len({(card.name, card.memory_bytes) for card in host.gpus.cards}) > 1:
             fix = "export CUDA_VISIBLE_DEVICES=... with the cards of one model"
-            yield warning([host.host], f"different GPUs in one host: {_models(host)}", why, fix)
+            yield warning([host.host], f"the GPUs of this host differ: {_models(host)}", why, fix)
 
 
 def _compare_gpu_counts(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
@@ -102,8 +102,8 @@ def _compare_gpu_counts(hosts: Sequence[HostFacts]) -> Iterator[DoctorFinding]:
         fix = "nvidia-smi -L; then drain the host, or request as many GPUs from Slurm as it has"
         yield error(
             [name],
-            f"{count} GPUs; the other hosts have {most_common(counts)}",
-            "a layout assumes the same number on every host: process groups meant for one host would span two",
+            f"this host has {count} GPUs; the other hosts have {most_common(counts)}",
+            "a layout assumes the same number of GPUs on every host; process groups that fit one host would now span two",
             "unset CUDA_VISIBLE_DEVICES" if hidden else fix,
         )
 
@@ -134,15 +134,15 @@ def _check_gpu_count(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 
 
 def check_topology(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find GPUs without NVLink among others with it, links that differ between hosts, and NVSwitch fabrics that are not ready."""
+    """Find pairs of GPUs without NVLink, links that differ between hosts, and NVSwitch fabrics that are not ready."""
     for host in cluster.hosts:
         yield from _check_links(host)
     kinds = {host.host: _link_kinds(host.gpus.links) for host in cluster.hosts if host.gpus.links}
     for host, kind in outliers(kinds).items():
         yield warning(
             [host],
-            f"its GPUs are linked by {kind}; the GPUs of the other hosts by {most_common(kinds)}",
-            "all ranks wait for the slowest link; a host with fewer links than the others usually has a broken one",
+            f"its GPUs are linked by {kind}; the GPUs of the other hosts are linked by {most_common(kinds)}",
+            "all ranks wait for the slowest link; a host with fewer links than the others usually has a broken link",
             "nvidia-smi nvlink --status; nvidia-smi topo -m",
         )
 

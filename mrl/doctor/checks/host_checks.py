@@ -1,4 +1,4 @@
-"""Checks of each host: attendance, clock, memory, cores and process limits."""
+"""Checks of each host: whether it joined the check, its clock, memory, cores and process limits."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, HostFacts, most_common, outliers
 
 MAX_CLOCK_SKEW_S = 1.0
-MIN_MEMORY_BYTES = 6 * GB  # needed by the quickstart: four processes with torch, Ray and SGLang
+MIN_MEMORY_BYTES = 6 * GB  # the quickstart needs it for four processes with torch, Ray and SGLang
 MIN_FREE_BYTES = 2 * GB
-WEIGHT_COPIES = 2  # copies of the weights in host memory: one of the trainers, one of the engines
-FEW_CORES_RATIO = 4  # a job that may use 1/4 of the cores or less is probably misconfigured
-MIN_FILES, MIN_FILES_CLUSTER = 1024, 4096  # the second number: with several hosts or with GPUs
+WEIGHT_COPIES = 2  # copies of the weights in host memory without GPUs: the trainers have one, the engines the other
+FEW_CORES_RATIO = 4  # a job that may use 1/4 of the host's cores or less is probably misconfigured
+MIN_FILES, MIN_FILES_CLUSTER = 1024, 4096  # open files; the second number is for several hosts or GPUs
 MIN_PROCESSES = 4096  # processes and threads; each process of Ray, torch and SGLang has dozens of threads
 
 
@@ -22,13 +22,13 @@ def check_attendance(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         yield error(
             [host],
             "it did not join the check in time",
-            "a run would wait for it forever",
+            "a run would wait for this host forever",
             f"scontrol show node {host}; ssh {host} true; or start without it: #SBATCH --exclude={host}",
         )
     for name, count in Counter(host.host.partition("#")[0] for host in cluster.hosts).items():
         if count > 1:
             what = f"{count} hosts have the name {name}"
-            why = "logs and reports cannot distinguish them, and gloo finds its own address by that name"
+            why = "logs and reports cannot distinguish them, and gloo looks up its own address by the name of its host"
             yield warning([name], what, why, "hostnamectl set-hostname NAME; in a container --hostname")
 
 
@@ -43,8 +43,8 @@ def check_clock(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if abs(skew) > MAX_CLOCK_SKEW_S + error_s:
             yield warning(
                 [host],
-                f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the others'",
-                "logs of different hosts cannot be ordered, files have dates in the future, and Slurm rejects old keys",
+                f"its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the clocks of the other hosts",
+                "logs cannot be ordered, files have dates in the future, and Slurm rejects credentials that seem expired",
                 "timedatectl; chronyc makestep (or systemctl restart chronyd)",
             )
 
@@ -52,7 +52,7 @@ def check_clock(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
 def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
     """Return host -> (its clock minus the first host's clock, error of this difference) in seconds.
 
-    They come from the connection with the shortest round trip to each host.
+    Both come from the connection that has the shortest round trip to the host.
     """
     offsets = {first.host: (0.0, 0.0)}
     for connection in sorted(first.connections, key=lambda one: -one.seconds):
@@ -62,7 +62,7 @@ def _clock_offsets(first: HostFacts) -> dict[str, tuple[float, float]]:
 
 
 def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Compare host memory and the limit of this process with the minimum, and with the size of a model without GPUs."""
+    """Find hosts that have too little memory for a run, or too little for the model if they have no GPU."""
     for host in cluster.hosts:
         yield from _check_host_memory(host)
         parameters = cluster.requirements.parameters if cluster.requirements else 0
@@ -70,8 +70,8 @@ def check_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if 4 * parameters * WEIGHT_COPIES > memory and not host.gpus.cards:
             yield error(
                 [host.host],
-                f"{memory / GB:.0f} GB of memory for a model of {parameters / 1e9:.1f}B parameters",
-                "without a GPU, trainer and engine both hold the model in float32, plus optimizer state and KV cache",
+                f"this host has {memory / GB:.0f} GB of memory for a model of {parameters / 1e9:.1f}B parameters",
+                "without a GPU, host memory holds the model twice in float32 (trainer, engine), optimizer state and KV cache",
                 "use a smaller model.path, or hosts with GPUs",
             )
 
@@ -83,11 +83,11 @@ def _check_host_memory(host: HostFacts) -> Iterator[DoctorFinding]:
         what = f"this job may use {limit / GB:.1f} GB of the host's {machine.memory_bytes / GB:.0f} GB"
         yield error(where, what, why, "#SBATCH --mem=0 (all memory of the host); in a container --memory")
     elif machine.memory_bytes < MIN_MEMORY_BYTES:
-        minimum = f"the smallest run needs about {MIN_MEMORY_BYTES / GB:.0f}"
-        what = f"{machine.memory_bytes / GB:.1f} GB of memory; {minimum}"
+        minimum = f"the smallest run needs about {MIN_MEMORY_BYTES / GB:.0f} GB"
+        what = f"this host has {machine.memory_bytes / GB:.1f} GB of memory; {minimum}"
         yield error(where, what, why, "use a larger machine")
     elif machine.available_bytes < MIN_FREE_BYTES:
-        what = f"{machine.available_bytes / GB:.1f} GB of {machine.memory_bytes / GB:.0f} are free"
+        what = f"only {machine.available_bytes / GB:.1f} of {machine.memory_bytes / GB:.0f} GB of memory are free"
         yield warning(where, what, why, "ps aux --sort=-rss | head, then end processes that are left over")
     if machine.overcommit == 2:
         yield error(
@@ -106,15 +106,15 @@ def check_cores(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield warning(
                 [host.host],
                 f"this job may use {usable} of {cores} cores",
-                "trainers, engines, rewards and Ray share them, so each step is slow",
+                "trainers, engines, rewards and Ray share these cores, so each step is slow",
                 "#SBATCH --ntasks-per-node=1 --cpus-per-task=N, and srun --cpus-per-task=$SLURM_CPUS_PER_TASK",
             )
     counts = {host.host: host.machine.usable_cores for host in cluster.hosts}
     for host, count in outliers(counts).items():
         if count * 2 <= most_common(counts):
-            what = f"{count} usable cores; the other hosts have {most_common(counts)}"
+            what = f"a process may use {count} cores; on the other hosts it may use {most_common(counts)}"
             yield warning(
-                [host], what, "all wait for the slowest host", "taskset -p $$; scontrol show job $SLURM_JOB_ID"
+                [host], what, "all hosts wait for the slowest host", "taskset -p $$; scontrol show job $SLURM_JOB_ID"
             )
 
 
@@ -128,20 +128,20 @@ def check_limits(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             may_raise = hard < 0 or hard >= MIN_PROCESSES
             yield warning(
                 [host.host],
-                f"a user may have {soft} processes and threads, {MIN_PROCESSES} are needed",
-                "'Resource temporarily unavailable' when a library starts its threads",
+                f"a user may have {soft} processes and threads; {MIN_PROCESSES} are needed",
+                "libraries cannot start their threads: 'Resource temporarily unavailable'",
                 f"ulimit -u {MIN_PROCESSES * 4}" if may_raise else "nproc in /etc/security/limits.conf",
             )
 
 
 def _check_open_files(host: HostFacts, min_files: int) -> Iterator[DoctorFinding]:
     soft, hard = host.limits.get("nofile", (-1, -1))
-    why = "each connection, object and log is an open file: 'Too many open files', usually in the middle of a run"
+    why = "each connection, object and log is an open file; without free ones a run fails: 'Too many open files'"
     if 0 <= hard < min_files:
-        what = f"a process may open {hard} files and cannot raise that; {min_files} are needed"
+        what = f"a process may open {hard} files and cannot raise this limit; {min_files} are needed"
         fix = f"LimitNOFILE={min_files * 16} in slurmd's unit; in a container --ulimit nofile=65536"
         yield error([host.host], what, why, fix)
     elif 0 <= soft < min_files:
         maximum = "any number" if hard < 0 else hard
-        what = f"a process may open {soft} files, {min_files} are needed; the limit can be raised to {maximum}"
+        what = f"a process may open {soft} files, but {min_files} are needed; the limit can be raised to {maximum}"
         yield warning([host.host], what, why, f"ulimit -n {65536 if hard < 0 else min(hard, 65536)}")

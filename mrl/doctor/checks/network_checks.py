@@ -23,7 +23,7 @@ INTERFACE_VARIABLES = {"NCCL": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME
 
 
 def failed_connections(cluster: ClusterFacts, host: str, address: str) -> dict[str, str]:
-    """Return the hosts that cannot connect to an address of `host`, with the reason."""
+    """Return the hosts that cannot connect to `address` of `host`: name of the other host -> reason."""
     return {
         other.host: connection.problem
         for other in cluster.hosts
@@ -74,12 +74,12 @@ def _check_own_names(host: HostFacts) -> Iterator[DoctorFinding]:
         yield error(
             where,
             "this host has only IPv6 addresses",
-            "Ray, gloo and the engines' servers are tested with IPv4 and would not be reachable",
+            "Ray, gloo and the engines' servers are tested with IPv4 only and may not be reachable",
             "ask the network's administrator for IPv4 addresses of the compute nodes",
         )
     if not network.own_addresses:
         what = f"its own name, {host.host.partition('#')[0]}, does not resolve"
-        why = "gloo looks up its address by that name; it falls back to loopback, which other hosts cannot reach"
+        why = "gloo looks up its address by that name; without it gloo uses loopback, which other hosts cannot reach"
         yield warning(where, what, why, f"echo 'ADDRESS {host.host}' >> /etc/hosts, or repair the cluster's DNS")
     elif all(":" in address for address in network.own_addresses):
         what = f"its own name, {host.host}, resolves to IPv6 addresses only ({network.own_addresses[0]})"
@@ -87,28 +87,28 @@ def _check_own_names(host: HostFacts) -> Iterator[DoctorFinding]:
         yield warning(where, what, why, f"echo 'ADDRESS {host.host}' >> /etc/hosts with its IPv4 address")
 
 
-def _check_peer_name(host: str, peer: str, resolved: list[str], own: set[str]) -> Iterator[DoctorFinding]:
-    """Check that the name of `peer` leads to it from `host`.
+def _check_peer_name(host: str, peer: str, resolved: list[str], peer_addresses: set[str]) -> Iterator[DoctorFinding]:
+    """Check that `host` resolves the name of `peer` to an address of `peer`.
 
-    `resolved`: addresses of the peer's name on `host`. `own`: addresses of the peer's interfaces.
+    `resolved`: addresses to which `host` resolves the name. `peer_addresses`: addresses of the peer's interfaces.
     """
     fix = f"getent hosts {peer}; repair /etc/hosts on {host}, or use addresses as names (cluster.address=ADDRESS:6379)"
-    why = "a node that joins the head by its name does not find it, or finds another host"
+    why = "a node that joins Ray's head node by this name does not find it, or finds another host"
     if not resolved:
         yield warning([host], f"the name {peer} does not resolve here", why, fix)
-    elif own and not own & set(resolved) and not all(":" in address for address in resolved):
+    elif peer_addresses and not peer_addresses & set(resolved) and not all(":" in address for address in resolved):
         what = f"the name {peer} resolves to {resolved[0]} here, and no interface of {peer} has that address"
         yield warning([host], what, why, fix)
 
 
 def check_network(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts and ports that another host cannot reach, and node addresses of Ray that other hosts cannot reach."""
+    """Find hosts, ports and Ray's node addresses that another host cannot reach."""
     for host in cluster.hosts:
         unreachable_from = _unreachable_from(cluster, host.host)
         for other, problem in unreachable_from.items():
-            what = f"{other} cannot reach any of its addresses ({problem})"
+            what = f"{other} cannot reach any address of this host ({problem})"
             fix = f"ping -c1 {host.host} on {other}; ip route; ask the administrator for TCP between compute nodes"
-            yield error([host.host], what, "Ray, NCCL and gloo connect every host with every other", fix)
+            yield error([host.host], what, "Ray, NCCL and gloo connect every host with every other host", fix)
         yield from _check_closed_ports(cluster, host.host, set(unreachable_from))
         yield from _check_ray_address(cluster, host, set(unreachable_from))
 
@@ -138,13 +138,15 @@ def _check_closed_ports(cluster: ClusterFacts, host: str, unreachable_from: set[
         yield error(
             [host],
             f"port {PORT_NAMES[port]} is closed to {problem}, while other ports are open",
-            "Ray's nodes join the head there" if port == "ray" else "requests and weights reach the engines there",
+            "Ray's nodes join the head node through it"
+            if port == "ray"
+            else "requests and weights reach engines through it",
             "open all TCP ports between compute nodes, at least 6379, 10002-32000 and 32768-60999 (nft list ruleset)",
         )
 
 
 def _check_ray_address(cluster: ClusterFacts, host: HostFacts, unreachable_from: set[str]) -> Iterator[DoctorFinding]:
-    """Check the address that Ray uses for this node: other hosts must reach it."""
+    """Check that the other hosts reach the address that Ray uses for this node."""
     address = host.network.route_address
     failed = {
         other: problem
@@ -153,11 +155,11 @@ def _check_ray_address(cluster: ClusterFacts, host: HostFacts, unreachable_from:
     }
     if failed:
         better = next((one.address for one in reachable_interfaces(cluster, host)), "ADDRESS")
-        problem = f"{format_hosts(list(failed))} cannot reach ({next(iter(failed.values()))})"
+        problem = f"{format_hosts(list(failed))} cannot reach that address ({next(iter(failed.values()))})"
         yield error(
             [host.host],
-            f"Ray uses {address} for this node, which {problem}",
-            "other nodes reach neither its objects nor its processes: calls to them wait forever",
+            f"Ray uses the address {address} for this node, and {problem}",
+            "other nodes cannot reach the objects and processes of this node, so calls to them wait forever",
             f"ray start --node-ip-address={better} ... on {host.host}",
         )
 
@@ -188,7 +190,7 @@ def _check_interface(
     if chosen is None:
         available = ", ".join(one.name for one in host.network.interfaces if one.up)
         reason = f"{variable}={value}: no such interface is up" if value else f"{library} finds no interface"
-        yield error([host.host], f"{reason}; this host has {available}", f"{library} fails at its start", fix)
+        yield error([host.host], f"{reason}; this host has {available}", f"{library} fails when it starts", fix)
         return
     what = f"{library} would open its connections on {chosen.name} ({chosen.address})"
     if cluster.multi_host and is_loopback(chosen.address):
@@ -200,7 +202,7 @@ def _check_interface(
 
 
 def _interface_problem(cluster: ClusterFacts, host: HostFacts, chosen: NetworkInterface) -> str:
-    """Return why connections to this interface of the host fail, or ""."""
+    """Return why connections to this interface of the host fail; "" if they work."""
     if chosen.problem:
         return f"a connection from it to itself fails ({chosen.problem})"
     failed = failed_connections(cluster, host.host, chosen.address)
@@ -208,7 +210,7 @@ def _interface_problem(cluster: ClusterFacts, host: HostFacts, chosen: NetworkIn
 
 
 def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Check Ray's port, if the job starts Ray, and the kernel's port range for outgoing connections."""
+    """Check that Ray's port is free if the job starts Ray, and check the kernel's port range for outgoing connections."""
     starts_ray = not (cluster.requirements and cluster.requirements.address)
     for host in cluster.hosts:
         if starts_ray and (cluster.multi_host or host.machine.slurm_job):
@@ -216,8 +218,8 @@ def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
                 yield warning(
                     [host.host],
                     f"port {port} is used by {owner}",
-                    "`ray start --head` needs it: it fails, or this job's nodes join another user's cluster",
-                    "ray stop, if it is yours; or another port: ray start --head --port=6380, and cluster.address=HEAD:6380",
+                    "`ray start --head` needs this port: it fails, or the nodes of this job join another user's cluster",
+                    "ray stop, if it is your Ray; otherwise another port: ray start --head --port=6380, and cluster.address=HEAD:6380",
                 )
         first, last = host.network.outgoing_ports
         if first <= LAST_ENGINE_PORT:
@@ -226,12 +228,12 @@ def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield warning([host.host], what, why, SET_PORT_RANGE)
         elif last - first < MIN_OUTGOING_PORTS:
             what = f"the kernel has {last - first + 1} ports for outgoing connections"
-            why = "requests to engines and Ray's own connections exhaust them: 'Cannot assign requested address'"
+            why = "requests to engines and connections of Ray use them up: 'Cannot assign requested address'"
             yield warning([host.host], what, why, SET_PORT_RANGE)
 
 
 def check_infiniband(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find InfiniBand ports that are down or missing on a host, and settings that keep NCCL from using the ports."""
+    """Find InfiniBand ports that are down or missing on a host, and settings that prevent NCCL from using the ports."""
     active = {host.host: tuple(sorted(p.rate for p in host.network.infiniband if p.active)) for host in cluster.hosts}
     for host in cluster.hosts:
         if active[host.host]:
@@ -239,34 +241,38 @@ def check_infiniband(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     if cluster.multi_host and any(active.values()):
         for name, ports in outliers(active).items():
             rates = ", ".join(sorted(set(ports)))
-            what = f"{len(ports)} ports are up ({rates}); on the other hosts {len(most_common(active))}"
-            yield warning([name], what, "all wait for the slowest link, or NCCL uses TCP", "ibstat; ibdev2netdev")
+            what = (
+                f"{len(ports)} InfiniBand ports are up ({rates}); on the other hosts {len(most_common(active))} are up"
+            )
+            yield warning([name], what, "all ranks wait for the slowest link, or NCCL uses TCP", "ibstat; ibdev2netdev")
 
 
 def _check_infiniband_host(host: HostFacts, num_active: int) -> Iterator[DoctorFinding]:
     where = [host.host]
     down = [port.name for port in host.network.infiniband if not port.active]
     if down:
-        why = "NCCL spreads its traffic over the ports that are up, so fewer ports are slower"
-        yield warning(where, f"ports that are not up: {', '.join(down)}", why, "ibstat; check cable and switch port")
+        why = "NCCL spreads its traffic over the ports that are up, so a step is slower with fewer ports"
+        yield warning(
+            where, f"InfiniBand ports that are not up: {', '.join(down)}", why, "ibstat; check cable and switch port"
+        )
     if host.environment.get("NCCL_IB_DISABLE") == "1":
-        what = f"NCCL_IB_DISABLE=1, and {num_active} ports are up"
-        yield warning(where, what, "NCCL uses TCP instead", "unset NCCL_IB_DISABLE")
+        what = f"NCCL_IB_DISABLE=1 is set although {num_active} InfiniBand ports are up"
+        yield warning(where, what, "NCCL uses TCP, which is much slower", "unset NCCL_IB_DISABLE")
     soft, _ = host.limits.get("memlock", (-1, -1))
     if soft != -1:
-        what = f"a process may lock {soft / 2**20:.0f} MiB of memory (ulimit -l); InfiniBand needs it unlimited"
+        what = f"a process may lock {soft / 2**20:.0f} MiB of memory (ulimit -l); InfiniBand needs no limit"
         why = "NCCL cannot register its buffers: 'ibv_reg_mr failed' or 'Cannot allocate memory'"
         yield warning(where, what, why, "LimitMEMLOCK=infinity in slurmd's unit; in a container --ulimit memlock=-1")
 
 
 def check_collectives(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find the first all-reduce that failed or did not finish. Later groups are not reported: after a hang they all hang."""
+    """Find the first all-reduce that failed or did not finish. Later ones are not reported, because they hang too."""
     for one in cluster.collectives:
         if one.seconds is None:
             single_host_fix = "NCCL_DEBUG=INFO mrl doctor --all-reduce; nvidia-smi topo -m"
             yield error(
                 one.hosts,
-                f"an all-reduce of {one.backend} in group {one.group} fails: {one.problem}",
+                f"an all-reduce with {one.backend} in process group {one.group} fails: {one.problem}",
                 "trainer ranks would wait forever at their start or in their first step",
                 fix_interfaces(cluster) if cluster.multi_host else single_host_fix,
             )

@@ -19,39 +19,39 @@ MAKE_TOKEN = (
 
 
 def check_versions(
-    cluster: ClusterFacts, matrix: Mapping[bool, Mapping[str, str]] | None = None
+    cluster: ClusterFacts, tested_versions: Mapping[bool, Mapping[str, str]] | None = None
 ) -> Iterator[DoctorFinding]:
     """Find packages that are missing or differ from the lock file, and versions or code that differ between hosts.
 
-    `matrix`: (whether the host has GPUs) -> distribution -> tested version; default: the versions in the lock files.
+    `tested_versions`: whether the host has GPUs -> package -> tested version; the default is read from the lock files.
     """
-    matrix = matrix or {gpu: locked_versions(gpu) for gpu in (False, True)}
+    tested_versions = tested_versions or {gpu: locked_versions(gpu) for gpu in (False, True)}
     for host in cluster.hosts:
         gpu = bool(host.gpus.cards)
         fix = f"make setup LOCK={GPU_LOCK if gpu else CPU_LOCK}"
-        for name, tested in matrix[gpu].items():
+        for name, tested in tested_versions[gpu].items():
             yield from _check_version(host.host, name, host.software.packages.get(name), tested, fix)
         torch = host.software.packages.get("torch") or ""
         if gpu and "+cpu" in torch:
-            yield error([host.host], f"torch {torch} is built without CUDA", "it would not use the GPUs", fix)
+            yield error([host.host], f"torch {torch} is built without CUDA", "torch would not use the GPUs", fix)
     yield from _compare_versions(cluster)
 
 
 def _check_version(host: str, name: str, installed: str | None, tested: str, fix: str) -> Iterator[DoctorFinding]:
     if installed is None:
-        yield error([host], f"{name} is not installed; {tested} is tested", "a run imports it", fix)
+        yield error([host], f"{name} is not installed; version {tested} is tested", "a run imports this package", fix)
     elif installed.partition("+")[0] != tested.partition("+")[0]:
         why = "the packages are tested together: sglang pins torch and transformers, Megatron uses torch's internals"
-        yield warning([host], f"{name} {installed} is installed; {tested} is tested", why, fix)
+        yield warning([host], f"{name} {installed} is installed; version {tested} is tested", why, fix)
 
 
 def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     pythons = {one.host: one.software.python for one in cluster.hosts}
-    why = "processes on different hosts exchange pickles: Ray rejects such nodes, and other libraries fail later"
+    why = "processes on different hosts exchange pickles: Ray rejects a node with another Python, other libraries fail later"
     for host, version in outliers(pythons).items():
         common = most_common(pythons)
         fix = f"use the same environment on all hosts: install Python {common} here, then make setup"
-        yield error([host], f"Python {version}; the other hosts have {common}", why, fix)
+        yield error([host], f"this host has Python {version}; the other hosts have {common}", why, fix)
     for name in sorted({name for one in cluster.hosts for name in one.software.packages}):
         versions = {one.host: one.software.packages.get(name) for one in cluster.hosts}
         for host, version in outliers(versions).items():
@@ -63,7 +63,7 @@ def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             [host],
             f"its code ({checksum}) differs from the code of the other hosts ({most_common(checksums)})",
             "ranks that run different code wait for each other forever, or compute different things",
-            "use one checkout that all hosts share; for copies compare git status and git rev-parse HEAD",
+            "use one checkout that all hosts share, or compare git status and git rev-parse HEAD of the copies",
         )
 
 
@@ -73,8 +73,8 @@ def check_apex(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         if host.software.foreign_apex:
             yield error(
                 [host.host],
-                f"{host.software.foreign_apex} is not NVIDIA's apex: PyPI's package of that name is for web forms",
-                "Megatron-Core imports any apex that is installed, and fails or loses its fused kernels",
+                f"{host.software.foreign_apex} is not NVIDIA's apex: the package apex of PyPI is for web forms",
+                "Megatron-Core imports any package of that name; it then fails or does without its fused kernels",
                 "pip uninstall -y apex  (Transformer Engine provides what Megatron-Core needs)",
             )
 
@@ -102,14 +102,14 @@ def _check_variables(host: HostFacts) -> Iterator[DoctorFinding]:
         if variables.get(name) == "1":
             yield warning(where, f"{name}=1", why, f"unset {name}")
     if variables.get(DEBUG_COLLECTIVES) == "DETAIL":
-        why = "torch compares each collective between all ranks before it runs: many times slower"
+        why = "torch compares each collective on all ranks before it runs, so collectives are many times slower"
         yield note(where, f"{DEBUG_COLLECTIVES}=DETAIL", why, f"unset {DEBUG_COLLECTIVES}")
     proxies = [name for name in ("http_proxy", "all_proxy") if name in variables]
     exempt = variables.get("no_proxy", "").replace(" ", "").split(",")
     if proxies and not {"127.0.0.1", "*"} & set(exempt):
         yield warning(
             where,
-            f"{' and '.join(proxies)} set, and no_proxy does not name 127.0.0.1",
+            f"a proxy is set ({' and '.join(proxies)}), and no_proxy does not name 127.0.0.1",
             "requests to engines on this machine would go to the proxy, which cannot reach them",
             "export no_proxy=localhost,127.0.0.1,$no_proxy NO_PROXY=localhost,127.0.0.1,$NO_PROXY",
         )
@@ -128,7 +128,7 @@ def _check_allocator(host: HostFacts, cluster: ClusterFacts) -> Iterator[DoctorF
 
 
 def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
-    """Find hosts on which Ray's token is missing, different, or readable by other users."""
+    """Find hosts on which Ray's token is missing, differs from the other hosts' token, or is readable by other users."""
     needs_token = cluster.multi_host or bool(cluster.requirements and cluster.requirements.address)
     for host in cluster.hosts:
         token, where = host.token, [host.host]
@@ -138,7 +138,7 @@ def check_token(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield error(where, what, "Ray does not start, or rejects connections", MAKE_TOKEN)
         if token.readable and needs_token:
             what = f"other users can read Ray's token in {token.source}"
-            why = "with it every user of this host can run code in your cluster"
+            why = "with the token, every user of this host can run code in your cluster"
             yield warning(where, what, why, f"chmod 600 {token.source}")
     if cluster.multi_host:
         for host in outliers({one.host: one.token.digest for one in cluster.hosts}):

@@ -6,11 +6,11 @@ from mrl.doctor.findings import DoctorFinding, error, warning
 from mrl.doctor.host_facts import GB, ClusterFacts, FolderFacts, HostFacts, outliers
 
 MIN_FREE_BYTES = 5 * GB
-MAX_USED_SHARE = 0.95  # Ray creates no objects on a file system with a larger share in use
-MIN_INODES = 10_000
+MAX_USED_FRACTION = 0.95  # Ray creates no objects on a file system that is fuller than this
+MIN_INODES = 10_000  # number of files that the file system can still hold
 MIN_BYTES_PER_S = 20e6  # write speed
 OBJECT_STORE_BYTES = 512 * 2**20  # size of Ray's object store in a run on one machine
-SHM_BYTES_PER_GPU = 2**30  # NCCL's and SGLang's buffers between processes of a host
+SHM_BYTES_PER_GPU = 2**30  # buffers through which NCCL and SGLang exchange data between processes of a host
 RESIZE_SHM = "mount -o remount,size=16g /dev/shm; in a container --shm-size=16g (or --ipc=host)"
 
 
@@ -28,7 +28,7 @@ def _check_folder(host: HostFacts, folder: FolderFacts, cluster: ClusterFacts) -
             where,
             f"{name} cannot be written: {folder.error}",
             "a run would fail, or hang, at its first write",
-            f"df {folder.path}; mount | grep {folder.path}; choose another: {_choose_folder(folder)}",
+            f"df {folder.path}; mount | grep {folder.path}; choose another folder: {_choose_folder(folder)}",
         )
         return
     yield from _check_free_space(host, folder, cluster.requirements.checkpoint_bytes if cluster.requirements else 0)
@@ -36,14 +36,14 @@ def _check_folder(host: HostFacts, folder: FolderFacts, cluster: ClusterFacts) -
         yield warning(
             where,
             f"{name} can hold {folder.free_inodes} more files",
-            "'No space left on device' although there is free space",
+            "a run fails with 'No space left on device' although there is free space",
             f"df -i {folder.path}; remove old files, or {_choose_folder(folder)}",
         )
     if folder.bytes_per_s is not None and folder.bytes_per_s < MIN_BYTES_PER_S:
         yield warning(
             where,
             f"{name} writes {folder.bytes_per_s / 1e6:.1f} MB/s",
-            "checkpoints and logs wait for it",
+            "writing checkpoints and logs takes long",
             f"use local or parallel storage: {_choose_folder(folder)}",
         )
 
@@ -56,12 +56,12 @@ def _check_free_space(host: HostFacts, folder: FolderFacts, checkpoint_bytes: in
         what = f"{name} has {free / GB:.1f} GB free; {needed}"
         fix = f"{_choose_folder(folder)}, or keep fewer checkpoints: checkpoint.keep_last=1"
         yield error(where, what, "the run would fail when it writes a checkpoint", fix)
-    elif folder.purpose == "temporary" and used > MAX_USED_SHARE:
-        why = f"Ray creates no objects on a file system that is more than {MAX_USED_SHARE:.0%} full"
+    elif folder.purpose == "temporary" and used > MAX_USED_FRACTION:
+        why = f"Ray creates no objects on a file system that is more than {MAX_USED_FRACTION:.0%} full"
         fix = f"remove old sessions (ls /tmp/ray), or {_choose_folder(folder)}"
         yield error(where, f"{name} is {used:.0%} full", why, fix)
     elif free < MIN_FREE_BYTES:
-        why = "logs and checkpoints of a run would fill it"
+        why = "logs and checkpoints of a run would fill the file system"
         yield warning(
             where, f"{name} has {free / GB:.1f} GB free", why, f"remove old files, or {_choose_folder(folder)}"
         )
@@ -77,11 +77,11 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
         shm, where = host.shared_memory, [host.host]
         needed = OBJECT_STORE_BYTES + SHM_BYTES_PER_GPU * len(host.gpus.cards)
         if shm.error:
-            why = "processes of one host exchange tensors there, so none would start"
+            why = "processes of one host exchange tensors there, so no run would start"
             fix = "mount -t tmpfs -o size=16g tmpfs /dev/shm"
             yield error(where, f"/dev/shm cannot be used: {shm.error}", why, fix)
         elif shm.total_bytes < needed:
-            what = f"/dev/shm has {shm.total_bytes / GB:.2f} GB, {needed / GB:.1f} GB are needed"
+            what = f"/dev/shm has {shm.total_bytes / GB:.2f} GB; {needed / GB:.1f} GB are needed"
             severity = error if shm.total_bytes < OBJECT_STORE_BYTES else warning
             yield severity(
                 where, what, "a process that writes to a full /dev/shm is killed by SIGBUS (bus error)", RESIZE_SHM
@@ -90,8 +90,8 @@ def check_shared_memory(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             free = f"{shm.free_bytes / GB:.2f} of {shm.total_bytes / GB:.1f} GB free"
             yield warning(
                 where,
-                f"/dev/shm has {free}, {needed / GB:.1f} GB are needed",
-                "files of killed processes stay there until they are removed; a full /dev/shm ends in a bus error",
+                f"/dev/shm has {free}; {needed / GB:.1f} GB are needed",
+                "killed processes leave files there; a process that writes to a full /dev/shm is killed by SIGBUS",
                 "ls -la /dev/shm; remove files that no process has open (lsof +D /dev/shm)",
             )
 
@@ -107,7 +107,7 @@ def check_model(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     checksums = {host.host: host.model_checksum for host in cluster.hosts if host.model_checksum is not None}
     for host, checksum in checksums.items():
         if not checksum and any(checksums.values()):
-            fix = "put it on storage that all hosts share, or copy it: rsync -a HOST:FOLDER/ FOLDER/"
+            fix = "put the folder on storage that all hosts share, or copy it: rsync -a HOST:FOLDER/ FOLDER/"
             yield error(
                 [host], f"the model folder {folder} is missing", "ranks and engines load the model from it", fix
             )

@@ -1,4 +1,4 @@
-"""Facts of this host apart from GPUs and network: cores, memory, limits, environment, Ray's token, software and folders."""
+"""Facts about this host apart from GPUs and network: cores, memory, limits, environment, Ray's token, software and folders."""
 
 import contextlib
 import hashlib
@@ -21,10 +21,13 @@ from mrl.doctor.host_facts import FolderFacts, ProcessorAndMemory, RayToken, Sof
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
+# packages whose tested versions are in the lock files
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "nvidia-nccl-cu13")
 CUDA_RUNTIME = "nvidia-cuda-runtime"
-NVIDIA_APEX_PART = "multi_tensor_apply"  # a subpackage of NVIDIA's apex; the apex of PyPI is a library for web forms
+NVIDIA_APEX_PART = (
+    "multi_tensor_apply"  # only NVIDIA's apex has this subpackage; the apex of PyPI is a library for web forms
+)
 
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
@@ -38,13 +41,13 @@ VARIABLES = (
     "HF_HUB_OFFLINE",
 )
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-UNLIMITED_BYTES = 2**60  # version 1 of control groups writes a very large number for "no limit"
+UNLIMITED_BYTES = 2**60  # version 1 of control groups reports a very large number if there is no limit
 SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed of a folder
 FOLDER_TIMEOUT_S = 30.0
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s\\;]+)", re.MULTILINE)
 
-# Runs in a separate process, because a network file system that hangs blocks every process that accesses it.
+# This program runs in a separate process, because a network file system that hangs blocks every process that accesses it.
 _PROBE_FOLDER = """
 import json, os, sys, time
 
@@ -91,7 +94,7 @@ def read_machine() -> ProcessorAndMemory:
 
 
 def memory_limit(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the smallest memory limit of this process's control groups and their parents, bytes; None if unlimited."""
+    """Return the smallest memory limit of this process's control groups and their parents, in bytes; None if there is none."""
     limits = []
     for line in _read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -112,14 +115,14 @@ def _read_text(path: Path) -> str:
 
 
 def read_limits() -> dict[str, tuple[int, int]]:
-    """Read this process's resource limits: name -> (soft, hard); -1: unlimited."""
+    """Read this process's resource limits: name -> (soft, hard); -1 means no limit."""
     return {name: resource.getrlimit(number) for name, number in LIMITS.items()}
 
 
 def read_environment() -> dict[str, str]:
     """Read the variables that configure the libraries of a run.
 
-    The result has no addresses of proxies, only whether they are set, because the addresses may contain passwords.
+    Of proxies, it has only whether they are set, because their addresses may contain passwords.
     """
     found = {
         name: value for name, value in os.environ.items() if name.startswith(VARIABLE_PREFIXES) or name in VARIABLES
@@ -155,25 +158,25 @@ def _digest(text: str) -> str:
 
 
 def read_pins(lock: str, checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Read a lock file: distribution -> version. Empty if there is no lock file, e.g. in an installed wheel."""
+    """Read the versions in a lock file: package -> version. Returns {} if it does not exist, as in an installed wheel."""
     path = checkout / lock
     return {name.lower(): version for name, version in _PIN.findall(path.read_text())} if path.is_file() else {}
 
 
 def locked_versions(gpu: bool, checkout: Path = CHECKOUT) -> dict[str, str]:
-    """Return the tested matrix of hosts with or without GPUs: distribution -> version."""
+    """Return the tested versions for hosts with or without GPUs: package -> version."""
     pins = read_pins(GPU_LOCK if gpu else CPU_LOCK, checkout)
     return {name: pins[name] for name in (TESTED_GPU if gpu else TESTED) if name in pins}
 
 
 def locked_cuda(checkout: Path = CHECKOUT) -> tuple[int, int]:
-    """Return (major, minor) of the CUDA runtime that the locked torch installs; (0, 0) if there is no lock."""
+    """Return the version (major, minor) of the CUDA runtime in the lock file; (0, 0) if there is no lock file."""
     major, minor, *_ = read_pins(GPU_LOCK, checkout).get(CUDA_RUNTIME, "0.0").split(".")
     return int(major), int(minor)
 
 
 def read_software(checkout: Path = CHECKOUT) -> SoftwareFacts:
-    """Read the versions of Python and the tested packages and a checksum of our code, without importing any of them."""
+    """Read the versions of Python and the tested packages, and a checksum of mrl's code. Imports none of them."""
     packages = {name: _installed_version(name) for name in TESTED_GPU}
     return SoftwareFacts(platform.python_version(), packages, source_checksum(checkout), foreign_apex())
 
@@ -194,7 +197,7 @@ def foreign_apex() -> str | None:
 
 
 def source_checksum(checkout: Path) -> str:
-    """Return a checksum over names and contents of our own code."""
+    """Return a checksum over names and contents of the source files of mrl, models and parallel."""
     checksum = hashlib.sha256()
     for package in ("mrl", "models", "parallel"):
         for path in sorted((checkout / package).rglob("*.py")):
@@ -205,13 +208,13 @@ def source_checksum(checkout: Path) -> str:
 def probe_folder(
     path: str, purpose: str, sample_bytes: int = SAMPLE_BYTES, timeout_s: float = FOLDER_TIMEOUT_S
 ) -> FolderFacts:
-    """Measure free space and write speed of a folder. With `sample_bytes` 0, the speed is not measured."""
+    """Measure free space and write speed of a folder. If `sample_bytes` is 0, the speed is not measured."""
     command = [sys.executable, "-ISc", _PROBE_FOLDER, path, str(sample_bytes)]
     probe = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, err = probe.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        probe.kill()  # without wait(): a process that is blocked in the kernel ends only when the file system answers
+        probe.kill()  # no wait(), because a process that is blocked in the kernel ends only when the file system answers
         return FolderFacts(path, purpose, error=f"it did not answer within {timeout_s:.0f} s")
     if probe.returncode:
         return FolderFacts(path, purpose, error=(err.strip().splitlines() or ["it cannot be accessed"])[-1])
@@ -221,7 +224,7 @@ def probe_folder(
 
 
 def existing_parent(path: str | Path) -> str:
-    """Return the folder itself, or the nearest parent that exists."""
+    """Return `path` if it is a folder, otherwise its nearest parent that exists."""
     absolute = Path(path).expanduser().absolute()
     return str(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir()))
 
@@ -239,7 +242,7 @@ def ray_temporary_folder() -> str:
 def model_checksum(path: str | None) -> str | None:
     """Return a checksum over names and sizes of a folder's files and the content of its config.json.
 
-    Returns "" if the folder is missing, None for no path.
+    Returns "" if the folder or its config.json is missing, and None if `path` is None.
     """
     if path is None:
         return None

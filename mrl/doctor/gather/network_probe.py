@@ -1,4 +1,4 @@
-"""Network of this host, and its connections to the other hosts: names, interfaces, ports, InfiniBand, reachability, clocks."""
+"""Facts about this host's network (names, interfaces, ports, InfiniBand), and tests of its connections to the other hosts."""
 
 import contextlib
 import errno
@@ -20,9 +20,9 @@ from mrl.doctor.host_facts import HostFacts, InfinibandPort, NetworkFacts, PeerC
 from mrl.hang_report.network_interfaces import is_loopback, probe_interfaces
 from mrl.rollout.engines.leases import PortLease
 
-ECHO_TIMEOUT_S = 1.0  # for the answer of another job's preflight check on this host
-RAY_PORTS = (6379,)  # ports of `ray start --head`: no node can join without them
-# An address that is reserved for documentation. Nothing is sent to it: the kernel is only asked for the route.
+ECHO_TIMEOUT_S = 1.0  # longest wait for an answer of another job's preflight check on this host
+RAY_PORTS = (6379,)  # ports on which `ray start --head` listens for nodes that join
+# An address that is reserved for documentation. Nothing is sent to it; the kernel only looks up its route.
 UNROUTED_ADDRESS = "192.0.2.1"
 CONNECT_TIMEOUT_S = 3.0
 NUM_PINGS = 5
@@ -44,7 +44,7 @@ def read_network() -> NetworkFacts:
 
 
 def resolve(name: str) -> list[str]:
-    """Resolve a name to its addresses on this host, in the order in which clients try them; empty if there are none."""
+    """Return the addresses to which this host resolves a name, in the order in which clients try them; [] if there are none."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -66,15 +66,15 @@ def _ipv6_only() -> bool:
 
 
 def busy_ports(ports: tuple[int, ...]) -> dict[str, str]:
-    """Return port -> process that listens on it ("another user's process" if this process may not see it).
+    """Return the ports on which a process listens: port -> description of the process.
 
-    Ports of another job's preflight check are left out, because that check ends soon.
+    Ports on which another job's preflight check listens are left out, because that check ends soon.
     """
     return {str(port): _port_owner(port) for port in ports if _is_busy(port) and not is_echo_server(port)}
 
 
 def is_echo_server(port: int) -> bool:
-    """Return whether the process that listens on this port is the echo server of a preflight check."""
+    """Return whether the process that listens on this port is the server of a preflight check (`serve_peers`)."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), ECHO_TIMEOUT_S) as connection:
         connection.settimeout(ECHO_TIMEOUT_S)
         connection.sendall(b"\n")
@@ -124,7 +124,7 @@ class _EchoHandler(socketserver.StreamRequestHandler):
     timeout = CONNECT_TIMEOUT_S
 
     def handle(self) -> None:
-        """Answer each line with this host's nonce and time."""
+        """Answer each line with the nonce, which identifies this host, and the time."""
         with contextlib.suppress(OSError):
             while self.rfile.readline(16):
                 self.wfile.write(json.dumps(dict(nonce=self.server.nonce, now=self.server.clock())).encode() + b"\n")
@@ -140,14 +140,17 @@ class _EchoServer(socketserver.ThreadingTCPServer):
 
 
 @contextlib.contextmanager
-def listening(nonce: str, clock: Callable[[], float] = time.time) -> Iterator[dict[str, int]]:
-    """Answer other hosts on one port of each kind that a run uses; yields kind (any, ray, engine) -> open port."""
+def serve_peers(nonce: str, clock: Callable[[], float] = time.time) -> Iterator[dict[str, int]]:
+    """Run servers that answer other hosts, one on each kind of port that a run uses.
+
+    Yields kind (any, ray, engine) -> port of the server. `nonce`: random text that identifies this host.
+    """
     with contextlib.ExitStack() as stack:
         ports: dict[str, int] = {}
         lease = PortLease()
         stack.callback(lease.close)
         for kind, port in dict(any=0, ray=RAY_PORTS[0], engine=lease.port).items():
-            with contextlib.suppress(OSError):  # a busy port; another check reports it
+            with contextlib.suppress(OSError):  # the port is busy, which another check reports
                 server = _EchoServer(port, nonce, clock)
                 stack.callback(server.server_close)
                 stack.callback(server.shutdown)
@@ -161,11 +164,11 @@ class PeerHost:
 
     facts: HostFacts
     ports: Mapping[str, int]
-    nonce: str  # identifies the host: an answer with another nonce comes from another host
+    nonce: str  # random text of that host; an answer with another nonce comes from another host
 
 
 def connect_to_peers(peers: Sequence[PeerHost], clock: Callable[[], float] = time.time) -> list[PeerConnection]:
-    """Connect to every address of every peer. If an address answers, also connect to the peer's other ports at this address."""
+    """Connect to one port at every address of every peer. If it answers, also connect to the other ports at this address."""
     targets = [
         (peer, one.address)
         for peer in peers
@@ -182,7 +185,7 @@ def _connect_to_address(peer: PeerHost, address: str, clock: Callable[[], float]
         connection = _connect_to_port(peer, address, kind, port, clock)
         yield connection
         if kind == "any" and connection.problem:
-            return  # the other ports would only cost their timeouts
+            return  # the address cannot be reached, so the other ports would only time out
 
 
 def _connect_to_port(peer: PeerHost, address: str, kind: str, port: int, clock: Callable[[], float]) -> PeerConnection:
@@ -204,7 +207,7 @@ def _connect_to_port(peer: PeerHost, address: str, kind: str, port: int, clock: 
 
 
 def _ping(lines, nonce: str, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return (seconds of the round trip, the other clock minus ours); raises ValueError if another host answers."""
+    """Return (seconds of the round trip, the peer's clock minus this host's). Raises ValueError if another host answers."""
     begun, now = time.perf_counter(), clock()
     lines.write(b"?\n")
     lines.flush()

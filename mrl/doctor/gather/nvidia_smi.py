@@ -1,4 +1,4 @@
-"""GPUs of this host from nvidia-smi: cards, driver, and the links between cards."""
+"""Facts about this host's GPUs from nvidia-smi: cards, driver, and the links between cards."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from mrl.doctor.host_facts import GpuCard, HostGpus
 
 CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 ERROR_FIELD = "ecc.errors.uncorrected.volatile.total"
-NO_DEVICES = "no devices were found"  # nvidia-smi in a job without GPUs, on a host that has some
+NO_DEVICES = "no devices were found"  # message in a job without GPUs on a host that has GPUs
 TIMEOUT_S = 20.0  # if nvidia-smi takes longer, the driver hangs
 MIB = 2**20
 
@@ -22,7 +22,7 @@ class NvidiaSmiError(Exception):
 
 
 def read_gpus() -> HostGpus:
-    """Read this host's GPUs and the number that Slurm allocated.
+    """Read the GPUs of this host, and how many of them Slurm allocated.
 
     The result has no card and no error if nvidia-smi is not installed and /dev has no GPU, or if nvidia-smi finds no device.
     """
@@ -68,7 +68,7 @@ def _parse_card(line: str, errors: Mapping[int, int]) -> GpuCard:
 def is_visible(line: str, variable: str | None) -> bool:
     """Return whether CUDA_VISIBLE_DEVICES shows a card to this process: by its index, or by a prefix of its UUID.
 
-    `line`: the card's line in the answer to CARD_FIELDS. `variable`: the value of CUDA_VISIBLE_DEVICES.
+    `line`: the card's line in nvidia-smi's answer to a query of CARD_FIELDS. `variable`: the value of CUDA_VISIBLE_DEVICES.
     """
     if variable is None:
         return True
@@ -83,7 +83,7 @@ def _number(text: str) -> int:
 
 
 def _query_optional(field: str) -> list[str]:
-    """Return a field's value for each card; empty if this driver does not know the field."""
+    """Return the value of a field for each card; [] if the driver does not know the field."""
     try:
         return [line.strip() for line in _query(field)]
     except NvidiaSmiError:
@@ -95,13 +95,13 @@ def _query(*fields: str) -> list[str]:
 
 
 def _cuda_version() -> str:
-    """Return the newest CUDA version that the driver supports; its label differs between drivers."""
+    """Return the newest CUDA version that the driver supports. Its label in the output differs between drivers."""
     match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", _run(required=False))
     return match[1] if match else ""
 
 
 def _run(*arguments: str, required: bool = True) -> str:
-    """Return the output of nvidia-smi; raises NvidiaSmiError if it fails and is required."""
+    """Return the output of nvidia-smi. If it fails, raise NvidiaSmiError if `required`, otherwise return ""."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def _run(*arguments: str, required: bool = True) -> str:
 
 
 def parse_links(matrix: str) -> dict[str, str]:
-    """Parse the output of `nvidia-smi topo -m`: pair of GPUs ("0-1") -> kind of link."""
+    """Return pair of GPUs ("0-1") -> kind of link, from the output of `nvidia-smi topo -m`."""
     rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", matrix).splitlines()]
     columns = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
     links = {}
