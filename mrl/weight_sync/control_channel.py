@@ -20,7 +20,7 @@ from mrl.config.secrets import engine_key
 from mrl.weight_sync.engine_control import PeerError
 from parallel.collectives import open_tcp_store
 
-POLL_S = 0.5  # a wait checks this often whether one of its peers has failed
+POLL_S = 0.5  # seconds; a waiting rank checks at this interval whether the rank that it waits for has failed
 SIGNATURE_BYTES = 32  # SHA-256
 RECEIVER_TIMEOUT_FACTOR = 3
 """An engine rank waits this many times longer for a bucket than a sender waits for an acknowledgement.
@@ -28,11 +28,11 @@ RECEIVER_TIMEOUT_FACTOR = 3
 The sender may first have to wait for another engine."""
 
 OPENING = "open"  # used instead of the name of a push while the session is opened
-TRANSPORT_KEY = "transport"  # key of the setup by which receivers connect to the senders
+TRANSPORT_KEY = "transport"  # key of the SharedSlotsSetup or ProcessGroupSetup with which receivers connect to senders
 
 
 class EngineAction(StrEnum):
-    """Action that a message of the coordinator requests from every rank of an engine (mrl/weight_sync/receiver.py)."""
+    """What a message from the coordinator asks every rank of an engine to do (mrl/weight_sync/receiver.py)."""
 
     BEGIN_SESSION = "begin_session"
     CHECK_PLAN = "check_plan"
@@ -40,7 +40,7 @@ class EngineAction(StrEnum):
     LOAD = "load"
 
 
-# Keys. Engine ranks are counted over all engines. `push` is the name of one push.
+# Keys of the channel. Engine ranks are numbered over all engines. `push` is the name of one push.
 
 
 def rank_info_key(engine_rank: int) -> str:
@@ -59,12 +59,12 @@ def receiver_plan_key(engine_rank: int) -> str:
 
 
 def plan_checked_key(engine_rank: int) -> str:
-    """Return the key that an engine rank sets when it has checked its plan."""
+    """Return the key that an engine rank sets after it has checked its plan."""
     return f"plan_checked/{engine_rank}"
 
 
 def connected_key(engine_rank: int) -> str:
-    """Return the key that an engine rank sets when it has reached the senders."""
+    """Return the key that an engine rank sets after it has connected to the senders."""
     return f"connected/{engine_rank}"
 
 
@@ -74,12 +74,12 @@ def header_key(push: str, bucket: str) -> str:
 
 
 def ack_key(push: str, bucket: str, engine_rank: int) -> str:
-    """Return the key that an engine rank sets when it has copied a bucket."""
+    """Return the key that an engine rank sets after it has copied a bucket. This acknowledges the bucket."""
     return f"{push}/ack/{bucket}/{engine_rank}"
 
 
 def receipt_key(push: str, engine_rank: int) -> str:
-    """Return the key of an engine rank's receipt: names of the chunks that differ from the sent weights."""
+    """Return the key of an engine rank's receipt: the chunks that differ from the sent weights, normally an empty list."""
     return f"{push}/receipt/{engine_rank}"
 
 
@@ -141,7 +141,10 @@ class ControlChannel:
                     raise PeerError(f"{', '.join(keys)} was not set within {self.timeout_s} s.") from None
 
     def wait_or_mark_failed(self, key: str, failure: str) -> bool:
-        """Wait for `key`; return whether it was set. Stop if the key `failure` is set first; at the deadline, set `failure`."""
+        """Wait for `key`, and return whether it was set.
+
+        Returns False as soon as the key `failure` is set. Sets `failure` itself if the deadline passes.
+        """
         try:
             self.wait([key], [failure])
         except PeerError as error:
@@ -151,7 +154,7 @@ class ControlChannel:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete keys that are not read again."""
+        """Delete keys that no rank will read again."""
         for key in keys:
             self.store.delete_key(key)
 

@@ -74,7 +74,7 @@ class DiskSync:
         """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
 
         `engines_offloaded`: the engines had released their weights. They then stay paused, because they have no KV cache yet.
-        Raises WeightMismatchError if an engine holds other weights than were written, and OSError if the folder cannot be written.
+        Raises WeightMismatchError if an engine holds other weights than were written.
         """
         report = self._model.consume_on_rank_0(lambda tensors: self._push(tensors, version, not engines_offloaded))
         return report or SyncReport()
@@ -103,7 +103,7 @@ class DiskSync:
     def _load_on_engines(
         self, folder: Path, version: int, expected: ExpectedChecksums | None, resume: bool
     ) -> dict[str, str]:
-        """Have every engine load the folder, and check the weights that it then holds. Returns URL -> reason of failed engines."""
+        """Have every engine load the folder, and check the loaded weights. Returns URL -> reason for each failed engine."""
         engines = self._coordinator
         assert engines is not None, "only rank 0 talks to the engines"
         engines.call_all(lambda engine: engine.pause(PauseMode.retract))

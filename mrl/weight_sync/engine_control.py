@@ -1,6 +1,6 @@
 """Client for the control requests of one SGLang server: pause, update session, weight version, memory, checksums.
 
-Synchronous, over keep-alive connections. This module also defines the errors of a weight sync.
+Requests are synchronous and use keep-alive connections. This module also defines the errors of a weight sync.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import orjson
 from mrl.config.process_schema import PauseMode
 from mrl.config.secrets import ENGINE_KEY, authorization
 
-RETRY_S = 0.02  # between attempts of a request that a busy engine refused
-CONNECT_RETRIES = 3  # only for connections that could not be opened: nothing was sent, so any request may be repeated
+RETRY_S = 0.02  # seconds between two attempts of a request that a busy engine refuses
+CONNECT_RETRIES = 3  # attempts to open a connection; nothing has been sent then, so every request may be repeated
 
 WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
-"""Argument `custom_weight_loader` of engines, for live weight sync."""
+"""Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
 MemoryTag = Literal["kv_cache", "weights"]
 """Parts of an engine's GPU memory that can be released and allocated again; their contents are lost."""
@@ -30,7 +30,10 @@ MemoryTag = Literal["kv_cache", "weights"]
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the machine's TLS certificates. Cached: reading them takes 40 ms, and each of hundreds of engines has a client."""
+    """Return the machine's TLS certificates.
+
+    The result is cached, because reading the certificates takes 40 ms and a run can have hundreds of clients.
+    """
     return httpx.create_ssl_context()
 
 
@@ -39,10 +42,10 @@ class EngineError(RuntimeError):
 
 
 class EngineControl:
-    """Typed requests to one server. Every request has a deadline. A refusal raises EngineError with the engine's message."""
+    """Typed requests to one server. Every request has a deadline. A refused request raises EngineError."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        """`url`: http://host:port. `timeout_s`: deadline of one request, unless the method takes its own."""
+        """`url`: http://host:port. `timeout_s`: deadline of one request; some methods have a deadline of their own."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._http = httpx.Client(
@@ -62,43 +65,45 @@ class EngineControl:
         self._call("/continue_generation")
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Release GPU memory until `resume_memory`. The engine must be paused, but not `in_place`; requests may be queued.
+        """Release GPU memory until `resume_memory`.
+
+        The engine must be paused in another mode than `in_place`. It may have queued requests.
 
         SGLang frees the memory only if the engine was started with enable_memory_saver. On a CPU nothing is freed.
         """
         self._call("/release_memory_occupation", tags=list(tags))
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate memory that was released. Weights are undefined afterwards.
+        """Allocate memory that was released. The values of weights in it are undefined.
 
-        SGLang exits if the memory was not released before.
+        If the memory was not released before, the SGLang process exits.
         """
         self._call("/resume_memory_occupation", tags=list(tags))
 
     def begin_weight_update(self) -> None:
-        """Open an update session; without one, the engine refuses weights."""
+        """Open a weight update session. Without such a session, the engine refuses weights."""
         self._call("/begin_weight_update")
 
     def end_weight_update(self) -> None:
-        """Close the update session."""
+        """Close the weight update session."""
         self._call("/end_weight_update")
 
     def abandon_weight_update(self) -> None:
-        """Close an update session that a trainer left open when it died; do nothing if none is open.
+        """Close a weight update session that a trainer left open when it died. Does nothing if none is open.
 
         A paused engine stays paused, because it may hold only a part of a push.
         """
-        with suppress(EngineError):  # no session is open; another problem also fails `begin_weight_update`
+        with suppress(EngineError):  # no session is open; after any other error, `begin_weight_update` fails, too
             self.end_weight_update()
 
     def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float) -> None:
-        """Send one serialised payload to each tensor-parallel rank, inside an update session."""
+        """Send one serialised payload to each tensor-parallel rank, within a weight update session."""
         body = dict(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         path = "/update_weights_from_tensor"
         self._parse(path, self._post(path, body, timeout_s))
 
     def update_weights_from_disk(self, folder: str) -> None:
-        """Have the engine load a Hugging Face folder that it can read, outside an update session."""
+        """Have the engine load a Hugging Face folder that it can read. No weight update session is needed."""
         self._call("/update_weights_from_disk", model_path=folder, flush_cache=False)
 
     def set_weight_version(self, version: str) -> None:
@@ -106,7 +111,10 @@ class EngineControl:
         self._call("/update_weight_version", new_version=version, abort_all_requests=False)
 
     def flush_cache(self, timeout_s: float = 30.0) -> None:
-        """Empty the KV cache. The engine refuses while a generation is ending; the request is repeated until the deadline."""
+        """Empty the KV cache.
+
+        An engine refuses this while a generation is ending. The request is then repeated until the deadline.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             answer = self._http.post("/flush_cache")
@@ -117,7 +125,7 @@ class EngineControl:
             time.sleep(RETRY_S)
 
     def weight_version(self) -> str:
-        """Return the version that was set by the last update."""
+        """Return the version that `set_weight_version` has set."""
         return str(self.model_info()["weight_version"])
 
     def model_info(self) -> dict[str, Any]:
@@ -129,7 +137,7 @@ class EngineControl:
         return self._get("/server_info")
 
     def checksums(self) -> list[dict[str, str]]:
-        """Return a hash of every tensor that the engine holds, by SGLang's names, one dict per tensor-parallel rank."""
+        """Return one dict for each tensor-parallel rank: SGLang's name of a tensor -> hash of its values."""
         ranks = self._call("/weights_checker", action="checksum")["ranks"]  # each data-parallel group reports all ranks
         by_rank = {_first(rank["parallelism_info"])["tp_rank"]: rank["checksums"] for rank in ranks}
         return [by_rank[rank] for rank in sorted(by_rank)]
@@ -155,7 +163,7 @@ class EngineControl:
         return self._parse(path, self._http.get(path))
 
     def _call(self, path: str, **body: Any) -> dict[str, Any]:
-        """POST a request, which is never sent twice; raises EngineError on a refusal."""
+        """Send a POST request, and never send it twice. Raises EngineError if the engine refuses it."""
         return self._parse(path, self._post(path, body))
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> httpx.Response:

@@ -1,7 +1,7 @@
 """Engine layout: which part of each Hugging Face tensor each rank of an SGLang engine holds, and in which parameter.
 
-The family's table says along which dim a tensor is sharded and which tensors SGLang fuses into one parameter. This module
-derives the shards of each rank from the table, without SGLang and without an engine.
+The table of the model family says along which dimension each tensor is sharded, and which tensors SGLang fuses into one
+parameter. This module derives the shards of each rank from the table, without SGLang and without an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from models.architecture import Architecture, Family
 from models.conversion.mapping import Box, ParamMapping, VocabMapping
 
 VOCAB_PADDING = 64
-"""SGLang pads the rows of the embedding and of the output layer with zeros to a multiple of this."""
+"""SGLang appends rows of zeros to the embedding and to the output layer, up to a multiple of this number of rows."""
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 KEY_VALUE_SUFFIXES = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
@@ -26,8 +26,8 @@ class Topology:
     """Parallel sizes of one engine."""
 
     tp: int = 1  # number of ranks
-    ep: int = 1  # expert-parallel groups: each has some whole experts, sharded over its tp / ep ranks
-    dp: int = 1  # data-parallel attention groups: each has the whole attention, sharded over its tp / dp ranks
+    ep: int = 1  # number of expert-parallel groups; each has num_experts / ep experts, sharded over its tp / ep ranks
+    dp: int = 1  # number of data-parallel attention groups; each has all heads, sharded over its tp / dp ranks
 
     def __post_init__(self) -> None:
         for name, size in (("ep_size", self.ep), ("dp_size", self.dp)):
@@ -36,7 +36,10 @@ class Topology:
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Topology:
-        """Read the topology from a running engine's /server_info, which has one internal state per data-parallel group."""
+        """Return the topology of a running engine; `info` is the engine's answer to /server_info.
+
+        The answer has one internal state for each data-parallel group.
+        """
         dp = len(info["internal_states"]) if info["enable_dp_attention"] else 1
         return cls(int(info["tp_size"]), int(info["ep_size"]), dp)
 
@@ -45,15 +48,14 @@ class Topology:
 class EngineShard:
     """A box of a Hugging Face tensor and its position in a parameter of one engine rank."""
 
-    name: str  # of the Hugging Face tensor
-    box: Box
-    param: str  # of the SGLang parameter
-    start: tuple[
-        int, ...
-    ]  # first index in the parameter; has one more dim than the box if the parameter stacks experts
+    name: str  # name of the Hugging Face tensor
+    box: Box  # part of the Hugging Face tensor
+    param: str  # name of the SGLang parameter
+    # Index of the shard's first element in the parameter. A parameter that stacks experts has one dimension more than `box`.
+    start: tuple[int, ...]
 
     def box_in_param(self, part: Box) -> Box:
-        """Return the box of the parameter that holds `part`, a part of this shard's box."""
+        """Return the part of the SGLang parameter that stores `part`, which lies in this shard's `box`."""
         stacked_dims = len(self.start) - len(part.starts)
         offset = part.within(self.box)
         starts = tuple(a + s for a, s in zip(self.start, (0,) * stacked_dims + offset.starts, strict=True))
@@ -61,7 +63,7 @@ class EngineShard:
 
 
 def check_heads(arch: Architecture, topology: Topology) -> None:
-    """Raise ValueError unless the ranks of an engine of this topology can share the model's attention heads evenly."""
+    """Raise ValueError if the model's attention heads cannot be divided evenly over the ranks of an engine."""
     heads, kv_heads = arch.transformer["num_attention_heads"], arch.transformer["num_query_groups"]
     ranks = topology.tp // topology.dp
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
@@ -73,19 +75,19 @@ def check_heads(arch: Architecture, topology: Topology) -> None:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Shards of one model on every rank of an engine of one topology."""
+    """The shards of one model on every rank of an engine."""
 
-    rows: Sequence[ParamMapping]  # the family's table, with one row for each layer and expert of the model
-    sizes: dict[str, int]
-    fusions: dict[str, tuple[str, ...]]  # as Family.fusions
+    rows: Sequence[ParamMapping]  # the family's table, expanded to all layers and experts of the model
+    sizes: dict[str, int]  # sizes of the model by name, see Architecture.sizes
+    fusions: dict[str, tuple[str, ...]]  # suffix of an SGLang parameter -> suffixes of the tensors that it fuses
     topology: Topology
-    kv_heads: int
+    kv_heads: int  # number of key/value heads of the model
     num_experts: int
     output_copy: bool = False  # the embeddings are tied, but the engine stores a copy of them as its output layer
 
     @classmethod
     def of(cls, family: Family, arch: Architecture, topology: Topology) -> EngineLayout:
-        """Return the layout of a model in engines of one topology."""
+        """Return the layout of a model in an engine with this topology."""
         check_heads(arch, topology)
         return cls(
             family.param_mappings(arch),
@@ -97,12 +99,12 @@ class EngineLayout:
         )
 
     def with_output_copy(self) -> EngineLayout:
-        """Return the layout for engines that store tied embeddings twice."""
+        """Return the layout of an engine that stores tied embeddings twice: as embedding and as output layer."""
         return replace(self, output_copy=True)
 
     @cached_property
     def row_of(self) -> dict[str, ParamMapping]:
-        """Row of the table by Hugging Face name."""
+        """Name of a Hugging Face tensor -> its row of the table."""
         return {name: row for row in self.rows for name in row.hf}
 
     @cached_property
@@ -111,12 +113,15 @@ class EngineLayout:
 
     @cached_property
     def _fused_suffix_of(self) -> dict[str, str]:
-        """Hugging Face suffix -> SGLang's suffix that it is fused into."""
+        """Suffix of a Hugging Face tensor -> suffix of the SGLang parameter into which the tensor is fused."""
         return {part: fused for fused, parts in self.fusions.items() for part in parts}
 
     @cached_property
     def engine_names(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Hugging Face name -> (SGLang's parameter, names of its parts in order); for an expert, only its own parts."""
+        """Name of a Hugging Face tensor -> (SGLang parameter, Hugging Face tensors in this parameter, in order).
+
+        A parameter that stacks experts has tensors of all experts; only those of the same expert are listed.
+        """
         return {name: self._engine_name(name) for name in self.row_of}
 
     def _engine_name(self, name: str) -> tuple[str, tuple[str, ...]]:
@@ -125,9 +130,8 @@ class EngineLayout:
         if expert is not None:
             index = len(path) - 1 - path[::-1].index(str(expert))
             path[index] = "{expert}"
-        for start in range(
-            len(path)
-        ):  # longest suffix first: it distinguishes an expert's gate_proj from a dense MLP's
+        # The longest suffix comes first, because it distinguishes an expert's gate_proj from that of a dense MLP.
+        for start in range(len(path)):
             if fused := self._fused_suffix_of.get(".".join(path[start:])):
                 prefix = "".join(f"{part}." for part in path[:start])
                 parts = tuple(prefix + part.replace("{expert}", str(expert)) for part in self.fusions[fused])
@@ -135,7 +139,7 @@ class EngineLayout:
         return name, (name,)
 
     def shards(self, rank: int) -> tuple[EngineShard, ...]:
-        """Return all shards of tensor-parallel rank `rank`, in the table's order."""
+        """Return all shards of tensor-parallel rank `rank`, in the order of the table."""
         if rank not in self._shards_by_rank:
             self._shards_by_rank[rank] = tuple(self._derive_shards(rank))
         return self._shards_by_rank[rank]
@@ -146,7 +150,7 @@ class EngineLayout:
 
     @cached_property
     def _shards_by_rank(self) -> dict[int, tuple[EngineShard, ...]]:
-        """Cache of `shards`: deriving them takes seconds for many experts, and they are used several times."""
+        """Cache of `shards`, because deriving the shards of a model with many experts takes seconds."""
         return {}
 
     @cached_property
@@ -165,7 +169,9 @@ class EngineLayout:
             box = shard.box_in_param(shard.box)
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
-            if isinstance(row := self.row_of[shard.name], VocabMapping):  # the last rank's last rows may be padding
+            if isinstance(
+                row := self.row_of[shard.name], VocabMapping
+            ):  # the last rows may be padding, which no shard covers
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 
@@ -175,7 +181,7 @@ class EngineLayout:
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return None
         param, parts = self.engine_names[name]
-        rows_before = 0  # of the tensors that come first in a fused parameter
+        rows_before = 0  # rows of the tensors that precede this one in a fused parameter
         for part in parts:
             if part == name:
                 break
@@ -194,7 +200,7 @@ class EngineLayout:
         return rank // (self.topology.tp // self.topology.ep)
 
     def _box(self, name: str, rank: int) -> Box:
-        """Return the part of the tensor `name` that rank `rank` holds, regardless of fusion."""
+        """Return the part of the Hugging Face tensor `name` that rank `rank` holds."""
         row, whole = self.row_of[name], Box.whole(self._hf_shapes[name])
         ranks = self._num_shards(row)
         rank %= ranks
@@ -203,9 +209,7 @@ class EngineLayout:
         if isinstance(row, VocabMapping):
             rows = self._padded_vocab_rows(name, ranks)
             return whole.narrow(0, rank * rows, (rank + 1) * rows)
-        if (
-            name.endswith(KEY_VALUE_SUFFIXES) and ranks > self.kv_heads
-        ):  # SGLang replicates heads when ranks outnumber them
+        if name.endswith(KEY_VALUE_SUFFIXES) and ranks > self.kv_heads:  # several ranks then hold a copy of each head
             rank, ranks = rank // (ranks // self.kv_heads), self.kv_heads
         size = whole.sizes[row.axis]
         if size % ranks:
@@ -220,7 +224,7 @@ class EngineLayout:
         return self.topology.tp // self.topology.dp if in_attention else self.topology.tp
 
     def _padded_vocab_rows(self, name: str, ranks: int) -> int:
-        """Return the vocabulary rows of one rank, padding included."""
+        """Return the number of vocabulary rows on one rank, including padding."""
         rows = self._hf_shapes[name][0]
         padded = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
         if padded % ranks:
@@ -231,9 +235,10 @@ class EngineLayout:
 def check_engine_parameters(
     layout: EngineLayout, tp_rank: int, parameters: dict[str, tuple[tuple[int, ...], str]], engine_rank: str
 ) -> None:
-    """Raise ValueError unless an engine rank's parameters have exactly the names and shapes that the layout expects.
+    """Raise ValueError if the names or shapes of an engine rank's parameters differ from the layout.
 
-    `parameters` maps a name to (shape, dtype), as the engine rank reports them.
+    `parameters` maps the name of each parameter to the (shape, dtype) that the engine rank reported. `engine_rank` names this
+    rank in the error message.
     """
     expected = layout.param_shapes(tp_rank)
     reported = {name: tuple(shape) for name, (shape, _) in parameters.items()}
@@ -247,5 +252,5 @@ def check_engine_parameters(
     if problems:
         raise ValueError(
             f"{engine_rank} stores {len(problems)} parameters differently from the family's table: "
-            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent; with weight_sync.transport=disk SGLang loads the weights."
+            f"{'; '.join(sorted(problems)[:5])}. Nothing was sent. Use weight_sync.transport=disk, which needs no table."
         )

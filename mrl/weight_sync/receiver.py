@@ -47,7 +47,7 @@ from mrl.weight_sync.transports import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_NAMES = 8  # a receipt names at most this many chunks
+MAX_NAMES = 8  # an error message names at most this many wrong chunks
 _NUMBER = re.compile(r"\d+")
 
 
@@ -56,7 +56,7 @@ class EngineRankInfo:
     """What an engine rank reports about itself when a session begins."""
 
     location: ProcessLocation
-    parameters: dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype without "torch.")
+    parameters: dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype without the prefix "torch.")
 
 
 @dataclass
@@ -64,10 +64,10 @@ class ReceiverSession:
     """State of this engine rank between the messages of one session."""
 
     channel: ControlChannel
-    engine_rank: int  # counted over all engines
-    buckets: Sequence[tuple[Bucket, list[Destination]]] = ()
+    engine_rank: int  # numbered over all engines
+    buckets: Sequence[tuple[Bucket, list[Destination]]] = ()  # in the order in which they arrive
     recv_end: RecvEnd | None = None
-    verified_push: str | None = None  # the push whose weights the model holds, verified by checksum
+    verified_push: str | None = None  # the last push, if checksums have verified that the model holds its weights
     headers: dict[str, BucketHeader] = field(default_factory=dict)  # headers of the current push, by Bucket.key
 
 
@@ -76,7 +76,7 @@ _weights_were_pushed = False  # whether any push has ever written to the model
 
 
 def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Handle a message of the coordinator. SGLang passes a list of (name, tensor); the first name is the message."""
+    """Handle a message from the coordinator. SGLang passes (name, tensor) pairs; the first name is the message, as JSON."""
     message = json.loads(named_tensors[0][0])
     try:
         with torch.no_grad():
@@ -87,7 +87,7 @@ def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Te
 
 
 def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Replace the last session; report this rank's location and its parameters."""
+    """Close the last session, begin a new one, and report the location and the parameters of this rank."""
     from sglang.srt.runtime_context import get_parallel  # only importable inside SGLang
 
     global _session
@@ -126,11 +126,13 @@ def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
 def misplaced_chunks(
     folder: Path, parameters: Mapping[str, Tensor], buckets: Sequence[tuple[Bucket, Sequence[Destination]]]
 ) -> list[str]:
-    """List chunks whose destination differs from the Hugging Face folder that the engine was started with.
+    """Return the chunks whose destination holds other values than the Hugging Face folder `folder`.
 
-    This shows whether the engine stores weights where the family's table says. Names and shapes alone would not distinguish a
-    gate projection from an up projection. Only the first and the last chunk of each kind of tensor are compared; tensors that
-    differ only in layer or expert number are of one kind.
+    The engine was started with this folder. A difference therefore shows that the engine stores a weight elsewhere than the
+    family's table says. Names and shapes alone would not show it: a gate projection and an up projection have the same shape.
+
+    Only the first and the last chunk of each kind of tensor are compared. Tensors are of one kind if their names differ only
+    in the numbers of layer and expert.
     """
     first_and_last: dict[str, list[tuple[TensorChunk, Destination]]] = {}
     for bucket, destinations in buckets:
@@ -165,7 +167,7 @@ def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 
 def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Receive every bucket of a push, then compare the checksums of the model's weights with the senders'."""
+    """Receive every bucket of a push. Then compare the checksums of the model's weights with those from the senders."""
     from sglang.srt.model_loader.loader import post_load_weights  # only importable inside SGLang
 
     session, push = _current_session(), message["push"]
@@ -195,7 +197,10 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 
 def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> list[str]:
-    """Compare checksums of the model with the senders'; return the names of up to MAX_NAMES wrong chunks, then "and N more"."""
+    """Return the chunks whose checksum in the model differs from the sender's checksum.
+
+    If there are more than MAX_NAMES such chunks, the last element is "and N more".
+    """
     wrong = []
     for bucket, destinations in session.buckets:
         checksums = session.headers[bucket.key].checksums

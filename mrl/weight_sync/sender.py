@@ -1,7 +1,8 @@
 """Sender: sends the buckets of a trainer rank and waits for acknowledgements.
 
-With weight_sync.delta a bucket is sent as the difference from the last push: the bitwise XOR with the bytes of the last push,
-grouped by byte significance (a small change of a weight changes only its low bytes) and compressed by Zstandard.
+With weight_sync.delta, a bucket is sent as its difference from the last push: the bitwise XOR of the new and the old bytes. The
+bytes of the difference are grouped by significance, because a small change of a weight changes only its low bytes. Then
+Zstandard compresses them.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from mrl.weight_sync.control_channel import ControlChannel, ack_key, failure_key
 from mrl.weight_sync.transfer_plan import Bucket
 from mrl.weight_sync.transports import NUM_SLOTS, SendEnd
 
-ZSTD_LEVEL = 1  # of 22; higher levels cost more time than they save on a network
-_CHUNK_WORDS = 1 << 24  # 4-byte words that are hashed at once on a GPU
+ZSTD_LEVEL = 1  # the lowest of 22 levels; higher ones take more time than they save on a network
+_CHUNK_WORDS = 1 << 24  # number of 4-byte words that a GPU hashes at once
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # the 64-bit golden-ratio constant, as an int64
 
 ReadTensor = Callable[[str, Box], Tensor]
-"""(tensor name, box) -> that box of a Hugging Face tensor; this trainer rank must have it."""
+"""Function of (name of a Hugging Face tensor, box). Returns the values of the box, which this trainer rank must have."""
 
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """Description of a bucket, which receivers read before its bytes."""
+    """Description of a bucket. Receivers read it before they receive the bucket."""
 
     nbytes: int  # number of sent bytes
-    checksums: tuple[int, ...]  # of each chunk, as the engine should hold it
+    checksums: tuple[int, ...]  # checksum of the new values of each chunk
     encoding: Literal["raw", "delta"] = "raw"
 
 
@@ -42,10 +43,10 @@ class BucketHeader:
 class SendStats:
     """Traffic and waiting time of one trainer rank in one push."""
 
-    sent_bytes: int = 0  # sum over receivers
-    raw_bytes: int = 0  # sent_bytes before compression
+    sent_bytes: int = 0  # summed over receivers
+    uncompressed_bytes: int = 0  # sent_bytes before compression
     messages: int = 0
-    waited_s: float = 0.0  # for acknowledgements
+    waited_s: float = 0.0  # seconds of waiting for acknowledgements
 
 
 @dataclass
@@ -55,8 +56,10 @@ class BucketSender:
     channel: ControlChannel
     send_end: SendEnd
     buckets: Sequence[Bucket]
-    delta: bool = False
-    _last_sent: dict[int, Tensor] = field(default_factory=dict)  # bucket number -> raw bytes of the last push
+    delta: bool = False  # send differences from the last push
+    _last_sent: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # bucket number -> its uncompressed bytes in the last push
     _failed: set[int] = field(default_factory=set)  # engine ranks left out of the current push
 
     def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
@@ -83,11 +86,12 @@ class BucketSender:
                 nbytes, encoding = len(packed), "delta"
                 slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
-        # The header goes first: NCCL's first send to a rank blocks until the rank receives, which it does after the header.
+        # NCCL's first send to a rank blocks until the rank receives. A rank receives after it has read the header, so the header
+        # goes first.
         self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
         self.send_end.send(bucket.number, nbytes, receivers)
         stats.sent_bytes += nbytes * len(receivers)
-        stats.raw_bytes += bucket.nbytes * len(receivers)
+        stats.uncompressed_bytes += bucket.nbytes * len(receivers)
         stats.messages += len(receivers)
 
     def _wait_acks(self, push: str, bucket: Bucket, stats: SendStats) -> None:
@@ -128,9 +132,10 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _weighted_sum(data: Tensor) -> int:
-    """Sum the 4-byte words of `data`, each times an odd number that depends on its position, modulo 2**64.
+    """Return a weighted sum of the 4-byte words of `data`, modulo 2**64.
 
-    The last word is padded with zeros; the number of bytes is added to the sum.
+    The weight of a word is an odd number that depends on the position of the word. The last word is padded with zeros, and the
+    number of bytes is added to the sum.
     """
     words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
@@ -142,7 +147,11 @@ def _weighted_sum(data: Tensor) -> int:
 
 
 def encode_delta(new: Tensor, old: Tensor, bucket: Bucket) -> bytes | None:
-    """Compress the XOR of a bucket's new and old bytes, [nbytes] uint8 on a CPU each; return None if that saves no bytes."""
+    """Compress the XOR of `new` and `old`, the bytes of a bucket on a CPU: uint8 [nbytes].
+
+    Returns None if the compressed form is not smaller than the bucket.
+    """
+    # A plane has the bytes of one significance: the first bytes of all elements, then their second bytes, and so on.
     planes = torch.cat([plane for part, width in _chunk_bytes(new ^ old, bucket) for plane in part.view(-1, width).T])
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(planes.numpy()))
     return packed if len(packed) < new.numel() else None
@@ -160,5 +169,5 @@ def decode_delta(packed: Tensor, bucket: Bucket) -> Tensor:
 
 
 def _chunk_bytes(buffer: Tensor, bucket: Bucket) -> list[tuple[Tensor, int]]:
-    """Return (bytes of the chunk, bytes per element) for each chunk."""
+    """Return for each chunk: its bytes in `buffer`, and the number of bytes per element."""
     return [(buffer[s : s + c.nbytes], c.itemsize) for s, c in zip(bucket.offsets, bucket.chunks, strict=False)]

@@ -1,7 +1,8 @@
-"""Live weight sync: trainer ranks send the weights straight to the engine ranks, as the transfer plan says.
+"""Live weight sync: trainer ranks send the weights directly to the engine ranks, following the transfer plan.
 
-A session is opened once for a set of engines. Rank 0 begins a session with each engine, compiles the transfer plan and has the
-engines check it. Then every rank opens its end of the transport. Each push then sends one version of the weights.
+A session is opened once for a set of engines. Trainer rank 0 begins the session with each engine, compiles the transfer plan and
+tells the engines to check it. Then every rank opens its end of the transport. After that, each push sends one version of the
+weights.
 """
 
 from __future__ import annotations
@@ -51,28 +52,31 @@ from parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
-"""Trainer ranks wait this many times `timeout_s` for a rank that may itself wait for engines."""
+"""A trainer rank waits this many times `timeout_s` for another trainer rank, which may be waiting for engines."""
 
 LayoutOf = Callable[[Topology], EngineLayout]
 
 
 class TrainerWeights(Protocol):
-    """One trainer rank's weights, as LiveSync uses them (models/conversion/weight_bridge.py)."""
+    """The part of WeightBridge that LiveSync uses: one trainer rank's weights (models/conversion/weight_bridge.py)."""
 
     @property
-    def dims(self) -> ParallelDims: ...
+    def dims(self) -> ParallelDims:
+        """Parallel layout of the trainer."""
 
     @property
-    def rows(self) -> Sequence[ParamMapping]: ...
+    def rows(self) -> Sequence[ParamMapping]:
+        """The family's table, expanded to all layers and experts of the model."""
 
     @property
-    def sizes(self) -> dict[str, int]: ...
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the model by name, see Architecture.sizes."""
 
     def stage(self, name: str) -> int:
-        """Return the pipeline stage that has Megatron's parameter `name`."""
+        """Return the pipeline stage that has the Megatron parameter `name`."""
 
     def reader(self) -> ReadTensor:
-        """Return a function that reads this rank's current weights; use it for one push only."""
+        """Return a function that reads this rank's current weights. Use the function for one push only."""
 
 
 class LiveSync:
@@ -102,11 +106,12 @@ class LiveSync:
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
         """Send the current weights to every engine, which then serves them as `version`; all ranks call this.
 
-        `engines_offloaded`: the engines had released their weights. The push is then complete, not a difference, and the engines
-        stay paused, because they have no KV cache yet.
+        `engines_offloaded`: the engines had released their weights. The push then sends all weights, not a difference. The
+        engines stay paused, because they have no KV cache yet.
 
-        Returns what this rank sent, and the engines that failed. Failed engines are out of service; the caller opens a new
-        session with the other engines and the replacements. Raises WeightMismatchError on all ranks.
+        The report says what this rank sent and which engines failed. Failed engines are out of service. The caller then opens a
+        new session with the other engines and the replacements. Raises WeightMismatchError on all ranks if an engine holds
+        wrong weights after a push in full.
         """
         assert version >= self._version, f"versions only grow: {version} after {self._version}"
         start = time.perf_counter()
@@ -132,16 +137,16 @@ class LiveSync:
         )
 
     def _begin_push(self, version: int, base: str | None) -> str:
-        """Have the engines wait for buckets, and return the name of the push; on rank 0."""
+        """Tell the engines to receive the buckets of a new push, and return its name. Only rank 0 calls this."""
         assert self._coordinator is not None, "only rank 0 talks to the engines"
         push = f"push/{version}/{uuid.uuid4().hex[:8]}"
         self._coordinator.begin_push(push, base)
         return push
 
     def _finish_push(self, push: str, version: int, is_delta: bool, resume: bool) -> tuple[dict[str, str], bool]:
-        """Have the engines serve the weights; on rank 0.
+        """Wait until the engines have verified the weights, and have them serve the version. Only rank 0 calls this.
 
-        Returns the engines that failed (URL -> reason), and whether the version must be pushed again in full.
+        Returns URL -> reason for each engine that failed, and whether the version must be pushed again in full.
         """
         assert self._coordinator is not None, "only rank 0 talks to the engines"
         must_repeat = False
@@ -156,7 +161,7 @@ class LiveSync:
         return self._coordinator.failures, must_repeat
 
     def close(self) -> None:
-        """Close the session; engines may be gone already."""
+        """Close the session. This works also if engines have ended."""
         self._closing.close()
 
 
@@ -190,13 +195,14 @@ class TrainerRankGroup:
 
 
 def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return (result of `call`, None), or (None, the error that it raised)."""
     try:
         return call(), None
     except (WeightSyncError, WeightMismatchError, ValueError) as error:
         return None, error
     except (
         Exception
-    ) as error:  # all ranks raise the error: if one rank alone raised it, the others would wait for that rank
+    ) as error:  # all ranks will raise it: if only one rank raised it, the others would wait for that rank
         logger.exception("weight sync")
         return None, WeightSyncError(f"{type(error).__name__}: {error}")
 
@@ -212,9 +218,9 @@ def _result_or_raise(outcome: tuple[Any, Exception | None]) -> Any:
 class _SessionInfo:
     """A session that rank 0 has begun with all engines."""
 
-    connection: dict[str, Any]  # address, port and session of the control channel
+    connection: dict[str, Any]  # arguments of ControlChannel.join: address, port and session
     topology: Topology
-    infos: dict[int, EngineRankInfo]  # by engine rank, counted over all engines
+    infos: dict[int, EngineRankInfo]  # by engine rank, numbered over all engines
 
 
 @dataclass(frozen=True)
@@ -222,12 +228,12 @@ class _TransportChoice:
     """The transport of the session, and what every trainer rank needs to open it."""
 
     transport: Transport
-    device: str  # of the engines
+    device: str  # device of the engines: "cuda" or "cpu"
     num_receivers: int
 
 
 class _SessionOpener:
-    """Opens a session, in steps; the methods are in their order. Everything that is opened is registered on the stack."""
+    """Opens a session in steps: the public methods, in the order below. `stack` closes everything that they open."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, settings: WeightSyncConfig, stack: ExitStack
@@ -239,7 +245,7 @@ class _SessionOpener:
         self.session = self.ranks.on_rank_0(self._begin_session)
 
     def _begin_session(self) -> _SessionInfo:
-        """Host the control channel and begin a session with every engine; on rank 0."""
+        """Host the control channel and begin a session with every engine. Only rank 0 calls this."""
         topology = self._common_topology()
         session, address, timeout_s = uuid.uuid4().hex[:8], _local_address(self.urls[0]), self.settings.timeout_s
         hosted, port = ControlChannel.host(address, session, timeout_s)
@@ -252,7 +258,10 @@ class _SessionOpener:
         return _SessionInfo(connection, topology, infos)
 
     def _common_topology(self) -> Topology:
-        """Ask all engines for their topology. Raises WeightSyncError if one does not answer, ValueError if they differ."""
+        """Return the topology of all engines.
+
+        Raises WeightSyncError if an engine does not answer, and ValueError if the engines have different topologies.
+        """
         infos, unreachable = [], {}
         for url in self.urls:
             try:
@@ -270,18 +279,17 @@ class _SessionOpener:
         return kinds.pop()[2]
 
     def join_channel(self) -> tuple[ControlChannel, list[ProcessLocation]]:
-        """Connect to the control channel; return it and the location of every trainer rank."""
+        """Connect every rank to the control channel. Returns the channel, and the location of every trainer rank."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         locations = self.ranks.on_every_rank(lambda: ProcessLocation.of(device))
         address, hosts = self.session.connection["address"], {location.host for location in locations}
         if len(hosts) > 1 and address.startswith("127."):
             raise ValueError(
-                f"trainers are on {len(hosts)} machines, but engines listen on {address}, which only their own machine reaches; "
+                f"trainers are on {len(hosts)} machines, but engines listen on {address}, which other machines cannot reach; "
                 "use weight_sync.transport=disk."
             )
-        channels: list[
-            ControlChannel
-        ] = []  # not a result of on_every_rank, which pickles results: a channel cannot be pickled
+        # The channel is not a result of on_every_rank, because results are pickled and a channel cannot be pickled.
+        channels: list[ControlChannel] = []
         self.ranks.on_every_rank(
             lambda: channels.append(ControlChannel.join(**self.session.connection, timeout_s=self.settings.timeout_s))
         )
@@ -290,7 +298,10 @@ class _SessionOpener:
     def distribute_plan(
         self, layout_of: LayoutOf, channel: ControlChannel, locations: Sequence[ProcessLocation]
     ) -> _TransportChoice:
-        """Compile the plan, send every rank its part, have the engines check it, and choose the transport; on rank 0."""
+        """Compile the plan, send every rank its part, have the engines check it, and choose the transport.
+
+        Only rank 0 calls this.
+        """
         assert self.coordinator is not None, "only rank 0 talks to the engines"
         infos, tp = self.session.infos, self.session.topology.tp
         parameters, layout = infos[0].parameters, layout_of(self.session.topology)
@@ -304,7 +315,7 @@ class _SessionOpener:
         plan = compile_transfer_plan(shards, layout, len(infos) // tp, dtypes.__getitem__, bucket_bytes)
         for rank in range(self.ranks.size):
             channel.put(sender_plan_key(rank), plan.buckets_of_sender(rank))
-        for tp_rank in range(tp):  # the same for all engines
+        for tp_rank in range(tp):  # this rank receives the same buckets in every engine
             buckets = plan.buckets_of_receiver(tp_rank)
             for rank in range(tp_rank, len(infos), tp):
                 channel.put(receiver_plan_key(rank), buckets)
@@ -314,7 +325,7 @@ class _SessionOpener:
         return _TransportChoice(transport, "cuda" if infos[0].location.gpu is not None else "cpu", len(infos))
 
     def open_transport(self, choice: _TransportChoice, channel: ControlChannel, buckets: Sequence[Bucket]) -> SendEnd:
-        """Open this rank's end of the transport while the engines open theirs."""
+        """Open this rank's end of the transport, while the engines open their ends."""
         slot_bytes = max((bucket.nbytes for bucket in buckets), default=0)
         if choice.transport is Transport.process_group:
             send_end = self._open_process_group(choice, channel, slot_bytes)
@@ -371,7 +382,7 @@ class _SessionOpener:
 
 
 def _local_address(engine_url: str) -> str:
-    """Return the address of this machine that the engine can reach."""
+    """Return the address under which the engine can reach this machine."""
     host = urlsplit(engine_url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing; the kernel chooses the interface

@@ -1,9 +1,13 @@
-"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks, grouped into buckets.
+"""Transfer plan: which trainer rank sends which part of which tensor to which engine ranks.
 
-The plan is computed once per session, from the layouts alone. Every part is a box (a rectangular slice) of a Hugging Face
-tensor. The trainer layout says which box a trainer rank has; the engine layout says which box an engine rank holds; their
-intersection is sent. Each engine rank therefore receives every byte that it holds exactly once, and no rank ever has the whole
-model.
+The plan is computed once per session. It depends only on the layouts of trainer and engines, not on the values of the weights.
+
+A box is a rectangular part of a tensor: one range of indices along each dimension. The trainer layout gives the boxes of each
+Hugging Face tensor that a trainer rank has. The engine layout gives the boxes that an engine rank needs. A chunk is the
+intersection of two such boxes, or a part of the intersection if it is large. A bucket is a set of chunks that one message
+carries.
+
+Each engine rank receives every weight that it holds exactly once. No rank has to gather the whole model.
 """
 
 from __future__ import annotations
@@ -17,19 +21,19 @@ from models.conversion.mapping import Box, ParamMapping
 from mrl.weight_sync.engine_layout import EngineLayout, EngineShard
 from parallel.dims import ParallelDims
 
-ALIGNMENT = 16  # bytes; chunks start at multiples of this, so that the buffer can be viewed as any dtype
-MIN_CHUNK_BYTES = 1 << 20  # to balance the senders, tensors are not cut into smaller chunks than this
-CHUNKS_PER_SENDER = 16  # a chunk is at most 1/16 of the bytes that one sender sends on average
+ALIGNMENT = 16  # bytes; every chunk starts at a multiple of this, so that it can be viewed as any dtype
+MIN_CHUNK_BYTES = 1 << 20  # tensors are cut to balance the senders, but not into smaller chunks than this
+CHUNKS_PER_SENDER = 16  # a chunk has at most 1/16 of the average number of bytes per sender
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
     """A box of a Hugging Face tensor that is sent as one unit."""
 
-    name: str  # of the Hugging Face tensor
-    box: Box
-    param: str  # SGLang's parameter that holds it
-    dtype: str  # of the engine's parameter, without "torch."
+    name: str  # name of the Hugging Face tensor
+    box: Box  # part of the Hugging Face tensor
+    param: str  # name of the SGLang parameter that contains the chunk
+    dtype: str  # dtype of the SGLang parameter, without the prefix "torch."
     itemsize: int  # bytes per element
 
     @property
@@ -42,16 +46,16 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Chunks that are sent in one message, laid out one after another in a flat buffer."""
+    """Chunks that one message carries, one after another in a flat buffer."""
 
-    sender: int  # trainer rank
-    number: int  # position among the sender's buckets; all ranks process buckets in the order of (number, sender)
-    receivers: tuple[int, ...]  # engine ranks, counted over all engines; each needs every chunk
+    sender: int  # trainer rank that sends the bucket
+    number: int  # index among the sender's buckets; every rank processes its buckets in the order of (number, sender)
+    receivers: tuple[int, ...]  # engine ranks that need these chunks, numbered over all engines
     chunks: tuple[TensorChunk, ...]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Start of each chunk in the flat buffer, and the end of the last chunk; in bytes."""
+        """Byte offset of each chunk in the flat buffer, followed by the end of the last chunk."""
         ends = [0]
         for chunk in self.chunks:
             ends.append(ends[-1] + align(chunk.nbytes))
@@ -74,10 +78,10 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where an engine rank writes a received chunk."""
+    """Part of an engine parameter into which a received chunk is written."""
 
-    param: str
-    box: Box  # of the parameter
+    param: str  # name of the SGLang parameter
+    box: Box  # part of the SGLang parameter
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,20 +89,20 @@ class TransferPlan:
     """All buckets of a weight sync, and the engine shards that they fill."""
 
     buckets: tuple[Bucket, ...]
-    engine_shards: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank of an engine
+    engine_shards: tuple[tuple[EngineShard, ...], ...]  # by tensor-parallel rank, the same in every engine
     num_engines: int
-    min_bytes: int  # bytes that all engine ranks hold together; no plan can send less
+    min_bytes: int  # bytes that all engine ranks hold together; every plan sends at least this many
 
     @property
     def engine_tp(self) -> int:
         return len(self.engine_shards)
 
     def buckets_of_sender(self, rank: int) -> list[Bucket]:
-        """Return the buckets of one trainer rank, in sending order."""
+        """Return the buckets that one trainer rank sends, in order."""
         return [bucket for bucket in self.buckets if bucket.sender == rank]
 
     def buckets_of_receiver(self, engine_rank: int) -> list[tuple[Bucket, list[Destination]]]:
-        """Return the buckets of one engine rank, in receiving order, each with the destination of every chunk."""
+        """Return the buckets that one engine rank receives, in order, each with the destinations of its chunks."""
         shards: dict[str, list[EngineShard]] = defaultdict(list)
         for shard in self.engine_shards[engine_rank % self.engine_tp]:
             shards[shard.name].append(shard)
@@ -107,7 +111,7 @@ class TransferPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that all engine ranks together receive."""
+        """Number of bytes that engine ranks receive, summed over all of them."""
         return sum(bucket.nbytes * len(bucket.receivers) for bucket in self.buckets)
 
     def __repr__(self) -> str:
@@ -125,7 +129,7 @@ def _destination(chunk: TensorChunk, candidates: Iterable[EngineShard]) -> Desti
 
 @dataclass(frozen=True)
 class TrainerShard:
-    """A box of a Hugging Face tensor and the trainer ranks that each have a full copy of it."""
+    """A box of a Hugging Face tensor, and the trainer ranks that each have a full copy of this box."""
 
     box: Box
     ranks: tuple[int, ...]
@@ -134,11 +138,13 @@ class TrainerShard:
 def trainer_shards(
     rows: Iterable[ParamMapping], sizes: dict[str, int], dims: ParallelDims, stage_of: Callable[[str], int]
 ) -> dict[str, list[TrainerShard]]:
-    """List the trainer's shards of every tensor, by Hugging Face name.
+    """Return the trainer's shards, by name of the Hugging Face tensor.
 
-    `stage_of` returns the pipeline stage of a Megatron parameter name (with the expert's number in it).
+    `rows` and `sizes` are the table of the model family and the sizes of the model (Architecture.sizes). `stage_of` takes the
+    name of a Megatron parameter and returns its pipeline stage. The name of an expert's parameter contains the expert's number.
     """
-    ranks_of: dict[tuple[int, int | None, int], tuple[int, ...]] = {}  # (stage, expert group, shard; -1: all) -> ranks
+    # (pipeline stage, expert group or None, index of the shard) -> trainer ranks. Index -1: the tensor is not sharded.
+    ranks_of: dict[tuple[int, int | None, int], tuple[int, ...]] = {}
     for rank in range(dims.world_size):
         etp, ep = dims.expert_coords(rank)
         stage, tp = dims.coords(rank).pp, dims.coords(rank).tp
@@ -150,22 +156,25 @@ def trainer_shards(
         if row.expert is not None:
             group = row.expert * dims.ep // sizes["experts"]
         for name, boxes in row.split_over_ranks(sizes, dims.expert_tp if row.expert is not None else dims.tp).items():
-            numbers = range(len(boxes)) if len(boxes) > 1 else [-1]
+            indices = range(len(boxes)) if len(boxes) > 1 else [-1]
             shards[name] = [
-                TrainerShard(box, ranks_of[stage, group, number])
-                for box, number in zip(boxes, numbers, strict=True)
+                TrainerShard(box, ranks_of[stage, group, index])
+                for box, index in zip(boxes, indices, strict=True)
                 if box.numel
             ]
     return shards
 
 
 def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
-    """Return the pipeline stage of a Megatron parameter name when all virtual stages have the same number of layers."""
-    layers_per_chunk = num_layers // (dims.pp * dims.vpp)
+    """Return a function that takes the name of a Megatron parameter and returns its pipeline stage.
+
+    Every virtual pipeline stage has the same number of layers.
+    """
+    layers_per_virtual_stage = num_layers // (dims.pp * dims.vpp)
 
     def stage_of(name: str) -> int:
         if name.startswith("decoder.layers."):
-            return int(name.split(".")[2]) // layers_per_chunk % dims.pp
+            return int(name.split(".")[2]) // layers_per_virtual_stage % dims.pp
         return 0 if name.startswith("embedding.") else dims.pp - 1
 
     return stage_of
@@ -178,11 +187,11 @@ def compile_transfer_plan(
     dtype_of: Callable[[str], tuple[str, int]],
     bucket_bytes: int,
 ) -> TransferPlan:
-    """Plan the transfer from the trainer's shards to `num_engines` engines of one layout.
+    """Plan the transfer from the trainer's shards to `num_engines` engines that all have the layout `layout`.
 
-    `dtype_of` returns (dtype, bytes per element) of an engine parameter. When several trainer ranks have a chunk, the rank
-    with the fewest bytes to send so far sends it. Buckets and chunks have at most `bucket_bytes`. Chunks are smaller if
-    a chunk would otherwise be a large part of a sender's total.
+    `dtype_of` takes the name of an engine parameter and returns (dtype, bytes per element). If several trainer ranks have a
+    chunk, it is assigned to the rank that has the fewest bytes to send so far. A bucket has at most `bucket_bytes`. Chunks are
+    smaller if larger chunks could not be balanced over the senders.
     """
     tp = layout.topology.tp
     engine = tuple(layout.shards(rank) for rank in range(tp))
@@ -192,7 +201,9 @@ def compile_transfer_plan(
     routes = list(_routes(trainer, engine, dtype_of, chunk_bytes))
     load: dict[int, int] = defaultdict(int)
     by_sender: dict[int, list[tuple[int, TensorChunk, tuple[int, ...]]]] = defaultdict(list)
-    for order in sorted(range(len(routes)), key=lambda i: -routes[i][0].nbytes):  # largest chunks first, for balance
+    for order in sorted(
+        range(len(routes)), key=lambda i: -routes[i][0].nbytes
+    ):  # the largest chunks first balance best
         chunk, tp_ranks, candidates = routes[order]
         sender = min(candidates, key=lambda rank: (load[rank], rank))
         load[sender] += align(chunk.nbytes)
@@ -208,11 +219,12 @@ def _routes(
     dtype_of: Callable[[str], tuple[str, int]],
     chunk_bytes: int,
 ) -> Iterator[tuple[TensorChunk, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (chunk, tensor-parallel ranks of an engine that need it, trainer ranks that have it), in the table's order.
+    """Yield each chunk with the tensor-parallel ranks of an engine that need it, and with the trainer ranks that have it.
 
-    A chunk has at most `chunk_bytes`.
+    Chunks come in the order of the family's table. A chunk has at most `chunk_bytes`.
     """
-    tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}  # engine ranks with the same box receive the same chunks
+    # (tensor, box, parameter) -> the ranks that need this box; they receive the same chunks.
+    tp_ranks_of: dict[tuple[str, Box, str], list[int]] = {}
     for rank, shards in enumerate(engine):
         for shard in shards:
             tp_ranks_of.setdefault((shard.name, shard.box, shard.param), []).append(rank)
@@ -227,7 +239,10 @@ def _routes(
 def _buckets(
     sender: int, chunks: Iterable[tuple[int, TensorChunk, tuple[int, ...]]], bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """Group a sender's chunks, in order, into buckets whose chunks all have the same receivers; number them as they fill."""
+    """Group a sender's chunks into buckets. All chunks of a bucket have the same receivers.
+
+    Buckets are numbered in the order in which they become full.
+    """
     open_chunks: dict[tuple[int, ...], list[TensorChunk]] = {}
     open_bytes: dict[tuple[int, ...], int] = defaultdict(int)
     number = 0
@@ -248,14 +263,14 @@ class LinkSpeeds:
 
     send_gb_per_s: float
     receive_gb_per_s: float
-    message_us: float  # fixed cost of a message, independent of its size
+    message_us: float  # microseconds that a message takes in addition to the time for its bytes
 
 
 @dataclass(frozen=True)
 class RankTraffic:
     """Traffic that one rank sends or receives in a weight sync."""
 
-    rank: str
+    rank: str  # such as "trainer 0" or "engine 0 rank 1"
     bytes: int
     messages: int
     seconds: float
@@ -272,7 +287,7 @@ class TransferCost:
 
     @property
     def ratio(self) -> float:
-        """Received bytes divided by the bytes that the engines hold."""
+        """Number of bytes that the engines receive, divided by the number of bytes that they hold."""
         return self.sent_bytes / self.min_bytes
 
     @property
@@ -282,16 +297,16 @@ class TransferCost:
 
     @property
     def imbalance(self) -> float:
-        """Bytes of the busiest sender, divided by the mean over senders."""
+        """Bytes of the sender that sends most, divided by the average over all senders."""
         sent = [traffic.bytes for traffic in self.senders]
         return max(sent) * len(sent) / sum(sent)
 
 
 def estimate_transfer_cost(plan: TransferPlan, num_senders: int, speeds: LinkSpeeds, shared: bool) -> TransferCost:
-    """Estimate what a plan costs before anything runs.
+    """Estimate bytes, messages and seconds of a plan, without running it.
 
-    `shared`: all receivers read one copy that the sender wrote (shared memory, CUDA IPC). Otherwise the sender sends one copy to
-    each receiver.
+    `shared` is true for shared memory and CUDA IPC: the sender writes one copy, which all receivers read. Otherwise the sender
+    sends one copy to each receiver.
     """
 
     def traffic(rank: str, sizes: list[int], gb_per_s: float) -> RankTraffic:

@@ -1,12 +1,12 @@
-"""Transports: how the bytes of a bucket get from a sender (trainer rank) to its receivers (engine ranks).
+"""Transports: how a bucket gets from its sender (a trainer rank) to its receivers (engine ranks).
 
-A sender writes its buckets alternately into two slots. It reuses a slot when all receivers have acknowledged the bucket in it.
-On one machine the receivers map the slots themselves (shared memory, or GPU memory by CUDA IPC). Otherwise the bytes are sent
-through a process group.
+A slot is a memory area of a sender that holds one bucket. A sender writes its buckets alternately into two slots. It reuses a
+slot after all receivers have acknowledged the bucket in this slot. On one machine, the receivers map the slots into their own
+processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process group sends the bytes.
 
-To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a pair of ends
-in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md. A transport
-that does not send buckets, such as `disk`, has its own class. `connect_engines` in mrl/workers/megatron_model.py chooses it.
+To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a class for
+each end in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md.
+A transport that sends no buckets, such as `disk`, has its own class. `connect_engines` in mrl/workers/megatron_model.py chooses the class.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import Tensor
 
 from mrl.config.process_schema import Transport
 
-NUM_SLOTS = 2  # of each sender
+NUM_SLOTS = 2  # per sender
 SHARED_MEMORY = Path("/dev/shm")
 _DEVICE_ARGUMENT = 6  # index of the device number among the arguments of torch's rebuild_cuda_tensor
 
 
 class ProcessLocation(NamedTuple):
-    """Where a rank's weights are."""
+    """Host and GPU that hold the weights of one rank."""
 
     host: str
     gpu: str | None  # UUID; None on a CPU
@@ -51,8 +51,8 @@ def choose_transport(
 ) -> Transport:
     """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
 
-    `auto` is CUDA IPC when trainer and engines share a GPU, shared memory when all are on the CPUs of one machine, and a process
-    group otherwise. Raises ValueError when the requested transport cannot work.
+    `auto` becomes CUDA IPC if trainer and engines share a GPU, shared memory if all are on the CPUs of one machine, and a process
+    group otherwise. Raises ValueError if the requested transport cannot work.
     """
     hosts = {host for host, _ in [*senders, *receivers]}
     gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
@@ -81,16 +81,16 @@ class SendEnd(Protocol):
 
     @property
     def slots(self) -> Sequence[Tensor]:
-        """[slot bytes] uint8 each."""
+        """The slots of the sender, each a uint8 tensor [bytes]."""
 
     def handle(self) -> Any:
-        """Return what a receiver needs to map the slots; picklable."""
+        """Return what a receiver needs to map the slots. The value can be pickled."""
 
     def on_connected(self) -> None:
-        """Run once, when every receiver has mapped the slots."""
+        """Called once, after every receiver has mapped the slots."""
 
     def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
-        """Start sending the first bytes of bucket `number`'s slot to these engine ranks; return before they arrive."""
+        """Start to send the first `nbytes` of the slot of bucket `number` to these engine ranks; does not wait for arrival."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -100,20 +100,23 @@ class RecvEnd(Protocol):
     """A receiver's end of a transport."""
 
     def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
-        """Return a bucket's bytes. They may lie in the sender's slot: copy them before the bucket is acknowledged."""
+        """Return the bytes of a bucket. They may be in the sender's slot, so copy them before you acknowledge the bucket."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class SharedMemorySendEnd:
-    """Slots in a file in /dev/shm. The file is unlinked once all receivers have mapped it, so a later crash leaves no file."""
+    """Slots in a file in /dev/shm.
+
+    The file is unlinked after all receivers have mapped it, so that a later crash leaves no file.
+    """
 
     def __init__(self, slot_bytes: int) -> None:
         self.path = SHARED_MEMORY / f"mrl-weights-{uuid.uuid4().hex}"
         self.slot_bytes = slot_bytes
         try:
-            with self.path.open("xb") as file:  # allocated now: writing to a sparse file on a full /dev/shm is a SIGBUS
+            with self.path.open("xb") as file:  # allocated now, because a write to a sparse file may end in SIGBUS
                 os.posix_fallocate(file.fileno(), 0, max(1, NUM_SLOTS * slot_bytes))
             self.slots = _map_slots(self.path, slot_bytes)
         except OSError as error:
@@ -142,7 +145,7 @@ def _map_slots(path: Path, slot_bytes: int) -> Sequence[Tensor]:
 
 
 class CudaIpcSendEnd:
-    """Slots in this GPU's memory, which processes on the same machine open by CUDA IPC."""
+    """Slots in the memory of this GPU. Other processes on the same machine open them through CUDA IPC."""
 
     def __init__(self, slot_bytes: int) -> None:
         self._buffer = torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device="cuda")
@@ -150,13 +153,13 @@ class CudaIpcSendEnd:
         self.slot_bytes = slot_bytes
 
     def handle(self) -> tuple[bytes, str, int]:
-        from torch.multiprocessing.reductions import reduce_tensor  # initialises CUDA, so only here
+        from torch.multiprocessing.reductions import reduce_tensor  # imported here because it initialises CUDA
 
         rebuild, arguments = reduce_tensor(self._buffer)
         device = arguments[_DEVICE_ARGUMENT]
         return (
             pickle.dumps((rebuild, arguments)),
-            str(torch.cuda.get_device_properties(device).uuid),  # unlike the device number, the same in every process
+            str(torch.cuda.get_device_properties(device).uuid),  # the same in every process, unlike the device number
             self.slot_bytes,
         )
 
@@ -172,10 +175,10 @@ class CudaIpcSendEnd:
 
 
 class SharedSlotsRecvEnd:
-    """A receiver's mapping of its senders' shared slots."""
+    """The slots of the senders, mapped into the process of a receiver."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """`handles`: by sender, as SharedMemorySendEnd or CudaIpcSendEnd returned them."""
+        """`handles`: trainer rank of a sender -> the value that `handle` of its send end returned."""
         self._slots = {sender: _open_handle(handle) for sender, handle in handles.items()}
 
     def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
@@ -189,7 +192,7 @@ def _open_handle(handle: Any) -> Sequence[Tensor]:
     if isinstance(handle[0], str):
         if not Path(handle[0]).exists():
             raise FileNotFoundError(
-                f"{handle[0]} is not here: sender and engine are on different machines; use weight_sync.transport=process_group."
+                f"{handle[0]} does not exist: the sender is on another machine; use weight_sync.transport=process_group."
             )
         return _map_slots(Path(handle[0]), handle[1])
     data, device_uuid, slot_bytes = handle
@@ -203,14 +206,14 @@ def _open_handle(handle: Any) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class SharedSlotsSetup:
-    """How receivers connect to shared slots."""
+    """What receivers need to map the slots of the senders."""
 
-    handles: dict[int, Any]  # by trainer rank
+    handles: dict[int, Any]  # trainer rank -> value of its `handle`
 
 
 @dataclass(frozen=True)
 class ProcessGroupSetup:
-    """The process group that senders and receivers join: first all trainer ranks, then all engine ranks."""
+    """The process group that senders and receivers join. Its ranks are all trainer ranks, then all engine ranks."""
 
     name: str
     backend: str
@@ -220,7 +223,7 @@ class ProcessGroupSetup:
 
 
 class ProcessGroupEnd:
-    """Either end of the transport in one process group of all senders and receivers, with point-to-point sends."""
+    """End of the process group transport, for a sender or a receiver. Buckets are sent from rank to rank."""
 
     def __init__(
         self,
@@ -231,10 +234,12 @@ class ProcessGroupEnd:
         device: torch.device,
         num_slots: int = NUM_SLOTS,
     ) -> None:
-        """Join the group as `rank`. A receiver needs one slot only."""
+        """Join the group as `rank`. A receiver needs only one slot."""
         self.group, self.num_senders = _join_group(store, setup, rank), setup.num_senders
         self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
-        self._pending: dict[int, list[dist.Work]] = {}  # slot -> its sends; kept alive until the slot is reused
+        self._pending: dict[
+            int, list[dist.Work]
+        ] = {}  # slot -> its unfinished sends, which must stay alive until the slot is reused
 
     def handle(self) -> None:
         """Return nothing: receivers reach the sender through the group."""
@@ -244,7 +249,7 @@ class ProcessGroupEnd:
 
     def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
         data = self.slots[number % NUM_SLOTS][:nbytes]
-        self._pending[number % NUM_SLOTS] = []  # the slot's earlier sends were acknowledged
+        self._pending[number % NUM_SLOTS] = []  # receivers have acknowledged the earlier bucket in this slot
         for rank in receivers:
             with suppress(RuntimeError):  # the engine died; its failed HTTP request reports that
                 work = dist.isend(data, group=self.group, group_dst=self.num_senders + rank)
@@ -261,11 +266,11 @@ class ProcessGroupEnd:
 
 
 def _join_group(store: dist.Store, setup: ProcessGroupSetup, rank: int) -> dist.ProcessGroup:
-    """Join a process group of processes that share no default group; torch has no public call for that.
+    """Join a process group of processes that share no default group. torch has no public function for this.
 
-    Does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import costs a trainer 8 CPU-seconds.
+    This does the same as sglang.srt.utils.common.init_custom_process_group (0.5.23), whose import takes 8 CPU-seconds.
     """
-    from torch.distributed.distributed_c10d import (  # private: see above
+    from torch.distributed.distributed_c10d import (  # private names: see the docstring
         Backend,
         GroupName,
         _new_process_group_helper,
