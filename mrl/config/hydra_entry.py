@@ -1,4 +1,4 @@
-"""The entry point that all commands share: Hydra with the groups in conf/, overrides, `--cfg job` and `--multirun`."""
+"""Entry point of all commands that take config keys: Hydra composes the config from conf/ and from the command line."""
 
 import os
 import re
@@ -36,21 +36,22 @@ from mrl.config.validate import (
 from mrl.core.run_errors import StartError, set_wait_check
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+"""Folder of the config groups."""
 
 NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
-"""Overrides for commands that only print."""
+"""Overrides for commands that only print, so that Hydra writes no files."""
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]+")
 
 
 def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
-    """Compose the config from `argv` and run `job` on it; returns the exit status.
+    """Compose the config from `argv`, call `job` with it, and return the exit status.
 
-    With `--multirun` Hydra's launcher runs `job` once for each point of the sweep.
+    With `--multirun` Hydra's launcher calls `job` for each run of the sweep.
 
     Args:
-        argv: overrides and Hydra's own options.
-        job: takes the checked config; its return value is the objective of a sweep.
-        usage: text of --help, instead of Hydra's own.
+        argv: Overrides of config keys (KEY=VALUE), and options of Hydra.
+        job: Function that takes the checked config. In a sweep it returns the metric by which runs are compared.
+        usage: Text that --help prints. Without it, Hydra prints its own help.
     """
     if usage and any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(usage)
@@ -69,27 +70,27 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
     try:
         with exit_on_user_error():
             _run_hydra(arguments, task)
-        for config in configs:  # outside of Hydra's stack frames
+        for config in configs:  # called here and not in `task`, so that a traceback has no frames of Hydra
             job(config)
     except StartError as error:  # raised after all processes have ended
         exit_with_error(error)
-    except KeyboardInterrupt:  # all processes have ended while the stack was unwound
+    except KeyboardInterrupt:  # the context managers on the stack have already ended all processes
         sys.stderr.write("mrl: interrupted\n")
         return 128 + signal.SIGINT
     return 0
 
 
 def prepare_arguments(argv: Sequence[str]) -> list[str]:
-    """Check the arguments of a command, and complete them for Hydra. Also makes a user's modules importable.
+    """Check the arguments of a command and complete them for Hydra. Also add the working directory to sys.path.
 
-    Raises ValueError for a wrong argument, or for an engine key that an HTTP header cannot carry.
+    Raises ValueError for a wrong argument, or if the engine key has characters that an HTTP header cannot contain.
     """
     if not CONF.is_dir():
         raise ValueError(f"the config folder {CONF} is missing; install with `pip install -e .` from a checkout.")
     engine_key()
     arguments = check_overrides(add_default_experiment(list(argv)))
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for a user's rewards and losses; last, so that they never shadow mrl
+        sys.path.append(os.getcwd())  # finds a user's own plug-ins; last, so that they never hide modules of mrl
     return arguments
 
 
@@ -111,26 +112,29 @@ def _checked_config(composed: DictConfig) -> Config:
     try:
         config = from_hydra(composed)
     except PlainSecretError as error:
-        shutil.rmtree(Path(HydraConfig.get().runtime.output_dir, "hydra"))  # where Hydra has already written the secret
+        shutil.rmtree(Path(HydraConfig.get().runtime.output_dir, "hydra"))  # Hydra has already written the secret there
         exit_with_error(error)
     except ValueError as error:
         exit_with_error(error)
-    run_dir = HydraConfig.get().runtime.output_dir  # each point of a sweep has its own
+    run_dir = HydraConfig.get().runtime.output_dir  # in a sweep, each run has its own
     return replace(config, run=replace(config.run, dir=run_dir))
 
 
 def register_schema() -> None:
-    """Register the typed schema in Hydra's ConfigStore; conf/config.yaml starts from it."""
+    """Register the typed schema in Hydra's ConfigStore as `base_config`, the first default of conf/config.yaml."""
     ConfigStore.instance().store(name="base_config", node=structured_schema())
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose the config without running anything. Raises ValueError for a mistake in it."""
+    """Compose and check the config without running anything. Raises ValueError for a mistake in the overrides."""
     return from_hydra(_compose(overrides))
 
 
 def compose_sweeper_params(overrides: Sequence[str]) -> DictConfig:
-    """Compose `hydra.sweeper.params`, the swept keys in a file such as conf/sweep/lr_kl.yaml. Raises ValueError."""
+    """Return the composed `hydra.sweeper.params`: the keys that a file such as conf/sweep/lr_kl.yaml sweeps.
+
+    Raises ValueError if the config cannot be composed.
+    """
     return _compose(overrides, return_hydra_config=True).hydra.sweeper.get("params") or OmegaConf.create({})
 
 
@@ -145,7 +149,7 @@ def _compose(overrides: Sequence[str], return_hydra_config: bool = False) -> Dic
 
 
 def _composition_message(error: BaseException) -> str:
-    """Return Hydra's error in one line. Errors of types and keys name the key and the expected value."""
+    """Return Hydra's error as one line. If the error has a key, the line names the key and the expected value."""
     if isinstance(error.__cause__, OmegaConfBaseException) and error.__cause__.full_key:
         return type_error_message(error.__cause__)
     if isinstance(error, OmegaConfBaseException):
@@ -169,9 +173,9 @@ def exit_with_error(error: Exception) -> NoReturn:
 
 
 def _raise_system_exit(signum: int, frame: object) -> None:
-    """Handle SIGTERM: unwind the stack so that all processes end.
+    """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
-    Ray discards an exception that a signal handler raises during a wait, so the next wait check raises it again.
+    If the signal arrives while Ray waits, Ray discards the exception. Therefore the next wait check raises it again.
     """
 
     def leave() -> NoReturn:
@@ -187,7 +191,7 @@ def names_model(argv: Sequence[str]) -> bool:
 
 
 def add_default_experiment(argv: list[str]) -> list[str]:
-    """Prepend `experiment=quickstart`, which runs on any machine, unless an experiment or a model is named."""
+    """Prepend `experiment=quickstart`, which runs on any machine, if neither an experiment nor a model is named."""
     return argv if names_model(argv) else ["experiment=quickstart", *argv]
 
 
@@ -201,10 +205,12 @@ def is_known_override(argument: str) -> bool:
 
 
 def check_overrides(argv: Sequence[str]) -> list[str]:
-    """Check the key of each override, and return the arguments as Hydra takes them.
+    """Check the key of each override, and return the arguments in the form that Hydra needs.
 
-    Keys inside free-form sections (sglang, megatron, arguments of plug-ins), and such sections as a whole, get Hydra's `++`
-    (add or override). Raises ValueError for an unknown key, with the nearest known key.
+    Keys in free-form sections (sglang, megatron, arguments of plug-ins) may be new, so their overrides get Hydra's prefix `++`
+    (add or override). Overrides that set a whole free-form section get this prefix too.
+
+    Raises ValueError for an unknown key. The message names the nearest known key.
     """
     parser = OverridesParser.create()
     return [_check_override(word, parser) if "=" in word and not word.startswith("-") else word for word in argv]
@@ -225,17 +231,17 @@ def _check_override(argument: str, parser: OverridesParser) -> str:
     return f"++{argument}" if is_free_form else argument
 
 
-def override_key(line: str) -> str:
-    """Return the key of an override: a.b for `++a.b=1`."""
-    return line.lstrip("+").split("=")[0]
+def override_key(override: str) -> str:
+    """Return the key of an override, for example `a.b` for `++a.b=1`."""
+    return override.lstrip("+").split("=")[0]
 
 
-def is_override_to(line: str, key: str, value: str) -> bool:
-    """Return whether an override sets `key` to `value`; quotes are ignored."""
-    return override_key(line) == key and line.partition("=")[2].strip("'\"") == value
+def is_override_to(override: str, key: str, value: str) -> bool:
+    """Return whether an override sets `key` to `value`. Quotes around the value are ignored."""
+    return override_key(override) == key and override.partition("=")[2].strip("'\"") == value
 
 
 def format_override(key: str, value: object) -> str:
-    """Return `key=value` in Hydra's grammar; the value is quoted if it has special characters."""
+    """Return the override `key=value` for Hydra. A value with special characters is quoted."""
     text = str(value)
     return f"{key}={text if _PLAIN_VALUE.fullmatch(text) else QuotedString(text, Quote.double).with_quotes()}"

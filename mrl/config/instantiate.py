@@ -1,4 +1,4 @@
-"""Instantiation of plug-ins: objects that a config names by `_target_`, checked before any process starts."""
+"""Instantiation of plug-ins: the objects that a config names by `_target_`. They are checked before any process starts."""
 
 import difflib
 import inspect
@@ -11,9 +11,16 @@ from mrl.config.schema import Node
 
 
 def instantiate(node: Node, key: str) -> Any:
-    """Instantiate the class of a `_target_` node, and the nodes in its arguments. A function gets its arguments bound.
+    """Return the object that a `_target_` node names. Nodes in its arguments are instantiated first.
 
-    Raises ValueError for a mistake in the node or a nested node; the message names the key, the class and the nearest argument.
+    For a class, returns an instance. For a function, returns a function with the node's arguments bound.
+
+    Raises ValueError for a mistake in the node or a nested node. The message names the key and the class, and for an unknown
+    argument the nearest known one.
+
+    Args:
+        node: The dict with `_target_` (dotted name of the class or function) and its arguments.
+        key: Config key of the node, for error messages.
     """
     target = node.get("_target_")
     if not target:
@@ -25,7 +32,7 @@ def instantiate(node: Node, key: str) -> Any:
     arguments = {name: value for name, value in node.items() if name != "_target_"}
     _check_arguments(factory, arguments, key)
     arguments = {name: _instantiate_nested(value, f"{key}.{name}") for name, value in arguments.items()}
-    if not isinstance(factory, type):  # a function: it is called later, with data
+    if not isinstance(factory, type):  # mrl calls a function later, with data
         return update_wrapper(partial(factory, **arguments), factory) if arguments else factory
     try:
         return factory(**arguments)
@@ -55,7 +62,7 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
 
 
 def instantiate_callable(node: Node, key: str, needs: tuple[str, ...] = ()) -> Any:
-    """Instantiate a node as a callable. Raises ValueError if it is not callable or lacks a class attribute in `needs`."""
+    """Instantiate a node whose object must be callable and must have the class attributes `needs`. Raises ValueError."""
     built = instantiate(node, key)
     if not callable(built):
         raise ValueError(f"{key}: {node['_target_']} gives {type(built).__name__}, which is not callable.")

@@ -1,4 +1,4 @@
-"""Secrets: the engine key of a run, and redaction of secrets from everything that a run writes."""
+"""Secrets: the key that protects the engines of a run, and the removal of secrets from everything that a run writes."""
 
 import json
 import os
@@ -9,12 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 ENGINE_KEY = "MRL_ENGINE_KEY"
-"""Environment variable of the key that engines require. Set it to use running servers (rollout.engine_urls)."""
+"""Environment variable with the engine key: HTTP clients must send this key to the engines.
 
-HIDDEN = "(secret)"
-MIN_SECRET_LENGTH = 8  # characters; shorter secrets are not redacted inside texts, where they could occur by chance
+Set the variable to use servers that are already running (rollout.engine_urls).
+"""
 
-_SECRET = re.compile(  # names with "_" for "-"; `tokens` alone means model tokens
+HIDDEN = "(secret)"  # written in place of a secret
+MIN_SECRET_LENGTH = 8  # characters; shorter values of secret environment variables can occur in texts by chance
+
+_SECRET = re.compile(  # names with "-" replaced by "_"; `tokens` alone means tokens of the model
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
     re.IGNORECASE,
@@ -29,24 +32,25 @@ class PlainSecretError(ValueError):
 
 
 def engine_key() -> str:
-    """Return the key of this run's engines: MRL_ENGINE_KEY, or a random one that child processes inherit.
+    """Return the engine key in MRL_ENGINE_KEY. If the variable is not set, set it to a random key for all child processes.
 
-    Raises ValueError if an HTTP header cannot carry it.
+    Raises ValueError if the key has characters that an HTTP header cannot contain.
     """
     os.environ.setdefault(ENGINE_KEY, secrets.token_urlsafe(32))
     return engine_key_from(ENGINE_KEY)
 
 
 def engine_key_from(variable: str) -> str:
-    """Return the key in an environment variable.
+    """Return the engine key in an environment variable.
 
-    Raises ValueError if an HTTP header cannot carry it; otherwise HTTP clients would quote it in their error messages.
+    Raises ValueError if the key has characters that an HTTP header cannot contain. Without this check, the error messages of
+    HTTP clients would show the key.
     """
     key = os.environ[variable]
     if not _HEADER_VALUE.fullmatch(key):
         raise ValueError(
             f"the key in the environment variable {variable} is empty, or has a space, a line end or a non-ASCII "
-            f"character, which an HTTP header cannot carry; export it without them, for example {variable}=$(cat FILE)."
+            f"character, which an HTTP header cannot contain; export it without them, for example {variable}=$(cat FILE)."
         )
     return key
 
@@ -57,15 +61,15 @@ def authorization() -> dict[str, str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of a key or environment variable indicates a secret."""
+    """Return whether a config key or environment variable with this name holds a secret."""
     name = name.replace("-", "_")  # HTTP headers use -
     return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
 
 
 def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
-    """Raise PlainSecretError if the config contains a secret in plain text, which would be written to files and trackers.
+    """Raise PlainSecretError if the config contains a secret in plain text. It would be written to files and trackers.
 
-    `config` is unresolved, so that `${oc.env:NAME}` is still recognizable.
+    The interpolations in `config` must be unresolved, because a secret given as `${oc.env:NAME}` is allowed.
     """
     for key, value in flatten_config(config, into_lists=True):
         literal = _FROM_ENVIRONMENT.sub("", value) if isinstance(value, str) else value
@@ -79,7 +83,10 @@ def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a resolved config without secrets: values of secret names, and of secret environment variables."""
+    """Return a copy of a resolved config without secrets.
+
+    Hides the values of keys with secret names. Also hides the values of secret environment variables in all other texts.
+    """
     known = [value for name, value in os.environ.items() if is_secret_name(name) and len(value) >= MIN_SECRET_LENGTH]
     return {name: _redact_value(name, value, sorted(known, key=len, reverse=True)) for name, value in config.items()}
 
@@ -114,5 +121,5 @@ def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> 
 
 
 def config_as_json(config: Any) -> dict[str, Any]:
-    """Return a config dataclass as JSON values, with secrets hidden. Only this form is written to files and trackers."""
+    """Return a config dataclass as JSON values without secrets. Only this form is written to files and trackers."""
     return redacted(json.loads(json.dumps(asdict(config), default=str)))

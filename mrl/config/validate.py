@@ -1,4 +1,4 @@
-"""Checks of a composed config that OmegaConf cannot make: bounds, rules between keys, hints for unknown keys."""
+"""Checks of a composed config beyond types: bounds, rules between keys, and hints for unknown keys."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from mrl.config.schema import Config, GenerateConfig, Node, ParallelConfig
 from mrl.config.secrets import refuse_plain_secrets
 
 PARTIAL_LAYOUTS = ("critic.parallel", "teacher.parallel")
-"""Free-form sections that may hold the keys of ParallelConfig only."""
+"""Free-form sections that may only contain keys of ParallelConfig."""
 RENAMED_KEYS = {
     "algorithm.lr": "optim.lr",
     "algorithm.lr_schedule": "optim.lr_schedule",
@@ -55,16 +55,16 @@ RENAMED_KEYS = {
        for name in ("lr", "betas", "eps", "weight_decay", "clip_grad")},
     "sft.warmup_steps": "sft.optim.warmup_steps",
 }  # fmt: skip
-"""Former name of a key -> its current name; used only in the hint for an unknown key."""
+"""Former name of a key -> its current name. Only the hint for an unknown key uses this table."""
 
 
 def section_type(annotation: Any) -> type | None:
-    """Return the dataclass of a section's type annotation; None for a key."""
+    """Return the dataclass if a field with this type annotation is a section; return None if the field is a key."""
     return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
 
 
 def leaf_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:
-    """Yield (dotted key, dataclass field) of every key, without sections."""
+    """Yield (dotted key, dataclass field) for every key. Sections themselves are not yielded."""
     for field in fields(schema):
         inner = section_type(field.type)
         if inner:
@@ -81,7 +81,7 @@ def known_keys() -> list[str]:
 
 
 def is_known(key: str) -> bool:
-    """Return whether `key` is a section, a key, or something inside a free-form key (plug-in arguments, sglang, megatron)."""
+    """Return whether `key` is a section, a key, or an entry of a free-form key (sglang, megatron, arguments of plug-ins)."""
     if key in known_keys():
         return True
     for layout in PARTIAL_LAYOUTS:
@@ -97,7 +97,7 @@ def _is_free_form(field: Field) -> bool:
 
 
 def unknown_key_message(key: str) -> str:
-    """Return the error message for an unknown key; it names the nearest known key."""
+    """Return the error message for an unknown key. The message names the nearest known key."""
     candidates = known_keys()
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
@@ -108,7 +108,10 @@ def unknown_key_message(key: str) -> str:
 
 
 def structured_schema() -> DictConfig:
-    """Return the schema as a typed OmegaConf node with all defaults, without the read-only flags of frozen dataclasses."""
+    """Return the schema as a typed OmegaConf node with all defaults.
+
+    Frozen dataclasses make OmegaConf nodes read-only. This flag is removed, because Hydra has to set values.
+    """
 
     def clear_readonly(node: DictConfig) -> None:
         OmegaConf.set_readonly(node, None)
@@ -126,8 +129,8 @@ def from_hydra(composed: DictConfig) -> Config:
     """Convert a composed config to the schema's dataclasses.
 
     Raises:
-        PlainSecretError: a secret is written as plain text.
-        ValueError: a value is wrong; the message names the key and the expected value.
+        PlainSecretError: The config contains a secret in plain text.
+        ValueError: A value is wrong. The message names the key and the expected value.
     """
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict), f"config is a {type(written)}"
@@ -142,7 +145,7 @@ def from_hydra(composed: DictConfig) -> Config:
 
 
 def type_error_message(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's error as one line that names the key and the expected value."""
+    """Return OmegaConf's error as one line. The line names the key and the expected value."""
     key, text = error.full_key or "config", str(error).splitlines()[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key_message(key)
@@ -157,7 +160,7 @@ def type_error_message(error: OmegaConfBaseException) -> str:
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a value outside its bounds, or for keys that contradict each other."""
+    """Raise ValueError if a value is outside its bounds or if keys contradict each other."""
     _check_bounds(config)
     _check_generate(config.generate)
     check_cluster(config.cluster)
@@ -168,7 +171,7 @@ def check(config: Config) -> None:
 
 
 def _check_bounds(section: Any, prefix: str = "") -> None:
-    """Compare every number with the bounds in its field's metadata: above, below, least, most."""
+    """Check every number against the bounds in the metadata of its field: above, below, least, most."""
     for field in fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if section_type(field.type):
@@ -191,7 +194,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def bounds_text(field: Field) -> str:
-    """Return the bounds of a key in words; "" if it has none."""
+    """Return the bounds of a key in words, or "" if it has no bounds."""
     words = {"above": "greater than {:g}", "least": "{:g} or more", "below": "less than {:g}", "most": "at most {:g}"}
     return " and ".join(text.format(field.metadata[name]) for name, text in words.items() if name in field.metadata)
 
@@ -205,8 +208,8 @@ def _check_generate(generate: GenerateConfig) -> None:
         raise ValueError("generate.top_k=0: expected a number of tokens, or -1 for all.")
     if generate.temperature == 0 and generate.samples > 1:
         raise ValueError(
-            f"generate.samples={generate.samples} with generate.temperature=0: greedy decoding gives the same response each "
-            "time; set one of them to 1."
+            f"generate.samples={generate.samples} with generate.temperature=0: with temperature 0 all samples are equal; "
+            "set one of the two keys to 1."
         )
 
 
@@ -214,7 +217,7 @@ _JOB_KEYS = ("slurm", "components", "dry_run")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Raise ValueError for keys of a Slurm job without cluster=slurm, or for a wrong time limit."""
+    """Raise ValueError if keys of a Slurm job are set without cluster=slurm, or if the time limit has a wrong format."""
     default = ClusterConfig()
     for name in _JOB_KEYS if cluster.scheduler is None else ():
         if (value := vars(cluster)[name]) != vars(default)[name]:
@@ -225,7 +228,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     if time is not None and not (isinstance(time, str) and _SLURM_TIME.fullmatch(time)):
         raise ValueError(
             f"cluster.slurm.time={time!r}: expected hours:minutes:seconds, days-hours or days-hours:minutes:seconds, such as "
-            "4:00:00 or 2-12 (quoted in a yaml file, which otherwise reads it as a number), or UNLIMITED."
+            "4:00:00 or 2-12, or UNLIMITED; in a yaml file, put quotes around it, because yaml reads 4:00:00 as a number."
         )
 
 

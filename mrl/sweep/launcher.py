@@ -1,7 +1,7 @@
-"""Hydra launcher for sweeps of `mrl train`: points as processes on this machine, or as tasks of a Slurm job array.
+"""Hydra launcher for sweeps of `mrl train`. A point is one run of a sweep: one combination of values.
 
-All points are checked before any of them starts. A point that failed or is missing runs when the same command line is given
-again with the same run.dir; a point that is done does not run again.
+Points run as processes on this machine, or as tasks of a Slurm job array. All points are checked before any of them starts. When
+the same command with the same run.dir is started again, it runs the points that failed or have not run yet.
 """
 
 import json
@@ -27,7 +27,7 @@ from mrl.config import hydra_entry
 from mrl.config.hydra_entry import is_override_to, override_key
 from mrl.config.schema import Config
 from mrl.controller.memory_check import plan_fitting_run
-from mrl.core.run_errors import REQUEUE
+from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import slurm_job
 from mrl.launch.supervisor import end_with_parent
 from mrl.placement.resource_pools import with_node_count
@@ -45,36 +45,43 @@ from mrl.sweep.points import (
     write_status,
 )
 
-JOBS_FILE = "jobs.json"  # in the sweep's folder: ids of the job arrays submitted for it
-MISSED_POLLS = 3  # polls without task and status until a point has failed: shared folders show files late
+JOBS_FILE = "jobs.json"  # file in the sweep's folder with the ids of all job arrays that were submitted for the sweep
+MISSED_POLLS = (
+    3  # a point without Slurm task and status file has failed after this number of polls; files may appear late
+)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 Show = Callable[[Sequence[PointResult]], None]
 
 
 class PointFailedError(RuntimeError):
-    """A point of the sweep failed; the table of the sweep says why."""
+    """A point of the sweep failed. The message names the point and the reason."""
 
 
 class PointLauncher(Launcher):
-    """Launcher `mrl` of Hydra (conf/hydra/launcher/mrl.yaml)."""
+    """Hydra launcher with the name `mrl` (conf/hydra/launcher/mrl.yaml)."""
 
     __module__ = "hydra_plugins.mrl"  # see register_plugins in mrl/sweep/sweepers.py
 
     def __init__(self, n_jobs: int = 1) -> None:
-        """`n_jobs`: points that run at one time."""
+        """`n_jobs`: number of points that run at the same time."""
         if n_jobs < 1:
             raise ValueError(f"hydra.launcher.n_jobs={n_jobs}: must be 1 or more.")
         self.n_jobs = n_jobs
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Hydra's hook: `config` is composed without the swept keys."""
+        """Read the settings of the sweep. Hydra calls this; `config` does not contain the values of the swept keys."""
         self.folder = Path(config.hydra.sweep.dir).resolve()
         params = config.hydra.sweeper.get("params") or {}
         _, swept = split_overrides([*params_to_overrides(params), *config.hydra.overrides.task])
         self.swept_keys = {override_key(override.input_line or "") for override in swept}
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run the points that are not done, and return the metric of each. Raises ValueError if a point cannot run."""
+        """Run the points that are not done yet, and return the metric of each point. Raises ValueError if a point cannot run.
+
+        Args:
+            job_overrides: for each point all its overrides.
+            initial_job_idx: index of the first point.
+        """
         fixed, points = self._split_jobs(job_overrides)
         indices = range(initial_job_idx, initial_job_idx + len(points))
         sweep, nodes = check_sweep(self.folder, fixed, points, initial_job_idx)
@@ -84,20 +91,21 @@ class PointLauncher(Launcher):
         run_and_show(runner)
         if runner.signals and not all(result.state.ended for result in runner.results()):
             sys.stdout.write(f"{runner.interruption_message()}\n")
-            raise SystemExit(REQUEUE)
+            raise SystemExit(REQUEUE_STATUS)
         return [_job_return(result) for result in runner.results()]
 
     def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[Point, tuple[Point, ...]]:
-        """Split the overrides of all jobs into those that they share and those of each point.
+        """Return (the overrides that all points share, the overrides of each point).
 
-        Drops `run.dir`, because each point has its own, and `resume=never`, which was checked already; points may continue.
+        Drops `run.dir`, because each point has its own. Also drops `resume=never`, which the command has already checked, because
+        a point must be able to resume.
         """
         jobs = [
-            [line for line in hydra_entry.check_overrides(job) if not is_override_to(line, "resume", "never")]
+            [each for each in hydra_entry.check_overrides(job) if not is_override_to(each, "resume", "never")]
             for job in job_overrides
         ]
-        fixed = tuple(line for line in jobs[0] if override_key(line) not in {*self.swept_keys, "run.dir"})
-        return fixed, tuple(tuple(line for line in job if override_key(line) in self.swept_keys) for job in jobs)
+        fixed = tuple(each for each in jobs[0] if override_key(each) not in {*self.swept_keys, "run.dir"})
+        return fixed, tuple(tuple(each for each in job if override_key(each) in self.swept_keys) for job in jobs)
 
     def _runner(self, sweep: Sweep, config: Config, indices: range) -> "Runner":
         if not config.cluster.scheduler:
@@ -111,9 +119,15 @@ class PointLauncher(Launcher):
 
 
 def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
-    """Check the points with indices from `first` on; returns the sweep with them, and the nodes of the largest point.
+    """Check all points, and return (the sweep with these points, the number of nodes of the largest point).
 
-    Raises ValueError with the mistakes of all points, or if `folder` holds another sweep.
+    Raises ValueError if a point cannot run, with the mistakes of all points. Also raises it if `folder` contains another sweep.
+
+    Args:
+        folder: folder of the sweep.
+        fixed: overrides that all points share.
+        points: overrides of each point.
+        first: index of the first of these points; the sweep keeps its earlier points.
     """
     mistakes, nodes = [], [1]
     for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
@@ -130,14 +144,17 @@ def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: in
 
 
 def check_point(folder: Path, overrides: Sequence[str]) -> int:
-    """Check one point as `mrl train` would; returns the nodes of its job. Raises ValueError."""
+    """Check one point as `mrl train` would, and return the number of nodes of its job. Raises ValueError if it cannot run."""
     config = hydra_entry.compose_config(overrides)
     plan = plan_fitting_run(replace(config, run=replace(config.run, dir=str(folder / "check"))))
     return with_node_count(config.cluster, plan.pools).nodes or 1
 
 
 def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point, ...], first: int) -> Sweep:
-    """Return the sweep in `folder`, with `points` from index `first` on. Raises ValueError if `folder` holds another sweep."""
+    """Return the sweep in `folder` with `points` added from index `first` on.
+
+    Raises ValueError if `folder` contains another sweep.
+    """
     stored = load_sweep(folder) if (folder / SWEEP_FILE).exists() else None
     earlier = stored.points[:first] if stored else ()
     maximize = config.sweep.direction == "maximize"
@@ -147,18 +164,18 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
     if stored is None:
         return wanted
     if different := differences(stored, wanted):
-        raise ValueError(f"run.dir={folder}: holds another sweep ({'; '.join(different)}); name another folder.")
+        raise ValueError(f"run.dir={folder}: contains another sweep ({'; '.join(different)}); name another folder.")
     return max(wanted, stored, key=lambda sweep: len(sweep.points))
 
 
 def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
-    """Start the process of a point, in its own process group: Ctrl-C in a terminal is forwarded to it once."""
-    line = [sys.executable, "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
-    return subprocess.Popen(line, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
+    """Start the process of a point in its own process group. Ctrl-C in a terminal therefore reaches it only through the runner."""
+    command = [sys.executable, "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
 
 
 def _job_return(result: PointResult) -> JobReturn:
-    """Return the result of a point in the type that Hydra's sweepers take."""
+    """Return the result of a point as the type that Hydra's sweepers expect."""
     returned = JobReturn(overrides=result.point, working_dir=str(result.folder))
     failed = result.state == PointState.failed
     returned.status = JobStatus.FAILED if failed else JobStatus.COMPLETED
@@ -169,16 +186,16 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Runs the points of a launch that are not done, until all have ended or a signal arrives."""
+    """Runs points of a sweep that are not done yet, until all have ended or a signal arrives."""
 
-    poll_s: float  # between two polls
+    poll_s: float  # seconds between two polls
 
     def __init__(self, sweep: Sweep, indices: Sequence[int]) -> None:
         self.sweep, self.indices = sweep, indices
-        self.signals: list[int] = []  # received
+        self.signals: list[int] = []  # signals that this process has received
 
     def run(self, show: Show) -> None:
-        """Run the points; `show` is called with the state of all points of the sweep after each poll."""
+        """Run the points. After each poll, `show` is called with the states of all points of the sweep."""
         former = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         try:
             self.begin()
@@ -192,12 +209,12 @@ class Runner(ABC):
                 signal.signal(number, handler)
 
     def results(self) -> list[PointResult]:
-        """Return the state of the points of this launch."""
+        """Return the states of the points that this runner runs."""
         return [self.sweep.result(index) for index in self.indices]
 
     @abstractmethod
     def interruption_message(self) -> str:
-        """Return a text that says what happens to unfinished points after a signal."""
+        """Return a message for the user: what happens to unfinished points after a signal."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -205,11 +222,11 @@ class Runner(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Start waiting points if there is room; returns whether any point is still expected to end."""
+        """Start waiting points if there is room for them. Return whether the runner has to wait for any point."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Record the points that have ended."""
+        """Find out which points have ended, and record that."""
 
     @abstractmethod
     def forward_signal(self, number: int) -> None:
@@ -225,7 +242,10 @@ class Runner(ABC):
 
 
 class LocalRunner(Runner):
-    """Runs `n_jobs` points at the same time on this machine. Forwards signals to their processes, and ends them when it ends."""
+    """Runs `n_jobs` points at the same time as processes on this machine.
+
+    It forwards signals to these processes. When the runner ends, it terminates them.
+    """
 
     poll_s = 0.5
 
@@ -254,7 +274,9 @@ class LocalRunner(Runner):
     def poll(self) -> None:
         for index in [index for index, process in self._running.items() if process.poll() is not None]:
             status = self._running.pop(index).returncode
-            if status != REQUEUE and not self.sweep.result(index).state.ended:  # killed before it wrote its status
+            if (
+                status != REQUEUE_STATUS and not self.sweep.result(index).state.ended
+            ):  # killed before it could write its status
                 write_status(self.sweep.point_folder(index), status if status >= 0 else 128 - status, 0.0)
 
     def forward_signal(self, number: int) -> None:
@@ -262,7 +284,7 @@ class LocalRunner(Runner):
             process.send_signal(number)
 
     def interruption_message(self) -> str:
-        return "the points saved checkpoints: the same command continues them"
+        return "the points saved checkpoints; the same command continues the sweep"
 
     def close(self) -> None:
         for process in self._running.values():
@@ -270,9 +292,10 @@ class LocalRunner(Runner):
 
 
 class SlurmRunner(Runner):
-    """Submits the points as a job array, except points that wait or run in an earlier array of the sweep.
+    """Submits points as a job array. Points that already wait or run in an earlier array of the sweep are not submitted again.
 
-    The jobs outlive this process. The state of a point is read from its folder, because Slurm does not know why a task ended.
+    The jobs continue after this process ends. The state of a point is read from its folder, because Slurm does not know why a
+    task ended.
     """
 
     poll_s = 5.0
@@ -284,16 +307,25 @@ class SlurmRunner(Runner):
         submit: Callable[[Sequence[int]], str],
         queued_tasks: Callable[[str], set[int] | None],
     ) -> None:
-        """`submit(indices)` returns the id of the array. `queued_tasks(id)` returns its waiting and running tasks, or None."""
+        """Make a runner for some points of a sweep.
+
+        Args:
+            sweep: the sweep.
+            indices: the points to run.
+            submit: submits these points as a job array, and returns the id of the array.
+            queued_tasks: returns the waiting and running points of a job array; None if Slurm does not answer.
+        """
         super().__init__(sweep, indices)
         self.submit, self.queued_tasks = submit, queued_tasks
         self._jobs: list[str] = []
-        self._missed_polls: dict[int, int] = {}  # consecutive polls without the point's task
+        self._missed_polls: dict[
+            int, int
+        ] = {}  # point -> number of consecutive polls in which Slurm had no task for it
 
     def interruption_message(self) -> str:
         jobs = " ".join(self._jobs)
         return (
-            f"the jobs continue: mrl train -m --table {self.sweep.folder} shows their state; scancel {jobs} ends them"
+            f"the jobs continue; mrl train -m --table {self.sweep.folder} shows their state, scancel {jobs} ends them"
         )
 
     def begin(self) -> None:
@@ -301,7 +333,9 @@ class SlurmRunner(Runner):
         self._jobs = json.loads(path.read_text()) if path.exists() else []
         queued = self._queued()
         if queued is None:
-            raise ValueError(f"squeue does not answer; whether jobs {self._jobs} of this sweep still run is unknown.")
+            raise ValueError(
+                f"squeue does not answer, so it is unknown whether jobs {self._jobs} of this sweep still run; try again later."
+            )
         wanted = [one.index for one in self.results() if one.state != PointState.done and one.index not in queued]
         for index in wanted:
             self.sweep.clear_status(index)
@@ -323,14 +357,14 @@ class SlurmRunner(Runner):
                 result.folder.mkdir(exist_ok=True)
                 logs = f"{result.folder}/logs and {self.sweep.folder}/logs"
                 with (result.folder / "terminal.log").open("a") as log:
-                    log.write(f"mrl: its job ended without an exit status; see {logs}\n")
+                    log.write(f"mrl: the job of this point ended without an exit status; see {logs}\n")
                 write_status(result.folder, 1, 0.0)
 
     def forward_signal(self, number: int) -> None:
         """Do nothing: the jobs continue."""
 
     def close(self) -> None:
-        """Do nothing: the jobs outlive this process."""
+        """Do nothing: the jobs continue after this process ends."""
 
     def _queued(self) -> set[int] | None:
         tasks = [self.queued_tasks(job) for job in self._jobs]
@@ -338,7 +372,7 @@ class SlurmRunner(Runner):
 
 
 def run_and_show(runner: Runner) -> None:
-    """Run the points and show their states: as a live table on a terminal, otherwise as one line for each change."""
+    """Run the points and show their states. A terminal shows a live table; other output gets one line for each change."""
     console, shown = Console(highlight=False), set()
     with Live(console=console, refresh_per_second=2, transient=True) as live:
 

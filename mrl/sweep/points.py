@@ -1,10 +1,11 @@
-"""Points of a sweep: their overrides, their file, their state, the result table, and the process that runs one point.
+"""Points of a sweep: their overrides, their state on disk, the result table, and the process that runs one point.
 
-A point is a tuple of overrides. Point N runs in FOLDER/N as `mrl train` with these overrides. All its state is in that folder,
-so points on this machine and points in Slurm jobs are read in the same way.
+A point is one run of a sweep, given by the overrides of the swept keys. FOLDER is the folder of the sweep. Point N runs as
+`mrl train` with run.dir=FOLDER/N. All state of a point is in this folder, so the result table is the same for points on this
+machine and for points in Slurm jobs.
 
-`python -m mrl.sweep.points FOLDER INDEX [OVERRIDE ...]` runs one point. Its terminal output goes to terminal.log in the
-point's folder and its exit status to status.json, unless the point was preempted and has to be started again.
+`python -m mrl.sweep.points FOLDER INDEX [OVERRIDE ...]` runs one point. It writes the terminal output to terminal.log in the
+point's folder. At the end it writes the exit status to status.json, except for a preempted point, which has to run again.
 """
 
 import csv
@@ -29,18 +30,19 @@ from rich.table import Table
 from mrl.config import hydra_entry
 from mrl.config.hydra_entry import format_override, override_key
 from mrl.core.jsonl import last_lines, write_json
-from mrl.core.run_errors import REQUEUE
+from mrl.core.run_errors import REQUEUE_STATUS
 from mrl.launch import supervisor
 
 Point = tuple[str, ...]
-SWEEP_FILE = "sweep.json"  # in the sweep's folder
-STATUS_FILE = "status.json"  # in a point's folder, once it has ended: {"status": exit status, "seconds": ...}
-METRIC_STEPS = 5  # last steps over which a metric is averaged
-RECENT_EVALUATIONS = 20  # last lines of eval.jsonl in which the metric is searched
-NOISE = ("restart ", "HYDRA_FULL_ERROR")  # words of log lines that do not tell the cause of a failure
-
-
-CSV_FILE = "sweep.csv"  # in the sweep's folder
+"""Overrides of the swept keys in one run of a sweep, such as `("optim.lr=1e-4", "run.seed=0")`."""
+SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
+STATUS_FILE = (
+    "status.json"  # file in the folder of a point that has ended: {"status": exit status, "seconds": duration}
+)
+METRIC_STEPS = 5  # a metric is averaged over this number of last steps
+RECENT_EVALUATIONS = 20  # a metric is searched in this number of last lines of eval.jsonl
+NOISE = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not tell the cause of a failure
+CSV_FILE = "sweep.csv"  # file in the sweep's folder with the result table
 
 
 class PointState(StrEnum):
@@ -61,24 +63,24 @@ STYLES = {PointState.done: "green", PointState.failed: "red", PointState.running
 
 @dataclass(frozen=True)
 class PointResult:
-    """State of one point, and what it has reached so far."""
+    """State of one point and its results so far."""
 
     index: int
     point: Point
     folder: Path
     state: PointState
-    steps: int  # trained
-    value: float | None  # of the sweep's metric
-    seconds: float  # duration of its last start; 0 until it has ended
-    reason: str = ""  # why it failed
+    steps: int  # number of trained steps
+    value: float | None  # value of the sweep's metric
+    seconds: float  # duration of the point's last process; 0 until the point has ended
+    reason: str = ""  # why the point failed
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a sweep; each has a folder: FOLDER/0, FOLDER/1, ..."""
+    """All points of a sweep. Each point has a folder: FOLDER/0, FOLDER/1, ..."""
 
     folder: Path
-    group: str  # in wandb
+    group: str  # name of the group in wandb
     metric: str
     maximize: bool
     fixed: Point  # overrides that all points share
@@ -89,17 +91,17 @@ class Sweep:
         return self.folder / str(index)
 
     def overrides(self, index: int) -> list[str]:
-        """Return the overrides with which `mrl train` runs a point."""
+        """Return all overrides with which `mrl train` runs a point."""
         run_dir = format_override("run.dir", self.point_folder(index))
         return [*self.fixed, *self.points[index], run_dir, format_override("tracking.group", self.group)]
 
     def command(self, index: int) -> str:
         """Return a shell command that trains the point again, in a new run directory."""
-        own = [line for line in self.fixed if not override_key(line).startswith(("run.dir", "sweep", "hydra"))]
+        own = [each for each in self.fixed if not override_key(each).startswith(("run.dir", "sweep", "hydra"))]
         return shlex.join(["mrl", "train", *own, *self.points[index]])
 
     def results(self) -> list[PointResult]:
-        """Return the current state of all points, in order."""
+        """Return the current states of all points, in order."""
         return [self.result(index) for index in range(len(self.points))]
 
     def result(self, index: int) -> PointResult:
@@ -111,40 +113,40 @@ class Sweep:
         (self.point_folder(index) / STATUS_FILE).unlink(missing_ok=True)
 
     def write(self) -> None:
-        """Write the sweep's file."""
+        """Write SWEEP_FILE."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / SWEEP_FILE, asdict(self))
 
 
-def split_overrides(lines: Sequence[str]) -> tuple[Point, tuple[Override, ...]]:
-    """Split overrides into fixed ones and swept ones (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`, `a=interval(0,1)`).
+def split_overrides(overrides: Sequence[str]) -> tuple[Point, tuple[Override, ...]]:
+    """Return (overrides with one value, overrides with several values).
 
-    A later override of a key replaces earlier ones. Raises ValueError for a line that Hydra cannot parse.
+    Several values are given as `a=1,2`, `a=range(1,4)`, `a=choice(x,y)` or `a=interval(0,1)`. If a key has several overrides, the
+    last one counts. Raises ValueError for an override that Hydra cannot parse.
     """
     parser, parsed = OverridesParser.create(), dict[str, Override]()
-    for line in lines:
+    for text in overrides:
         try:
-            override = parser.parse_override(line)
+            parsed[override_key(text)] = parser.parse_override(text)
         except HydraException as error:
-            raise ValueError(f"{line!r} cannot be parsed: {str(error).splitlines()[0]}") from None
-        parsed[override_key(line)] = override
+            raise ValueError(f"{text!r} cannot be parsed: {str(error).splitlines()[0]}") from None
     fixed = tuple(each.input_line or "" for each in parsed.values() if not each.is_sweep_override())
     return fixed, tuple(each for each in parsed.values() if each.is_sweep_override())
 
 
 def params_to_overrides(params: Mapping[Any, Any]) -> list[str]:
-    """Return `hydra.sweeper.params` as overrides; a list becomes its elements."""
-    lines = {
+    """Return the overrides `key=values` that correspond to `hydra.sweeper.params`. A list of values becomes `key=1,2,3`."""
+    texts = {
         key: ",".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for key, value in params.items()
     }
-    return hydra_entry.check_overrides([f"{key}={value}" for key, value in lines.items()])
+    return hydra_entry.check_overrides([f"{key}={value}" for key, value in texts.items()])
 
 
 def grid_points(swept: Sequence[Override]) -> list[Point]:
-    """Return all combinations, in the order of the command line: the last key changes fastest.
+    """Return all combinations of the values. The last key of the command line changes fastest.
 
-    Raises ValueError for an interval, which has no list of values.
+    Raises ValueError for an interval, because an interval has no list of values.
     """
     for override in swept:
         if not override.is_discrete_sweep():
@@ -159,25 +161,27 @@ def grid_points(swept: Sequence[Override]) -> list[Point]:
 
 
 def load_sweep(folder: Path) -> Sweep:
-    """Read the sweep in `folder`, which may have been moved; raises ValueError if there is none."""
+    """Read the sweep in `folder`. The folder may have been moved. Raises ValueError if it contains no sweep."""
     try:
         content = json.loads((folder / SWEEP_FILE).read_text())
     except FileNotFoundError:
-        raise ValueError(f"{folder}: holds no sweep ({SWEEP_FILE} is missing); name the run.dir of one.") from None
+        raise ValueError(
+            f"{folder}: contains no sweep ({SWEEP_FILE} is missing); name the run.dir of a sweep."
+        ) from None
     points = tuple(tuple(point) for point in content["points"])
     return Sweep(folder, content["group"], content["metric"], content["maximize"], tuple(content["fixed"]), points)
 
 
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
-    """Return how the wanted sweep differs from the stored one, in words; additional points at the end are no difference."""
+    """Return the differences between two sweeps in words. Additional points at the end of one sweep are no difference."""
     found = [
-        f"{name}: {_shown(getattr(stored, name))} there, {_shown(getattr(wanted, name))} now"
+        f"{name}: {_shown(getattr(stored, name))} in the folder, {_shown(getattr(wanted, name))} in this command"
         for name in ("fixed", "metric", "maximize")
         if getattr(stored, name) != getattr(wanted, name)
     ]
     common = min(len(stored.points), len(wanted.points))
     if stored.points[:common] != wanted.points[:common]:
-        found.append(f"points: {_shown(stored.points)} there, {_shown(wanted.points)} now")
+        found.append(f"points: {_shown(stored.points)} in the folder, {_shown(wanted.points)} in this command")
     return found
 
 
@@ -208,9 +212,9 @@ def write_status(folder: Path, status: int, seconds: float) -> None:
 
 
 def metric_value(folder: Path, metric: str) -> float | None:
-    """Return a metric of the run in `folder`: eval/* of the last evaluation, others averaged over the last METRIC_STEPS steps.
+    """Return a metric of the run in `folder`, or None if the run has not reported the metric yet.
 
-    None if the run has not reported it yet.
+    For eval/* this is the value of the last evaluation. Other metrics are averaged over the last METRIC_STEPS steps.
     """
     if metric.startswith("eval/"):
         values = _logged_values(folder / "eval.jsonl", metric, RECENT_EVALUATIONS)[-1:]
@@ -225,7 +229,10 @@ def _logged_values(path: Path, metric: str, count: int) -> list[float]:
 
 
 def last_message(folder: Path) -> str:
-    """Return the line of a point's log that most likely explains its failure: the last line of mrl, else the last line."""
+    """Return the log line that most likely explains why a point failed.
+
+    This is the last line that starts with `mrl: `. If there is none, it is the last line of the log.
+    """
     log = folder / "terminal.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not any(word in line for word in NOISE)]
@@ -234,18 +241,18 @@ def last_message(folder: Path) -> str:
 
 
 def best_point(results: Iterable[PointResult], maximize: bool) -> PointResult | None:
-    """Return the point with the best value among those that are done; the first of equal ones."""
+    """Return the point with the best value among the points that are done. If values are equal, the first point wins."""
     done = [result for result in results if result.state == PointState.done and result.value is not None]
     return max(done, key=lambda result: (result.value or 0.0) * (1 if maximize else -1), default=None)
 
 
 def swept_keys(sweep: Sweep) -> list[str]:
     """Return the keys in which the points differ."""
-    return list(dict.fromkeys(override_key(line) for point in sweep.points for line in point))
+    return list(dict.fromkeys(override_key(override) for point in sweep.points for override in point))
 
 
 def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
-    """Return a table with a row for each point; the best point is marked with *."""
+    """Return a table with a row for each point. A * marks the best point."""
     best = best_point(results, sweep.maximize)
     table = Table("point", *swept_keys(sweep), "state", title=str(sweep.folder), title_justify="left")
     for name in ("steps", sweep.metric):
@@ -259,7 +266,7 @@ def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
 
 
 def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
-    """Return the text below the table: why points failed, which point is the best, and the command that trains it again."""
+    """Return the text below the table: why points failed, which point is the best, and a command that trains it again."""
     failed = [
         f"point {result.index} failed, {result.reason}\n  {result.folder / 'terminal.log'}"
         for result in results
@@ -273,7 +280,7 @@ def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
 
 
 def write_csv(sweep: Sweep, results: Sequence[PointResult]) -> Path:
-    """Write the table as CSV; returns its path."""
+    """Write the table as a CSV file, and return the path of this file."""
     path = sweep.folder / CSV_FILE
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -286,7 +293,7 @@ def write_csv(sweep: Sweep, results: Sequence[PointResult]) -> Path:
 
 
 def _swept_values(sweep: Sweep, result: PointResult) -> list[str]:
-    own = {override_key(line): line.split("=", 1)[1] for line in result.point}
+    own = {override_key(override): override.split("=", 1)[1] for override in result.point}
     return [own.get(key, "") for key in swept_keys(sweep)]
 
 
@@ -295,7 +302,7 @@ def _number(value: float | None) -> str:
 
 
 def run_point(folder: Path, index: int, overrides: Sequence[str]) -> int:
-    """Run a point in a supervised process; returns its exit status. A point that is done does not run again."""
+    """Run a point in a supervised process, and return its exit status. A point that is done does not run again."""
     sweep, start = load_sweep(folder), time.monotonic()
     point_folder = sweep.point_folder(index)
     point_folder.mkdir(exist_ok=True)
@@ -307,7 +314,7 @@ def run_point(folder: Path, index: int, overrides: Sequence[str]) -> int:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     status = supervisor.supervise("mrl.commands.train_process", [*sweep.overrides(index), *overrides])
-    if status != REQUEUE:
+    if status != REQUEUE_STATUS:
         write_status(point_folder, status, time.monotonic() - start)
     return status
 

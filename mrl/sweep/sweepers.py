@@ -1,4 +1,7 @@
-"""Hydra sweepers of `mrl train -m`: all combinations of the values, or values that Optuna chooses."""
+"""Hydra sweepers of `mrl train -m`. A sweeper chooses the points of a sweep: all combinations, or those that Optuna proposes.
+
+A point is one run of a sweep, given by the overrides of the swept keys.
+"""
 
 import importlib
 import sys
@@ -17,13 +20,13 @@ from omegaconf import DictConfig
 from mrl.sweep.launcher import PointLauncher, check_point
 from mrl.sweep.points import SWEEP_FILE, Point, grid_points, load_sweep, params_to_overrides, split_overrides
 
-MAX_REJECTED = 20  # consecutive proposals that cannot run before the sweep ends
+MAX_REJECTED = 20  # the sweep ends after this number of consecutive proposals that cannot run
 
 
 def register_plugins() -> None:
-    """Register launcher and sweepers in Hydra; conf/hydra selects them by name.
+    """Register the launcher and the sweepers in Hydra. The files in conf/hydra name them.
 
-    Hydra instantiates plug-ins from its namespace package `hydra_plugins` only, so the classes get a module there.
+    Hydra only instantiates plug-ins of the namespace package `hydra_plugins`, so this function adds a module to that package.
     """
     try:
         namespace = importlib.import_module("hydra_plugins")
@@ -37,45 +40,45 @@ def register_plugins() -> None:
 
 
 class GridSweeper(Sweeper):
-    """Sweeper `grid` of Hydra (conf/hydra/sweeper/grid.yaml): launches all combinations at once."""
+    """Hydra sweeper with the name `grid` (conf/hydra/sweeper/grid.yaml): launches all combinations of the values together."""
 
     __module__ = "hydra_plugins.mrl"  # see register_plugins
 
     def __init__(self, params: DictConfig | None = None) -> None:
-        """`params`: key -> values, as on the command line, which takes precedence."""
+        """`params`: swept key -> its values. Overrides on the command line take precedence over `params`."""
         self.params = params or {}
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
-        """Hydra's hook: `config` is composed without the swept keys."""
+        """Make the launcher. Hydra calls this; `config` does not contain the values of the swept keys."""
         self._composed = config
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep of these overrides. A failed point does not end the sweep."""
+        """Run the sweep that these overrides define. A failed point does not end the sweep."""
         fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
         self._launcher.launch([[*fixed, *point] for point in grid_points(swept)], initial_job_idx=0)
 
 
 class OptunaSweeper(GridSweeper):
-    """Sweeper `optuna` of Hydra (conf/hydra/sweeper/optuna.yaml): chooses values from the metrics of earlier points."""
+    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): chooses values from the metrics of earlier points."""
 
     __module__ = "hydra_plugins.mrl"
 
     def __init__(self, n_trials: int, n_jobs: int, params: DictConfig | None = None) -> None:
-        """`n_trials`: number of points. `n_jobs`: points that are chosen and run at the same time."""
+        """`n_trials`: number of points. `n_jobs`: number of points that are chosen and run together."""
         super().__init__(params)
         self.n_trials, self.n_jobs = n_trials, n_jobs
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep of these overrides; points of an interrupted sweep in the folder come first."""
+        """Run the sweep that these overrides define. If the folder contains an interrupted sweep, its points run first."""
         fixed, swept = split_overrides([*params_to_overrides(self.params), *arguments])
         folder = Path(self._composed.hydra.sweep.dir).resolve()
         maximize = self._composed.sweep.direction.name == "maximize"
 
         def check(point: Point) -> None:
-            check_point(folder, [*(line for line in fixed if not line.startswith("run.dir=")), *point])
+            check_point(folder, [*(each for each in fixed if not each.startswith("run.dir=")), *point])
 
         proposer = PointProposer(swept, folder, maximize, self._composed.run.seed, check)
         stored = load_sweep(folder).points if (folder / SWEEP_FILE).exists() else ()
@@ -95,7 +98,10 @@ class OptunaSweeper(GridSweeper):
 
 
 class PointProposer:
-    """Optuna study (tree-structured Parzen estimator) in the sweep's folder, so that a continued sweep remembers it."""
+    """Proposes points with Optuna (tree-structured Parzen estimator).
+
+    Optuna stores its trials in the sweep's folder, so that a continued sweep knows the metrics of earlier points.
+    """
 
     def __init__(
         self,
@@ -105,7 +111,10 @@ class PointProposer:
         seed: int,
         check: Callable[[Point], object],
     ) -> None:
-        """`check` raises ValueError for a point that cannot run. Raises ValueError if Optuna is not installed."""
+        """Open the study in `folder`. Raises ValueError if Optuna is not installed.
+
+        `check(point)` must raise ValueError if the point cannot run.
+        """
         try:
             import optuna
         except ImportError:
@@ -124,12 +133,16 @@ class PointProposer:
             direction="maximize" if maximize else "minimize",
             load_if_exists=True,
         )
-        known = len(self._study.get_trials(deepcopy=False))  # with the same seed a continued study would repeat itself
+        known = len(
+            self._study.get_trials(deepcopy=False)
+        )  # added to the seed: a continued study must not repeat its proposals
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + known)
-        self._failed = optuna.trial.TrialState.PRUNED  # ranks below all points with a value; Optuna ignores FAIL
+        self._failed = (
+            optuna.trial.TrialState.PRUNED
+        )  # Optuna ranks these below all points with a value, and ignores FAIL
 
     def propose(self, index: int) -> Point:
-        """Propose the point with this index; raises ValueError after MAX_REJECTED proposals that cannot run."""
+        """Propose the point with this index. Raises ValueError after MAX_REJECTED consecutive proposals that cannot run."""
         refusal = None
         for _ in range(MAX_REJECTED):
             trial = self._study.ask()
@@ -145,15 +158,15 @@ class PointProposer:
         raise ValueError(f"{MAX_REJECTED} proposals in a row cannot run; the last one: {refusal}")
 
     def report(self, index: int, value: float | None) -> None:
-        """Report the metric of a point, None if it failed; only the first report of a point counts."""
+        """Report the metric of a point to Optuna, or None if the point failed. Only the first report of a point counts."""
         for trial in self._study.get_trials(deepcopy=False):
             if trial.user_attrs.get("point") == index and not trial.state.is_finished():
                 self._study.tell(trial.number, value, state=self._failed if value is None else None)
 
 
 def _suggest(override: Override, trial: Any) -> str:
-    """Return `key=value` with a value that Optuna suggests."""
-    assert override.input_line is not None, "the override was parsed from a line"
+    """Return the override `key=value` with a value that Optuna suggests."""
+    assert override.input_line is not None, "the override was parsed from a text"
     key, sweep = override.input_line.split("=")[0], override.value()
     if isinstance(sweep, IntervalSweep):
         start, end = float(sweep.start or 0), float(sweep.end or 0)

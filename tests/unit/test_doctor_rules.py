@@ -308,7 +308,7 @@ def test_a_point_of_a_sweep_is_checked_by_its_folder(tmp_path, capsys):
     options = doctor._parser().parse_args([f"--point={tmp_path}/a=b/1"])
     required = doctor.read_requirements(doctor._config_keys(options))
     assert required.mistakes == [] and required.gpus == 3 and required.run_dir == f"{tmp_path}/a=b/1"
-    assert doctor.main([f"--point={tmp_path}/nowhere/0"]) == 2 and "holds no sweep" in capsys.readouterr().err
+    assert doctor.main([f"--point={tmp_path}/nowhere/0"]) == 2 and "contains no sweep" in capsys.readouterr().err
 
 
 def with_cards(facts: HostFacts, name: str, cards: int, allocated: int | None, error: str = "") -> HostFacts:

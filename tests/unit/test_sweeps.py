@@ -120,7 +120,7 @@ def test_a_sweep_file_is_read_back_unchanged_after_its_folder_moved(tmp_path):
         "tracking.group=run-1",
     ]
     assert found.command(1) == "mrl train experiment=quickstart optim.lr=0.2"
-    with pytest.raises(ValueError, match="holds no sweep"):
+    with pytest.raises(ValueError, match="contains no sweep"):
         load_sweep(tmp_path)
 
 
@@ -307,7 +307,7 @@ def test_proposals_that_never_can_run_are_an_error(tmp_path):
         (["--cfg", "job", "optim.lr=1,2"], "takes overrides only"),
         (["optim.lr=1,2", "hydra/launcher=nonesuch"], "Could not find 'hydra/launcher/nonesuch'"),
         (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run; none was started"),
-        (["--table", "nowhere"], "holds no sweep"),
+        (["--table", "nowhere"], "contains no sweep"),
     ],
 )
 def test_mistakes_are_reported_before_any_point_starts(words, said, inputs, tmp_path, capsys):
@@ -344,7 +344,7 @@ def test_another_sweep_in_the_folder_is_refused(inputs, tmp_path, capsys):
     sweep_of(tmp_path).write()
     with pytest.raises(SystemExit):
         command.main(["-m", "optim.lr=0.1,0.2,0.5", f"data.inputs.folder={inputs}", f"run.dir={tmp_path}"])
-    assert "holds another sweep" in capsys.readouterr().err
+    assert "contains another sweep" in capsys.readouterr().err
 
 
 def test_the_sweeps_of_conf_have_points_that_can_run(inputs, tmp_path):
