@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: finds the processes to blame in snapshots of all processes, and composes the text of the report."""
+"""Diagnosis of a hang: finds the processes that make the others wait in snapshots of all processes, and composes the report."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,29 +9,33 @@ from mrl.hang_report.process_snapshot import ProcessSnapshot
 from parallel.collective_log import LastCollective
 
 MAX_SHOWN_ACTIVITIES = 3
-ABORTED = "Aborted"  # crash message of a rank that NCCL's watchdog ended because it waited too long for another rank
+ABORTED = (
+    "Aborted"  # crash message of a rank that NCCL's watchdog ended because the rank waited too long for another rank
+)
 NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory), or ended by os._exit"
 
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Processes that make the others wait, and a sentence about all pending processes."""
+    """The processes that make the others wait, and a description of what the processes are doing."""
 
     blamed: tuple[ProcessSnapshot, ...]  # empty if no process differs from the others
-    sentence: str  # what each blamed and each pending process is doing
+    sentence: str  # describes each blamed process and each process that was called and has not answered
 
 
 def diagnose(snapshots: Sequence[ProcessSnapshot], is_pending: Callable[[ProcessSnapshot], bool]) -> HangDiagnosis:
-    """Find the processes to blame; `is_pending`: whether a process was called and has not answered.
+    """Find the processes to blame. A process is pending if it was called and has not answered; `is_pending` tells this.
 
-    The first of these groups that is not empty is blamed:
-    1. pending processes that died. If a process died because it gave up waiting for a live process, the live one is blamed;
-    2. other processes that died;
-    3. stopped processes;
-    4. pending processes that do not wait;
-    5. pending processes that wait for something other than other ranks;
-    6. pending ranks that have entered fewer collectives than other members of a group;
-    7. pending processes that are idle although their call has not ended.
+    The processes of the first class that is not empty are blamed:
+    1. pending processes that died, except ranks that NCCL's watchdog ended because they waited for another rank;
+    2. pending processes that do not wait and have entered fewer collectives than a rank that the watchdog ended;
+    3. pending ranks that the watchdog ended;
+    4. processes that died and are not pending;
+    5. stopped processes;
+    6. pending processes that do not wait;
+    7. pending processes that wait for something other than other ranks or a call;
+    8. pending ranks that have entered fewer collectives than other members of a process group;
+    9. pending processes that wait for a call although their call has not ended.
     """
     pending = [snapshot for snapshot in snapshots if is_pending(snapshot)]
     blamed = _find_blamed(snapshots, pending)
@@ -65,7 +69,7 @@ def _is_working(snapshot: ProcessSnapshot) -> bool:
 
 
 def describe_process(snapshot: ProcessSnapshot, lag: str = "") -> str:
-    """Describe one process in a sentence; `lag`: from `describe_collective_lag`."""
+    """Describe in a sentence what a process is doing. `lag`: result of `describe_collective_lag`."""
     activities = f" while {_join_activities(snapshot)}" if snapshot.activities and not snapshot.dead else ""
     return f"{snapshot.title} {_describe_state(snapshot)}{activities}{lag}"
 
@@ -77,11 +81,11 @@ def _describe_state(snapshot: ProcessSnapshot) -> str:
     if snapshot.stopped:
         pid = snapshot.record.pid
         return f"is {snapshot.state} (pid {pid}; `kill -CONT {pid}` resumes it)"
-    return f"{snapshot.summary}" if snapshot.stacks else f"is {snapshot.state}, its stack could not be read"
+    return f"{snapshot.summary}" if snapshot.stacks else f"is {snapshot.state}, and its stack could not be read"
 
 
 def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Name the process groups in which a rank has entered fewer collectives than other members; "" if there are none."""
+    """Describe in which process groups a rank has entered fewer collectives than other members; "" if there are none."""
     lags = []
     for own in snapshot.collectives:
         others = [
@@ -90,11 +94,11 @@ def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[Proce
             if other.record.group == snapshot.record.group
             for log in _logs_of_group(own, other)
         ]
-        most = max((log.entered for log in others), default=0)
-        if most > own.entered:
-            last = next(_describe_operation(log) for log in others if log.entered == most)
+        most = max((log.num_collectives for log in others), default=0)
+        if most > own.num_collectives:
+            last = next(_describe_operation(log) for log in others if log.num_collectives == most)
             lags.append(
-                f"has entered {own.entered} collectives of {describe_group(own)}, other members {most} (the last: {last})"
+                f"has entered {own.num_collectives} collectives of {describe_group(own)}, other members {most} (the last: {last})"
             )
     return f"; it {'; it '.join(lags)}" if lags else ""
 
@@ -104,7 +108,7 @@ def _logs_of_group(own: LastCollective, other: ProcessSnapshot) -> list[LastColl
 
 
 def describe_group(last: LastCollective) -> str:
-    """Name a process group: "group data parallel (ranks 0, 1)"."""
+    """Return the name of a process group, such as "group data parallel (ranks 0, 1)"."""
     ranks = ", ".join(map(str, last.ranks[:8])) + (", ..." if len(last.ranks) > 8 else "")
     purpose = last.purpose.lower().replace("_", " ").replace(" group", "").replace("model parallel", "parallel")
     return f"group {purpose if purpose not in ('', 'undefined') else last.group} (ranks {ranks})"
@@ -115,7 +119,7 @@ def _describe_operation(last: LastCollective) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format a number of bytes with a decimal unit: 1.2 MB."""
+    """Format a number of bytes with a decimal unit, such as "1.2 MB"."""
     amount = float(nbytes)
     for unit in ("B", "kB", "MB"):
         if amount < 1000:
@@ -140,7 +144,7 @@ def _group_alike(snapshots: Sequence[ProcessSnapshot]) -> list[tuple[str, list[P
 
 
 def _describe_alike(snapshots: Sequence[ProcessSnapshot]) -> str:
-    """Describe processes that do the same work. File and line are left out if they differ."""
+    """Describe processes that do the same work. File and line are left out if they differ between the processes."""
     texts = [_describe_state(snapshot) for snapshot in snapshots]
     return texts[0] if len(set(texts)) == 1 else texts[0].partition(" (")[0]
 
@@ -153,7 +157,7 @@ def _join_titles(snapshots: Sequence[ProcessSnapshot]) -> str:
 
 
 def format_ranks(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as ranges: 0-2, 4, 6-7."""
+    """Format sorted numbers as ranges, such as "0-2, 4, 6-7"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -171,14 +175,14 @@ def _to_plural(text: str, snapshots: Sequence[ProcessSnapshot]) -> str:
 
 
 def report_text(
-    what: str,
+    reason: str,
     diagnosis: HangDiagnosis,
     snapshots: Sequence[ProcessSnapshot],
     host_lines: Sequence[str] = (),
     more: Sequence[str] = (),
 ) -> str:
-    """Compose the text of a hang report. `what`: the reason for the report. `more`: lines at its end."""
-    lines = [what, "", f"Diagnosis: {diagnosis.sentence}.", ""]
+    """Compose the text of a hang report. `reason`: its first line. `host_lines`: lines about hosts. `more`: its last lines."""
+    lines = [reason, "", f"Diagnosis: {diagnosis.sentence}.", ""]
     lines += [*host_lines, ""] if host_lines else []
     lines += ["Processes", *(f"  {describe_process(snapshot)}" for snapshot in snapshots), ""]
     lines += ["Last collectives of each rank", *_collective_lines(snapshots), ""]
@@ -191,11 +195,11 @@ def _collective_lines(snapshots: Sequence[ProcessSnapshot]) -> list[str]:
     lines, now = [], time.time()
     for snapshot in snapshots:
         for last in snapshot.collectives:
-            messages = f", {last.messages} messages" if last.messages else ""
+            messages = f", {last.num_messages} messages" if last.num_messages else ""
             lag = "   <- behind" if describe_group(last) in describe_collective_lag(snapshot, snapshots) else ""
             lines.append(
-                f"  {snapshot.title}: {describe_group(last)}: {last.entered} collectives{messages}; "
-                f"the last: {_describe_operation(last)}, {max(0.0, now - last.at):.1f} s ago{lag}"
+                f"  {snapshot.title}: {describe_group(last)}: {last.num_collectives} collectives{messages}; "
+                f"the last: {_describe_operation(last)}, {max(0.0, now - last.issued_at):.1f} s ago{lag}"
             )
     return lines
 

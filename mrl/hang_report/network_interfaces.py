@@ -1,7 +1,7 @@
-"""Network interfaces of this host: a probe of each, and the interface that NCCL or gloo would choose.
+"""Network interfaces of this host: tests of each interface, and a prediction of which one NCCL or gloo uses.
 
-A common cause of hangs: NCCL opens its connections on an interface that cannot connect to its own address. Then all ranks wait
-forever without an error message.
+Hangs often have this cause: NCCL opens its connections on an interface that cannot connect to its own address. All ranks then
+wait forever without an error message.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ class NetworkInterface:
     address: str
     up: bool = True
     speed_mbps: int = 0  # megabits per second; 0: the driver does not report it
-    problem: str = ""  # why a TCP connection from its address to itself fails; "" if it works
+    problem: str = ""  # why a TCP connection from its address to the same address fails; "" if it works
 
 
 def probe_interfaces() -> list[NetworkInterface]:
     """List the interfaces with an IPv4 address and try a TCP connection from each to itself.
 
-    The order is the kernel's, which is also the order in which NCCL considers them.
+    The result has the kernel's order, in which NCCL also considers the interfaces.
     """
     states = psutil.net_if_stats()
     addresses = [
@@ -54,7 +54,7 @@ def probe_interfaces() -> list[NetworkInterface]:
 def _interface_index(name: str) -> int:
     with contextlib.suppress(OSError):
         return socket.if_nametoindex(name)
-    return 2**31  # an alias, or an interface that was just removed
+    return 2**31  # the interface is an alias or was just removed
 
 
 def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str:
@@ -71,13 +71,13 @@ def connect_to_itself(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> str
 
 
 def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]) -> list[str]:
-    """Return a line with the fix for each interface that NCCL may choose and that cannot connect to itself."""
+    """Describe each interface that NCCL may choose but that cannot connect to itself, with the fix."""
     eligible = [one for one in interfaces if one.up and not is_virtual(one.name)]
     working = [one.name for one in eligible if not one.problem]
     fix = (
         f"set NCCL_SOCKET_IFNAME={working[0]}"
         if working
-        else "no other interface of this host works, ask the network's administrator"
+        else "no other interface of this host works; ask the network's administrator"
     )
     return [
         f"{host}: a connection from {one.name} ({one.address}) to itself fails ({one.problem}); ranks that open their "
@@ -88,7 +88,7 @@ def describe_broken_interfaces(host: str, interfaces: Sequence[NetworkInterface]
 
 
 def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") -> list[NetworkInterface]:
-    """Return the interfaces on which NCCL opens its connections. NCCL bootstraps on the first one.
+    """Return the interfaces on which NCCL opens its connections. The ranks first meet on the first of them.
 
     `variable`: the value of NCCL_SOCKET_IFNAME.
     """
@@ -103,9 +103,10 @@ def nccl_interfaces(interfaces: Sequence[NetworkInterface], variable: str = "") 
 
 
 def matches_nccl_rule(name: str, rule: str) -> bool:
-    """Match an interface name against the syntax of NCCL_SOCKET_IFNAME.
+    """Return whether an interface name matches a rule, which has the syntax of NCCL_SOCKET_IFNAME.
 
-    A rule is a comma-separated list of prefixes. A leading `^` excludes them; a leading `=` demands the exact name.
+    A rule is a comma-separated list of prefixes. After a leading `^`, names with these prefixes do not match and all others
+    do. After a leading `=`, the list has whole names instead of prefixes.
     """
     exclude, exact = rule.startswith("^"), rule.lstrip("^").startswith("=")
     parts = [part for part in rule.lstrip("^=").split(",") if part]
@@ -118,8 +119,8 @@ def gloo_interface(
 ) -> NetworkInterface | None:
     """Return the interface on which gloo opens its connections; None if there is none.
 
-    It is the interface that GLOO_SOCKET_IFNAME (`variable`) names, else the interface with an address of the host's name
-    (`host_addresses`), else loopback.
+    If `variable` (the value of GLOO_SOCKET_IFNAME) names an interface, gloo uses this one. Otherwise gloo uses the interface
+    that has one of `host_addresses`, to which the host's name resolves. If there is none, gloo uses loopback.
     """
     if variable:
         return next((one for one in interfaces if one.name == variable.split(",")[0]), None)
@@ -127,7 +128,9 @@ def gloo_interface(
     named = next((by_address[address] for address in host_addresses if address in by_address), None)
     if named or not any(is_loopback(address) for address in host_addresses):
         return named or by_address.get("127.0.0.1")
-    return next((one for one in interfaces if is_loopback(one.address)), None)  # 127.0.1.1 is on no interface
+    return next(
+        (one for one in interfaces if is_loopback(one.address)), None
+    )  # the host's name resolves to 127.0.1.1, which no interface has
 
 
 def is_loopback(address: str) -> bool:
@@ -143,7 +146,7 @@ def is_virtual(name: str) -> bool:
 def interface_exports(names: Mapping[str, str]) -> str:
     """Return the shell command that makes NCCL and gloo use an interface.
 
-    `names`: host -> interface. If the hosts differ, the result has one command for each.
+    `names`: host -> interface. If the hosts have different interfaces, the result has one command for each host.
     """
     if len(set(names.values())) == 1:
         return _export_command(next(iter(names.values())))

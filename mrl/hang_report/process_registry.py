@@ -22,10 +22,10 @@ from typing import Any
 from mrl.core.jsonl import write_json
 
 DUMP_SIGNAL = signal.SIGUSR2  # faulthandler handles it in C, so it works inside a collective and while the GIL is held
-# Environment variables of an engine's processes
+# Environment variables that tell the processes of an engine where and under which name to register
 REGISTRY_FOLDER_ENV = "MRL_STACKS"
 REGISTRY_NAME_ENV = "MRL_STACKS_NAME"
-ACTIVITY_FILE_BYTES = 4096  # the text is cut to this size
+ACTIVITY_FILE_BYTES = 4096  # size of the file; text that does not fit is cut
 
 
 def registry_folder(run_dir: str | Path) -> Path:
@@ -33,7 +33,9 @@ def registry_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "logs" / "stacks"
 
 
-_dump_files: dict[str, Any] = {}  # stay open for the life of the process: faulthandler writes to their file descriptors
+_dump_files: dict[
+    str, Any
+] = {}  # they stay open until the process ends, because faulthandler writes to their file descriptors
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class ProcessRecord:
     pid: int
     started: int  # start time in clock ticks since boot; pids are reused, so pid and start time identify a process
     group: str = ""  # model of a trainer rank; "" for the actor
-    rank: int = -1
+    rank: int = -1  # number of a trainer rank; -1 for other processes
 
 
 def register_process(folder: str | Path, name: str, title: str, role: str, **more: Any) -> Path:
-    """Register this process in `folder`. Returns the path of its files without suffix."""
+    """Register this process in `folder`. Returns the path of its files without suffix.
+
+    `more`: values of further fields of ProcessRecord.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     unregister_processes(folder, name)  # removes the files of an earlier process with the same name
@@ -65,7 +70,7 @@ def register_process(folder: str | Path, name: str, title: str, role: str, **mor
 
 def dump_stacks_on_signal(path: Path) -> None:
     """Append the stacks of all threads to `path` on DUMP_SIGNAL and on a crash."""
-    dump = _dump_files[str(path)] = path.open("a")  # append: the processes of one engine share the file
+    dump = _dump_files[str(path)] = path.open("a")  # append, because the processes of one engine share the file
     faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
     faulthandler.enable(dump)
 
@@ -81,7 +86,7 @@ def read_process_records(folder: str | Path) -> list[ProcessRecord]:
     """Return the registered processes: trainer ranks first, then the rollout worker, then engines."""
     records: list[ProcessRecord] = []
     for path in Path(folder).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError):  # the index of a collective log, or a file that was just removed
+        with suppress(OSError, ValueError, TypeError):  # the file belongs to a collective log, or was just removed
             records.append(ProcessRecord(**json.loads(path.read_text())))
     order = {"rank": 0, "rollout": 1, "engine": 2}
     return sorted(records, key=lambda record: (order[record.role], record.group, record.rank, record.name))
@@ -143,7 +148,7 @@ _activities = _ActivityLog()
 
 @contextmanager
 def track_activity(text: str) -> Iterator[None]:
-    """Record `text` as an activity of this process for the duration of the context; costs microseconds."""
+    """Record `text` as an activity of this process for the duration of the context. This costs microseconds."""
     number = _activities.begin(text)
     try:
         yield

@@ -67,16 +67,16 @@ class ProcessSnapshot:
 def snapshot_processes(folder: str, records: list[ProcessRecord]) -> list[ProcessSnapshot]:
     """Take snapshots of these processes, which run on this host and are registered in `folder`.
 
-    Includes the child processes of engines. Takes at most DUMP_TIMEOUT_S for each process, even if it does not respond.
+    The result includes the child processes of engines. Each snapshot takes at most DUMP_TIMEOUT_S, even if the process hangs.
     """
     children = [child for record in records if record.role == "engine" for child in _engine_children(record)]
     return [_snapshot(Path(folder), record) for record in [*records, *children]]
 
 
 def _engine_children(server: ProcessRecord) -> list[ProcessRecord]:
-    """Return the child processes of an engine's server.
+    """Return the child processes of an engine's server, which SGLang gives titles that begin with `sglang::`.
 
-    SGLang sets their titles. Forked children write their stacks to the server's file.
+    The children write their stacks to the server's file.
     """
     children = []
     with suppress(psutil.Error, OSError):
@@ -118,8 +118,8 @@ def _wchan(pid: int) -> str:
 def _request_stack_dump(record: ProcessRecord, path: Path) -> str:
     """Send a process the signal to write its stacks, and return the text that it writes.
 
-    Returns "" if the process does not handle the signal or writes nothing. The file may disappear at any moment, because an
-    engine is replaced or the run directory is removed.
+    Returns "" if the process does not handle the signal or writes nothing. The file may disappear at any moment, for
+    example because an engine is replaced.
     """
     with suppress(OSError):
         if not _handles_dump_signal(record.pid):

@@ -1,7 +1,8 @@
-"""Waiting of the driver for Ray calls, with a deadline. If the deadline passes or a process dies, it writes a hang report.
+"""RayWaiter, with which the driver waits for Ray calls until a deadline.
 
-A report covers the run's processes on all hosts. The errors of this module have the path of the report. All of them are
-ProcessesLostErrors, because a restart of the lost processes may let the run continue.
+If the deadline passes or a process dies, the driver writes a hang report about the run's processes on all hosts and raises an
+error that has the path of the report. The errors are ProcessesLostErrors, because the run may continue after a restart of the
+lost processes.
 """
 
 import logging
@@ -33,7 +34,7 @@ from mrl.hang_report.process_snapshot import UNREACHABLE, ProcessSnapshot, snaps
 
 logger = logging.getLogger(__name__)
 
-# Parts of the messages of gloo, NCCL and torch's store if another rank is gone or late
+# Parts of the error messages of gloo, NCCL and torch's store that mean that another rank is gone or late
 PEER_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -46,10 +47,10 @@ PEER_ERRORS = (
     "Watchdog caught collective operation timeout",
     "failed to recv, got 0 bytes",
 )
-# Errors of calls to dead processes. OutOfMemoryError: Ray has killed the process because memory is short.
+# Errors of calls to dead processes. OutOfMemoryError means that Ray has killed the process because its host is short of memory.
 DEATH_ERRORS = (RayActorError, NodeDiedError, OutOfMemoryError)
 POLL_S = 0.5  # longest single wait inside Ray
-DEATH_NOTICE_S = 5.0  # time for Ray to notice a death after other ranks have failed because of it
+DEATH_NOTICE_S = 5.0  # time for Ray to notice the death of a rank after other ranks have failed because of it
 REMOTE_TIMEOUT_S = 8.0  # longest wait for the snapshots of all other hosts
 
 
@@ -62,7 +63,7 @@ class DiagnosedError(ProcessesLostError):
         super().__init__(message)
         self.report = report  # file of the hang report; None if it could not be written
         self.names = names  # titles of the processes to blame, as in the message
-        self.ranks = ranks  # the trainer ranks among them
+        self.ranks = ranks  # numbers of the trainer ranks among these processes
 
     def __reduce__(self) -> tuple:
         return type(self), (str(self), self.report, self.names, self.ranks), {"role": self.role}
@@ -95,7 +96,7 @@ class HangReport:
 
 def make_hang_report(
     run_dir: Path,
-    what: str,
+    reason: str,
     is_pending: Callable[[ProcessRecord], bool],
     *,
     check_network: bool = False,
@@ -103,22 +104,22 @@ def make_hang_report(
 ) -> HangReport:
     """Take snapshots of all processes of a run, diagnose them and write run_dir/hang_report_<n>.txt.
 
-    `what`: reason for the report, its first line. `is_pending`: whether a process was called and has not answered.
-    `check_network`: also test the network interfaces that NCCL may use, for a run that does not start. `more`: extra lines.
+    `reason`: first line of the report. `is_pending`: whether a process was called and has not answered. `check_network`: also
+    test the network interfaces that NCCL may use, because the run does not start. `more`: last lines of the report.
     """
     snapshots, host_lines = _snapshot_all_hosts(str(registry_folder(run_dir)), check_network)
     diagnosis = diagnose(snapshots, lambda snapshot: is_pending(snapshot.record))
     try:
-        return HangReport(diagnosis, write_report(run_dir, report_text(what, diagnosis, snapshots, host_lines, more)))
-    except OSError as error:  # e.g. a full disk; the diagnosis still reaches the user with the error
+        return HangReport(diagnosis, write_report(run_dir, report_text(reason, diagnosis, snapshots, host_lines, more)))
+    except OSError as error:  # for example a full disk; the error message still has the diagnosis
         logger.warning("the hang report could not be written: %s", error)
         return HangReport(diagnosis, None)
 
 
 def write_report(folder: Path, text: str) -> Path:
-    """Write `text` to the first hang_report_<n>.txt that does not exist in `folder`.
+    """Write `text` to hang_report_<n>.txt in `folder`, with the first number that is free.
 
-    Raises OSError; no file is left in that case.
+    Raises OSError if the disk fails; no file is left in that case.
     """
     number = 1
     while True:
@@ -183,10 +184,10 @@ class RayWaiter:
     role: str  # rank or rollout
     group: str = ""  # model of the trainer ranks
 
-    def get(self, futures: Sequence[ObjectRef], timeout_s: float, what: str, *, starting: bool = False) -> list[Any]:
+    def get(self, futures: Sequence[ObjectRef], timeout_s: float, call: str, *, starting: bool = False) -> list[Any]:
         """Return the answers of all futures, in order.
 
-        `what`: the call in words. `starting`: the processes are being started, so a hang report tests the network too.
+        `call`: description of the call. `starting`: the call starts the processes, so a hang report also tests the network.
         Raises StalledError when the deadline passes, RankLostError or RolloutWorkerLostError when a process died, and any
         exception that a process raised.
         """
@@ -194,47 +195,47 @@ class RayWaiter:
             answers = _wait_for_all(futures, timeout_s)
             return [answers[future] for future in futures]
         except GetTimeoutError as error:
-            raise self._stalled_error(futures, f"{what} did not finish within {timeout_s:g} s", starting) from error
+            raise self._stalled_error(futures, f"{call} did not finish within {timeout_s:g} s", starting) from error
         except DEATH_ERRORS as error:
             if isinstance(error, RayActorError) and error.actor_init_failed:
                 raise
-            raise self._process_lost_error(futures, what, error) from error
+            raise self._process_lost_error(futures, call, error) from error
         except RayError as error:
             if _is_data_lost(error):
-                raise self._data_lost_error(what, error) from error
+                raise self._data_lost_error(call, error) from error
             if self.role != "rank" or not isinstance(error, RayTaskError) or not is_peer_error(error.cause):
                 raise
-            raise self._resolve_peer_error(futures, what, error, starting) from error
+            raise self._resolve_peer_error(futures, call, error, starting) from error
 
     def _resolve_peer_error(
-        self, futures: Sequence[ObjectRef], what: str, error: RayError, starting: bool
+        self, futures: Sequence[ObjectRef], call: str, error: RayError, starting: bool
     ) -> Exception:
-        """Find the cause of a rank's failed communication: another rank's own error, its death, or its hang."""
+        """Find out why a rank's communication failed: another rank raised an error, died or hangs."""
         ray.wait(list(futures), num_returns=len(futures), timeout=DEATH_NOTICE_S)
         errors = [failure for future in futures if (failure := call_error(future))]
         own = [e for e in errors if isinstance(e, RayTaskError) and not is_peer_error(e.cause)]
         dead = [e for e in errors if isinstance(e, DEATH_ERRORS)]
         if own or dead:
-            return own[0] if own else self._process_lost_error(futures, what, dead[0])
+            return own[0] if own else self._process_lost_error(futures, call, dead[0])
         reason = str(error).strip().splitlines()[-1]
-        return self._stalled_error(futures, f"{what}: ranks gave up waiting for another rank ({reason})", starting)
+        return self._stalled_error(futures, f"{call}: ranks gave up waiting for another rank ({reason})", starting)
 
-    def _stalled_error(self, futures: Sequence[ObjectRef], what: str, starting: bool) -> DiagnosedError:
-        return self._diagnosed_error(StalledError, what, self._pending_test(_pending_numbers(futures)), starting)
+    def _stalled_error(self, futures: Sequence[ObjectRef], reason: str, starting: bool) -> DiagnosedError:
+        return self._diagnosed_error(StalledError, reason, self._pending_test(_pending_numbers(futures)), starting)
 
-    def _process_lost_error(self, futures: Sequence[ObjectRef], what: str, error: RayError) -> DiagnosedError:
+    def _process_lost_error(self, futures: Sequence[ObjectRef], call: str, error: RayError) -> DiagnosedError:
         dead = tuple(n for n, future in enumerate(futures) if isinstance(call_error(future), DEATH_ERRORS))
         kind = RankLostError if self.role == "rank" else RolloutWorkerLostError
         why = ", killed by Ray because the host is short of memory" if isinstance(error, OutOfMemoryError) else ""
         is_pending = self._pending_test(_pending_numbers(futures))
-        lost = self._diagnosed_error(kind, f"{what}: a process died{why}", is_pending, False, [f"Ray says: {error}"])
+        lost = self._diagnosed_error(kind, f"{call}: a process died{why}", is_pending, False, [f"Ray says: {error}"])
         lost.ranks = lost.ranks or (dead if self.role == "rank" else ())
         return lost
 
-    def _data_lost_error(self, what: str, error: RayError) -> DiagnosedError:
-        """Return the error of a call whose input is lost, because the process of the other role that made the input died."""
+    def _data_lost_error(self, call: str, error: RayError) -> DiagnosedError:
+        """Return the error of a call whose input is lost, because the process that made the input died."""
         kind = RolloutWorkerLostError if self.role == "rank" else RankLostError
-        message = f"{what}: its input data is lost"
+        message = f"{call}: the input data of the call is lost"
         lost = self._diagnosed_error(kind, message, self._pending_test(set()), False, [f"Ray says: {error}"])
         lost.role = "rollout" if self.role == "rank" else "rank"
         return lost
@@ -250,33 +251,31 @@ class RayWaiter:
     def _diagnosed_error(
         self,
         kind: type[DiagnosedError],
-        what: str,
+        reason: str,
         is_pending: Callable[[ProcessRecord], bool],
         starting: bool,
         more: Sequence[str] = (),
     ) -> DiagnosedError:
         try:
-            report = make_hang_report(self.run_dir, what, is_pending, check_network=starting, more=more)
-        except Exception as error:  # a failed report must not hide the error that it is about
+            report = make_hang_report(self.run_dir, reason, is_pending, check_network=starting, more=more)
+        except Exception as error:  # an error in making the report must not hide the original error
             logger.exception("the hang report failed")
-            diagnosed = kind(
-                f"{what}. There is no hang report, because an error occurred in making it: {error!r}", None
-            )
+            diagnosed = kind(f"{reason}. There is no hang report, because making the report failed: {error!r}", None)
             diagnosed.role = self.role
             return diagnosed
         blamed = [snapshot.record for snapshot in report.diagnosis.blamed if snapshot.record.role == "rank"]
         ranks = tuple(record.rank for record in blamed if record.group == self.group)
         where = f"Hang report: {report.path}" if report.path else "The hang report could not be written."
-        diagnosed = kind(f"{what}. {report.diagnosis.sentence}. {where}", report.path, report.names, ranks)
+        diagnosed = kind(f"{reason}. {report.diagnosis.sentence}. {where}", report.path, report.names, ranks)
         diagnosed.role = self.role
         return diagnosed
 
 
 def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[ObjectRef, Any]:
-    """Wait for all answers or for the first error, which is raised.
+    """Wait for all answers. Raises the first error of a call.
 
     Each wait inside Ray is short, because an exception that a signal handler raises inside Ray would break Ray.
-    Raises GetTimeoutError, and the errors of `check_wait`.
+    Also raises GetTimeoutError after `timeout_s`, and the errors of `check_wait`.
     """
     end, pending, answers = time.monotonic() + timeout_s, list(futures), {}
     while pending:
@@ -290,7 +289,7 @@ def _wait_for_all(futures: Sequence[ObjectRef], timeout_s: float) -> dict[Object
 
 
 def _is_data_lost(error: RayError) -> bool:
-    """Return whether an object of Ray's store is lost; this happens when the process that made it dies."""
+    """Return whether the error means that an object of Ray's store is lost. This happens if the process that made it died."""
     return isinstance(error, ObjectLostError) or (
         isinstance(error, RayTaskError) and isinstance(error.cause, ObjectLostError)
     )

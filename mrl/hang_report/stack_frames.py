@@ -1,6 +1,6 @@
 """Parser of faulthandler's stack dumps, and tables that describe a stack in words.
 
-To make hang reports recognize more code, add a line to WAITS (code that waits) or PURPOSES (work that the code belongs to).
+To make hang reports recognize more code, add a line to WAITS if the code waits, or to PURPOSES to name the work that it does.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 HEADER = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\)")
 FRAME = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
 LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
-NUM_WAITING_FRAMES = 4  # innermost frames that are searched for a wait
+NUM_WAITING_FRAMES = 4  # number of innermost frames that are compared with WAITS
 
 # (part of the file's path, prefix of the function's name) -> what a process waits for in that code
 WAITS = {
@@ -27,10 +27,10 @@ WAITS = {
     ("urllib/request.py", ""): "an answer over HTTP",
     ("asyncio/base_events.py", ""): "an answer over the network",
     ("mrl/rollout/engine_pool.py", "_wait"): "an answer over the network",  # uvloop waits without Python frames
-    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # likewise
+    ("mrl/rollout/engine_pool.py", "_run_loop"): "an answer over the network",  # uvloop, as above
     ("mrl/rollout/rollout_pipeline.py", "wait_step"): "another thread",
     ("mrl/rollout/rollout_pipeline.py", "_take_unscored"): "another thread",
-    ("uvicorn/", ""): "a call",  # likewise uvloop
+    ("uvicorn/", ""): "a call",  # uvloop, as above
     ("zmq/", ""): "a call",
     ("ray/_private/worker.py", "main_loop"): "a call",
     ("ray/_private/worker.py", "get_objects"): "an object of Ray's store",
@@ -38,9 +38,9 @@ WAITS = {
     ("pebble/", ""): "another thread",
 }
 
-# (part of the file's path, prefix of the function's name) -> the work that the code belongs to. For each frame, the first
-# matching line of the table is used. The innermost frame with a non-empty text determines the purpose. A frame with an empty
-# text is skipped, because its caller describes the work better.
+# (part of the file's path, prefix of the function's name) -> the work that the code does. For each frame, the first line that
+# matches is used. The innermost frame with a non-empty text determines the purpose. A frame with an empty text is skipped,
+# because its caller describes the work better.
 PURPOSES = {
     ("<frozen importlib", ""): "its imports",
     ("distributed/finalize_model_grads.py", ""): "the gradient all-reduce",
@@ -120,7 +120,7 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class StackSummary:
-    """Work of a process and what it waits for, derived from its stacks."""
+    """What a process is doing and waiting for, derived from its stacks."""
 
     purpose: str  # entry of PURPOSES, such as "the gradient all-reduce"; "" if no entry matches
     waits_for: str  # entry of WAITS, such as "other ranks"; "" if the process does not wait
@@ -137,7 +137,7 @@ class StackSummary:
 
 
 def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
-    """Parse the stacks of a dump, each innermost frame first; the main thread's stack comes first."""
+    """Return the stacks in a dump, the main thread's stack first. Each stack begins with its innermost frame."""
     stacks: list[list[StackFrame]] = []
     for line in dump.splitlines():
         if HEADER.match(line):
@@ -145,7 +145,9 @@ def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
         elif stacks and (match := FRAME.match(line)):
             stacks[-1].append(StackFrame(match[1], int(match[2]), match[3]))
     stacks = [stack for stack in stacks if stack]
-    return sorted(stacks, key=lambda stack: stack[-1].function == "_bootstrap")  # outermost frame of all other threads
+    return sorted(
+        stacks, key=lambda stack: stack[-1].function == "_bootstrap"
+    )  # outermost frame of every thread except the main thread
 
 
 def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
@@ -156,7 +158,9 @@ def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
     if main.waits_for == "another thread":
         others = [_summarize(stack) for stack in stacks[1:]]
         helpers = [other for other in others if other.purpose and other.waits_for != "another thread"]
-        return min(helpers, key=lambda other: bool(other.waits_for), default=main)  # prefer a thread that does not wait
+        return min(
+            helpers, key=lambda other: bool(other.waits_for), default=main
+        )  # a thread that does not wait comes first
     return main
 
 
@@ -168,7 +172,7 @@ def _summarize(stack: list[StackFrame]) -> StackSummary:
 def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
     """Return the innermost frames, up to and including the first frame outside of libraries.
 
-    Library code that called this frame is left out, because the process does not wait in it.
+    Library code that called that frame is left out, because it only started the work in which the process waits.
     """
     frames = []
     for frame in stack[:NUM_WAITING_FRAMES]:
@@ -179,7 +183,7 @@ def _waiting_frames(stack: list[StackFrame]) -> list[StackFrame]:
 
 
 def _lookup(stack: Sequence[StackFrame], table: dict[tuple[str, str], str]) -> str:
-    """Return the table's text for the innermost frame that has a non-empty one; "" if no frame has."""
+    """Return the table's text for the innermost frame that has a non-empty text; "" if there is no such frame."""
     for frame in stack:
         if frame.function == "<module>":  # an import, or the program's entry point
             continue

@@ -219,7 +219,7 @@ def check_ports(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
                     [host.host],
                     f"port {port} is used by {owner}",
                     "`ray start --head` needs this port: it fails, or the nodes of this job join another user's cluster",
-                    "ray stop, if it is your Ray; otherwise another port: ray start --head --port=6380, and cluster.address=HEAD:6380",
+                    "ray stop, if it is your Ray; otherwise ray start --head --port=6380, and cluster.address=HEAD:6380",
                 )
         first, last = host.network.outgoing_ports
         if first <= LAST_ENGINE_PORT:
