@@ -45,7 +45,7 @@ def zero_advantage(sizes: Sizes, fraction: float) -> Case:
     """Return 20 groups of 8 responses, with shared prompts in both partitions: about 8k computed tokens without skipping."""
     sizes = replace(sizes, groups=20, responses=8, prompt=(16, 48), response=(8, 88))
     block, batch = one_process.make_batch(sizes, fraction)
-    every = replace(batch, rows=batch.counted)
+    every = replace(batch, rows=batch.denominator_rows)
     return Case(f"{fraction:.0%} of groups have advantage 0", block, *_plans(batch, every, (True, True)))
 
 

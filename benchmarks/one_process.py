@@ -100,9 +100,9 @@ def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, Tr
     groups = np.repeat(np.arange(sizes.groups), sizes.responses)
     advantages = rng.normal(size=len(prompts)).astype(np.float32)
     advantages[groups < round(zero_fraction * sizes.groups)] = 0.0
-    rows, counted = np.flatnonzero(advantages), np.arange(len(prompts))
+    rows, denominator_rows = np.flatnonzero(advantages), np.arange(len(prompts))
     block = block.with_columns(advantages=advantages.repeat(block.sampled_lengths))
-    return block, replace(TrainBatch.of(block, groups), rows=rows, counted=counted)
+    return block, replace(TrainBatch.of(block, groups), rows=rows, denominator_rows=denominator_rows)
 
 
 def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPartition:

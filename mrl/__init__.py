@@ -7,13 +7,16 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def _check_own_packages() -> None:
-    """Raise ImportError if Python finds another package `parallel` or `models` first, such as a folder of weights."""
+    """Raise ImportError if Python would import another package than mrl's own as `parallel` or `models`.
+
+    This happens if the working directory has a folder of this name, such as a folder of weights.
+    """
     for name in ("parallel", "models"):
         spec = find_spec(name)
         location = Path(spec.origin).resolve().parent if spec and spec.origin else None
         if location != _HOME / name:
             raise ImportError(
-                f"mrl needs its own package {name!r} at {_HOME / name}, but Python finds {location or 'none with code'}; "
+                f"mrl needs its own package {name!r} at {_HOME / name}, but Python finds {location or 'a folder without code'}; "
                 f"rename that folder, or start mrl from another directory."
             )
 

@@ -1,4 +1,4 @@
-"""Entry point of `mrl COMMAND`. Each command is a module in mrl/commands."""
+"""Entry point of `mrl COMMAND`. Each command is a module of the same name in mrl/commands."""
 
 import importlib
 import sys
@@ -9,9 +9,9 @@ COMMANDS = {
     "generate": "sample responses to a data set, into parquet files",
     "evaluate": "measure pass@k, maj@k and mean score of a model, with confidence intervals",
     "certify": "check that a parallel layout computes what one process computes",
-    "replay": "repeat a dumped step, and name the first layer that differs between layouts or is not finite",
-    "plan": "show memory, placement and weight sync of a config, without starting anything",
-    "doctor": "check this machine, or the hosts of a job, and name the command that fixes each problem",
+    "replay": "repeat a dumped step, and name the first layer whose output is not finite or differs between layouts",
+    "plan": "show the memory, placement and weight sync of a config, without starting a run",
+    "doctor": "check this machine, or the hosts of a job, and show a command that fixes each problem",
     "convert": "convert weights between Hugging Face folders and Megatron checkpoints, and verify the result",
     "config": "describe the keys of the config: defaults, units, allowed values",
     "data": "create or convert data files",
@@ -26,7 +26,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())

@@ -35,10 +35,22 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 600, poll_s: 
 
 
 @dataclass
-class MrlRun:
-    """One `mrl` process and its run directory."""
+class RunFolder:
+    """The run directory of a run that may have been started by another process of the tests."""
 
     folder: Path
+
+    def output(self) -> str:
+        return (self.folder / "terminal.log").read_text()
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass
+class MrlRun(RunFolder):
+    """One `mrl` process and its run directory."""
+
     tag: str
     process: subprocess.Popen
 
@@ -52,12 +64,6 @@ class MrlRun:
                 f"the process did not end within {PATIENCE * timeout_s} s:\n{self.output()[-3000:]}"
             ) from None
         return self
-
-    def output(self) -> str:
-        return (self.folder / "terminal.log").read_text()
-
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def leftovers(self, within_s: float = 90) -> list[psutil.Process]:
         """Return the processes of the run that are alive after `within_s` seconds. Ray's agents wait 60 s for a dead head."""

@@ -32,7 +32,7 @@ def recorded(run_dir, groups, setup, speeds=SPEEDS, steps=STEPS, pools=None, **r
     ledger, metrics = [], []
     for step in range(steps):
         numbers = list(range(step * N, step * N + N))
-        step_groups = [groups.of(number) for number in numbers]
+        step_groups = [groups.tokens_of(number) for number in numbers]
         tokens = sum(prompt * G + sum(lengths) for prompt, lengths in step_groups)
         train_s, step_s = speeds.training(tokens, 1.0), float(prediction.step_s[step])
         line = dict(

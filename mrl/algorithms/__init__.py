@@ -1,1 +1,1 @@
-"""Advantages, losses, KL penalties and corrections of the policy update: pure functions of arrays and tensors."""
+"""Advantages, losses, KL penalties and corrections: pure functions of arrays and tensors, the parts of a policy update."""

@@ -1,4 +1,4 @@
-"""The advantage pipeline: computes the columns of the losses from the rewards of a whole batch, once per rollout."""
+"""The advantage pipeline: computes the columns that the losses need from the rewards of a whole batch, once per step."""
 
 from __future__ import annotations
 
@@ -17,31 +17,39 @@ from mrl.core.types import Column
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the loss columns of a batch from its rewards: KL penalty, advantages, whitening, extra columns of the loss.
+    """Computes the columns [R] that the losses need: advantages, returns, and the extra columns of the policy loss.
 
-    A response without sampled tokens is ignored; it does not count in the mean reward of its group either. A rejected
-    response counts in the statistics of its group, because DAPO excludes it from the loss only (Yu et al. 2025, 3.4).
-    It is also excluded from whitening and from the extra columns of the loss.
+    It subtracts the KL penalty from the rewards, estimates advantages, whitens them, and computes the extra columns.
+    A response without sampled tokens is ignored. It does not count in the mean reward of its group either.
+
+    With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
+    extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
     """
 
     advantage: Advantage
-    loss: Loss  # for its extra_columns
-    kl: KLPenalty | None = None  # subtracted from the rewards
-    whiten: bool = False  # scale advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
-    mask_truncated: bool = False  # reject responses cut at the token limit (overlong filtering)
+    loss: Loss  # the policy loss; only its `extra_columns` and `needs` are used
+    kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
+    whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
+    mask_truncated: bool = (
+        False  # exclude responses that were cut at the token limit from the loss (overlong filtering)
+    )
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the caller must pass, and greedy_rewards if the advantage reads them."""
+        """Names of the columns that the caller must pass. It contains "greedy_rewards" if the advantage estimator reads them."""
         needs = getattr(self.advantage, "needs", frozenset()) | getattr(self.loss, "needs", frozenset())
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
     def __call__(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float, seed: Sequence[int]
     ) -> AdvantageColumns:
-        """Return the loss columns [R], float32. `columns` has a column [R] for each name in `needs`.
+        """Return the columns [R] that the losses need, as float32.
 
-        `kl_coef` is the coefficient of the KL penalty in the reward. Losses that select tokens at random use `seed`.
+        Args:
+            scored: responses and rewards.
+            columns: a column [R] for each name in `needs`.
+            kl_coef: coefficient of the KL penalty in the reward.
+            seed: seed of losses that select tokens at random.
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
@@ -49,21 +57,23 @@ class AdvantagePipeline:
         result = result if isinstance(result, Advantages) else Advantages(result)
         advantages = broadcast_to_tokens(result.advantages, batch).astype(np.float64)
         rejected = scored.truncated & self.mask_truncated
-        kept = ~np.repeat(rejected, scored.lengths)  # [R]
+        in_loss = ~np.repeat(rejected, scored.lengths)  # [R] whether the token is in the loss
         if self.whiten:
-            advantages = _whiten(advantages, kept)
+            advantages = _whiten(advantages, in_loss)
         loss_columns = {"advantages": advantages.astype(np.float32)}
         if result.returns is not None:
             loss_columns["returns"] = result.returns.astype(np.float32)
-        loss_columns |= self._extra_columns(batch, loss_columns["advantages"], kept, np.random.default_rng(seed))
+        loss_columns |= self._extra_columns(batch, loss_columns["advantages"], in_loss, np.random.default_rng(seed))
         rows = np.repeat(np.arange(len(scored.lengths)), scored.lengths)
-        nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
-        return AdvantageColumns(loss_columns, nonzero == 0, rejected, metrics | _moments(advantages[kept]))
+        num_nonzero = np.bincount(rows, loss_columns["advantages"] != 0, minlength=len(scored.lengths))
+        return AdvantageColumns(
+            loss_columns, num_nonzero == 0, rejected, metrics | _advantage_metrics(advantages[in_loss])
+        )
 
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """Return the reward of each token [R] minus its KL penalty, and metrics."""
+        """Return the rewards of the tokens [R], minus their KL penalties, and metrics."""
         if scored.turn_rewards is None:
             rewards = np.zeros(scored.lengths.sum())
             nonempty = scored.lengths > 0
@@ -76,21 +86,21 @@ class AdvantagePipeline:
         return rewards - kl_coef * kl, {"policy/kl_reward": float(kl.mean()) if len(kl) else 0.0}
 
     def _extra_columns(
-        self, batch: AdvantageInputs, advantages: Column, kept: NDArray[np.bool_], rng: np.random.Generator
+        self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
-        """Return the extra columns [R] of the loss, computed from the tokens in the loss (`kept` [R]); 0 for other tokens."""
-        make = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
+        """Return the extra columns [R] of the loss. They are computed from the tokens `in_loss` [R]; other tokens get 0."""
+        compute = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
         columns = {}
-        for name, values in make(_select_responses(batch, kept), advantages[kept], rng).items():
-            columns[name] = np.zeros(len(kept), np.float32)
-            columns[name][kept] = values
+        for name, values in compute(_select_responses(batch, in_loss), advantages[in_loss], rng).items():
+            columns[name] = np.zeros(len(in_loss), np.float32)
+            columns[name][in_loss] = values
         return columns
 
 
 def _advantage_inputs(
     scored: ScoredBatch, token_rewards: NDArray[np.float64], columns: Mapping[str, Column]
 ) -> AdvantageInputs:
-    """Return the input of the advantage, without responses that have no sampled tokens."""
+    """Return the input of the advantage estimator. Responses without sampled tokens are omitted."""
     nonempty = scored.lengths > 0
     greedy = scored.greedy_rewards
     return AdvantageInputs(
@@ -103,29 +113,29 @@ def _advantage_inputs(
     )
 
 
-def _select_responses(batch: AdvantageInputs, kept: NDArray[np.bool_]) -> AdvantageInputs:
-    """Return the responses whose tokens are `kept` [R]. Either all tokens of a response are kept or none."""
-    rows = np.unique(batch.rows[kept])
+def _select_responses(batch: AdvantageInputs, selected: NDArray[np.bool_]) -> AdvantageInputs:
+    """Return the responses whose tokens are `selected` [R]. `selected` has the same value for all tokens of a response."""
+    rows = np.unique(batch.rows[selected])
     return replace(
         batch,
-        token_rewards=batch.token_rewards[kept],
+        token_rewards=batch.token_rewards[selected],
         groups=batch.groups[rows],
         lengths=batch.lengths[rows],
-        columns={name: values[kept] for name, values in batch.columns.items()},
+        columns={name: values[selected] for name, values in batch.columns.items()},
         greedy_rewards=None if batch.greedy_rewards is None else batch.greedy_rewards[rows],
         parts={name: values[rows] for name, values in batch.parts.items()},
     )
 
 
-def _whiten(advantages: NDArray[np.float64], kept: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return advantages [R] shifted and scaled by the mean and standard deviation of the `kept` tokens."""
-    if not kept.any():
+def _whiten(advantages: NDArray[np.float64], in_loss: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return advantages [R], normalized with the mean and the standard deviation of the tokens `in_loss` [R]."""
+    if not in_loss.any():
         return advantages
-    shifted = advantages - advantages[kept][0]  # exactly 0 if all are equal
-    return (shifted - shifted[kept].mean()) / (shifted[kept].std() + 1e-8)
+    shifted = advantages - advantages[in_loss][0]  # exactly 0 if all advantages are equal
+    return (shifted - shifted[in_loss].mean()) / (shifted[in_loss].std() + 1e-8)
 
 
-def _moments(advantages: NDArray[np.float64]) -> dict[str, float]:
+def _advantage_metrics(advantages: NDArray[np.float64]) -> dict[str, float]:
     if not len(advantages):
         return {"advantage/mean": 0.0, "advantage/std": 0.0}
     return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}

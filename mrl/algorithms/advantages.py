@@ -1,8 +1,8 @@
-"""Advantage estimators: compute one advantage per response [B] or per sampled token [R] from the rewards of a batch.
+"""Advantage estimators: they compute one advantage per response [B] or per sampled token [R] from the rewards of a batch.
 
-Group-relative estimators compare the reward of a response with the rewards of its group, the responses to the same
-prompt. Groups may differ in size, and the rows of a group may be anywhere in the batch. The advantage of a response is
-0 if its group has one response, or if all rewards of the group are equal.
+Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
+Groups may differ in size, and the rows of a group may be anywhere in the batch. These estimators give a response the
+advantage 0 if its group has only one response, or if all rewards of the group are equal.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class Advantage(Protocol):
 
     A class may declare two attributes:
 
-    - `needs` (default: nothing): the inputs that the estimator reads, out of values, old_logprobs, ref_logprobs,
-      teacher_logprobs (columns) and greedy_rewards.
-    - `uses_token_rewards` (default: true): the estimator reads `token_rewards`, which contain the KL penalty of
-      algorithm.kl_in_reward.
+    - `needs`: names of the inputs that the estimator reads. The names are those of columns (values, old_logprobs,
+      ref_logprobs, teacher_logprobs) and greedy_rewards. By default the set is empty.
+    - `uses_token_rewards`: whether the estimator reads `rewards` or `token_rewards`, which contain the KL penalty of
+      algorithm.kl_in_reward. By default this is true.
     """
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.floating] | Advantages: ...
@@ -34,9 +34,9 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics per group. Every method returns one value per row [B]."""
+    """Statistics of groups. Every method returns an array [B]: for each row, the value that belongs to its group."""
 
-    groups: NDArray[np.int64]  # [B] group id of each row
+    groups: NDArray[np.int64]  # [B] id of the group of each row
 
     @cached_property
     def _unique(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
@@ -44,42 +44,42 @@ class GroupStatistics:
 
     @property
     def index(self) -> NDArray[np.int64]:
-        """[B] position of each row's group among the sorted group ids, from 0."""
+        """[B] for each row, the position of its group among the sorted group ids, from 0."""
         return self._unique[2]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[B] number of rows in each row's group."""
+        """[B] for each row, the number of rows in its group."""
         return self._unique[3][self.index]
 
     def sum(self, values: Floats) -> Floats:
-        """Return the group sum of `values` [B] for each row [B]."""
+        """Return [B]: for each row, the sum of `values` [B] over its group."""
         return np.bincount(self.index, values, minlength=len(self._unique[0])).astype(np.float64)[self.index]
 
     def mean(self, values: Floats) -> Floats:
-        """Return the group mean of `values` [B] for each row [B]."""
+        """Return [B]: for each row, the mean of `values` [B] over its group."""
         return self.sum(values) / self.sizes
 
     def subtract_first(self, values: Floats) -> Floats:
-        """Return `values` [B] minus the value of the group's first row. Groups of equal values give exactly 0."""
+        """Return `values` [B], each minus the value of the first row of its group. Equal values give exactly 0."""
         return values - values[self._unique[1]][self.index]
 
     def subtract_mean(self, values: Floats) -> Floats:
-        """Return `values` [B] minus their group mean. Groups of equal values give exactly 0."""
+        """Return `values` [B], each minus the mean of its group. A group of equal values gives exactly 0."""
         shifted = self.subtract_first(values)
         return shifted - self.mean(shifted)
 
     def std(self, values: Floats, ddof: int = 1) -> Floats:
-        """Return the standard deviation of each row's group [B]. The denominator is max(n - ddof, 1)."""
+        """Return [B]: for each row, the standard deviation of its group. The denominator is max(size - ddof, 1)."""
         return np.sqrt(self.sum(self.subtract_mean(values) ** 2) / np.maximum(self.sizes - ddof, 1))
 
 
 @dataclass(frozen=True)
 class GRPO:
-    """Group-relative advantage (r - mean) / (std + eps) over the responses to one prompt (DeepSeekMath 2024, 4.1.2).
+    """Advantage (r - mean) / (std + eps), with the mean and standard deviation of the group (DeepSeekMath 2024, 4.1.2).
 
-    The paper does not say which standard deviation it uses. The default is the unbiased one (ddof 1), as in the common
-    implementations. `normalize_std=False` omits the division, as Dr.GRPO does (Liu et al. 2025, 3.2).
+    The paper does not say which standard deviation it uses. The default is the unbiased one (`ddof=1`), as in the
+    common implementations. With `normalize_std=False` there is no division, as in Dr.GRPO (Liu et al. 2025, 3.2).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -96,9 +96,9 @@ class GRPO:
 
 @dataclass(frozen=True)
 class RLOO:
-    """Reward minus the mean reward of the other responses to the prompt (Ahmadian et al. 2024, 2.2).
+    """Reward minus the mean reward of the other responses to the same prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response the advantage is 0; in verl it is the reward.
+    In a group of one response the advantage is 0. In verl it is the reward.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -111,10 +111,10 @@ class RLOO:
 
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline:
-    """Reward minus the group mean (Hu et al. 2025, REINFORCE++-baseline).
+    """Reward minus the mean of the group (Hu et al. 2025, REINFORCE++-baseline).
 
-    The method also whitens the advantages over the batch. That step is `algorithm.whiten=true`, which
-    conf/algorithm/reinforce_pp_baseline.yaml sets.
+    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this;
+    conf/algorithm/reinforce_pp_baseline.yaml sets it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -128,9 +128,9 @@ class ReinforcePlusPlusBaseline:
 class ReMax:
     """Reward minus the reward of the greedy response to the same prompt (Li et al. 2023, algorithm 1).
 
-    With `to_go`, the advantage of a token is the sum of the rewards from that token on, minus the baseline, as in
-    verl. This differs only if a response has rewards at several tokens: a KL penalty in the reward, or one reward per
-    turn.
+    With `to_go`, the advantage of a token is the sum of the rewards from this token to the end, minus the greedy reward,
+    as in verl. The result differs only if a response has rewards at several tokens. This is so with a KL penalty in the
+    reward, and with one reward per turn.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
@@ -146,7 +146,10 @@ class ReMax:
 
 @dataclass(frozen=True)
 class OPO:
-    """Reward minus the minimum-variance baseline, the group's length-weighted mean reward (Hao et al. 2025, sec. 3)."""
+    """Reward minus the mean reward of the group, weighted by response length (Hao et al. 2025, sec. 3).
+
+    This baseline has the smallest variance.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -159,11 +162,11 @@ class OPO:
 
 @dataclass(frozen=True)
 class GPG:
-    """Reward minus the group mean, times B / (B - M) (Chu et al. 2025, AGE).
+    """(Reward minus the mean of the group) times B / (B - M) (Chu et al. 2025, AGE).
 
-    M is the number of responses whose group has equal rewards. The factor keeps the size of the gradient when many
-    groups give no signal. In verl, M is the number of responses with reward 0. `normalize_std` also divides by the
-    group's standard deviation; by default, the paper's F_norm is 1.
+    M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
+    them. In verl, M is the number of responses with reward 0. With `normalize_std`, the advantage is also divided by the
+    standard deviation of the group. The divisor is F_norm in the paper; by default it is 1.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -183,10 +186,10 @@ class GPG:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """Marginal gain of the best response of a group; 0 for all others (Tang et al. 2025, leave-one-out baseline).
+    """Best reward of the group minus the second best, for the best response; 0 for all others (Tang et al. 2025).
 
-    The objective is the best reward among all responses to a prompt. The gain is the best reward minus the second
-    best, so the gain is 0 if two responses have the best reward.
+    This is the paper's leave-one-out baseline for the objective "best reward among all responses to a prompt". If two
+    responses have the best reward, the advantage of both is 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -194,9 +197,11 @@ class PassAtK:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
         index = GroupStatistics(inputs.groups).index
-        order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward: the best of a group is its last
+        order = np.lexsort(
+            (inputs.rewards, index)
+        )  # sorted by group, then by reward; the best row of a group is its last
         is_best = np.diff(index[order], append=-1) != 0
-        has_second = np.diff(index[order], prepend=-1) == 0  # the row before it belongs to the same group
+        has_second = np.diff(index[order], prepend=-1) == 0  # the previous row belongs to the same group
         rewards = inputs.rewards[order]
         gap = np.diff(rewards, prepend=rewards[:1])
         advantages = np.zeros(len(order))
@@ -206,10 +211,10 @@ class PassAtK:
 
 @dataclass(frozen=True)
 class LogMeanExp:
-    """Reward minus tau log(mean exp(r / tau)) over the group: the baseline tau log Z of OPMD (Kimi k1.5 2025, 2.3.2).
+    """Reward minus tau log Z, the baseline of OPMD (Kimi k1.5 2025, 2.3.2).
 
-    As tau grows, the baseline tends to the group mean. In practice the paper uses the mean, which is GRPO with
-    normalize_std=False.
+    Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean of the group. The
+    authors use the mean in practice; this is GRPO with `normalize_std=False`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -226,11 +231,14 @@ class LogMeanExp:
 
 @dataclass(frozen=True)
 class GDPO:
-    """Sum of the reward's parts, each normalised in its group; the sum is normalised over the batch (Liu et al. 2026, sec. 3).
+    """Weighted sum of the parts of the reward, with two normalisations (Liu et al. 2026, sec. 3).
 
-    `weights` maps the name of a part to its weight; other parts have weight 1. The parts do not contain the penalty of
-    algorithm.kl_in_reward, so use algorithm.kl_in_loss. `normalize_batch=False` omits the last step; `algorithm.whiten`
-    then normalises over tokens, as verl does. A reward without parts counts as one part, named `reward`.
+    First each part is normalised over the group. Then the sum of the parts is normalised over the batch. With
+    `normalize_batch=False` the second normalisation is omitted, and `algorithm.whiten` can normalise over tokens, as
+    verl does.
+
+    `weights` maps the name of a part to its weight. Other parts have weight 1. A reward without parts is one part with
+    the name `reward`. The parts do not contain the penalty of algorithm.kl_in_reward, so use algorithm.kl_in_loss.
 
     Raises ValueError if `weights` names a part that the reward does not have.
     """
@@ -252,17 +260,19 @@ class GDPO:
         for name, rewards in parts.items():
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
-        # The batch mean is 0 because each group's mean is 0. Subtracting it would only add round-off to advantages of 0.
+        # The mean over the batch is 0 because the mean of each group is 0. To subtract it would only add rounding errors.
         return total / (total.std() + self.eps) if self.normalize_batch else total
 
 
 @dataclass(frozen=True)
 class GAE:
-    """Generalised advantage estimation with a critic: sum over l of (gamma lam)^l delta[t + l] (Schulman et al. 2015, eq. 16).
+    """Generalised advantage estimation with a critic (Schulman et al. 2015, eq. 16).
 
-    delta[t] = r[t] + gamma V[t + 1] - V[t], with V = 0 after the last token. t counts sampled tokens only: in a
-    multi-turn response the first token of a turn follows the last token of the turn before it. The critic learns
-    advantage + value, the TD(lambda) return, computed before any whitening.
+    The advantage of token t is the sum over l of (gamma lam)^l delta[t + l], where
+    delta[t] = r[t] + gamma V[t + 1] - V[t], and V = 0 after the last token. Only sampled tokens have a number t: in a
+    multi-turn response, the first token of a turn follows the last token of the previous assistant turn.
+
+    The critic learns the TD(lambda) return. This is the advantage before whitening, plus the value.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"values"})
@@ -279,10 +289,10 @@ class GAE:
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus:
-    """Discounted sum of the rewards from each token on, KL penalties included (Hu et al. 2025).
+    """Discounted sum of the rewards from each token to the end, minus KL penalties (Hu et al. 2025).
 
-    The method also whitens the advantages over the batch. That step is `algorithm.whiten=true`, which
-    conf/algorithm/reinforce_pp.yaml sets.
+    The method also whitens the advantages over the batch. `algorithm.whiten=true` does this;
+    conf/algorithm/reinforce_pp.yaml sets it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -295,11 +305,12 @@ class ReinforcePlusPlus:
 
 @dataclass(frozen=True)
 class OnPolicyDistillation:
-    """Advantage log p_teacher - log p_old per token: minus the reverse KL to a teacher (Lu and Thinking Machines 2025).
+    """Advantage coef * (log p_teacher - log p_old) of each token (Lu and Thinking Machines 2025).
 
-    gamma   0, as in the source: the advantage of a token is its own term. 1: the advantage also includes the terms of
-            all later tokens (R_t of MiniLLM, Gu et al. 2024, 2.2)
-    reward  another estimator, whose advantages are added with the factor `reward_coef`. None: distillation only
+    Its mean is -coef times the reverse KL divergence from the teacher. With `gamma` above 0, the terms of later tokens
+    are added, discounted by `gamma` per token; `gamma=1` gives R_t of MiniLLM (Gu et al. 2024, 2.2).
+
+    `reward` is another advantage estimator. Its advantages are added, multiplied by `reward_coef`.
     """
 
     coef: float = 1.0
@@ -309,12 +320,12 @@ class OnPolicyDistillation:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Both log-probabilities, and the needs of `reward`."""
+        """The log-probabilities of the teacher and of the old policy, and what `reward` needs."""
         return frozenset({"teacher_logprobs", "old_logprobs"}) | getattr(self.reward, "needs", frozenset())
 
     @property
     def uses_token_rewards(self) -> bool:
-        """True if `reward` reads token rewards; the distillation term reads none."""
+        """Whether `reward` reads token rewards. The distillation term reads no rewards."""
         return self.reward is not None and getattr(self.reward, "uses_token_rewards", True)
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
@@ -329,19 +340,20 @@ class OnPolicyDistillation:
 
 
 def discounted_sums(values: Floats, lengths: NDArray[np.int64], factor: float) -> Floats:
-    """Return x [R] with x[t] = values[t] + factor * x[t + 1] within each response and x = 0 after its last token.
+    """Return x [R] where x[t] = values[t] + factor * x[t + 1] within each response, and x = 0 after its last token.
 
-    `values` [R] belong to responses with `lengths` [B].
+    `values` [R] are values of tokens. `lengths` [B] are the lengths of the responses.
     """
     sums, ends = values.astype(np.float64), np.cumsum(lengths)
-    for back in range(1, lengths.max(initial=0)):  # backwards from the second-last token, all responses together
-        here = ends[lengths > back] - 1 - back
-        sums[here] += factor * sums[here + 1]
+    # Each iteration handles one token of every response, from the second-last token backwards.
+    for distance in range(1, lengths.max(initial=0)):
+        index = ends[lengths > distance] - 1 - distance
+        sums[index] += factor * sums[index + 1]
     return sums
 
 
 def next_token_values(values: Floats, lengths: NDArray[np.int64]) -> Floats:
-    """Return the value [R] of the next token in the same response, 0 at the last token."""
+    """Return [R]: for each token, the value of the next token of the same response; 0 for the last token."""
     shifted = np.concatenate([values[1:], [0.0]])[: len(values)]
     shifted[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
     return shifted

@@ -1,7 +1,7 @@
 """Corrections for off-policy samples, and metrics of the mismatch between trainer and engine.
 
-A correction weights or masks the loss of each token, because the policy that sampled the token differs from the policy
-being trained: the engine computes with other kernels and another precision, or with older weights.
+The policy that sampled a token differs from the policy that is trained: the engine uses other kernels, another precision
+or older weights. A correction gives the loss of each token a weight that compensates for this difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class Correction(Protocol):
     """Interface of a correction. `algorithm.correction._target_` may name any callable of this form."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weights [R] of the token losses, without gradient (0 rejects a token), and metrics [R] by name."""
+        """Return weights [R] of the token losses, and metrics: name -> values [R].
+
+        The weights have no gradient. A weight of 0 rejects a token.
+        """
         ...
 
 
@@ -32,24 +35,33 @@ MODES = ("truncate", "mask", "reject")
 
 @dataclass(frozen=True)
 class ImportanceSampling:
-    """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token divided by the engine's.
+    """Weights from the ratio pi_old / pi_rollout: the trainer's probability of a sampled token, divided by the engine's.
 
-    level  token: the ratio of the token; sequence: the product of the ratios of its response; geometric: the |y|-th
-           root of that product
-    mode   truncate: the ratio clamped to [low, high]; mask: the ratio, and 0 outside [low, high]; reject: 1, and 0
-           outside [low, high]
-    veto   reject every response that has a token with a ratio below `veto`, at any level and mode. None: no veto
+    `level` selects the ratio of a token:
 
-    Published methods as settings of this class:
+        token      the ratio of the token itself
+        sequence   the product of the ratios of all tokens of its response
+        geometric  the geometric mean of the ratios of all tokens of its response
 
-    - truncated importance sampling (TIS, Yao et al. 2025): truncate, high 2
-    - masked importance sampling (MIS, at the sequence level as in Liu et al. 2025): mask
-    - rejection of responses whose mean log-ratio is too far from 0: reject at the geometric level
-    - the weight pi_prox / pi_behave of decoupled PPO, for rollouts sampled by older weights (Hilton et al. 2022, decoupled
-      objective; AReaL, Fu et al. 2025, eq. 5): truncate at the token level with an infinite `high`
+    `mode` selects the weight for a ratio:
 
-    Rejected tokens count in the denominators of the loss; in verl they do not. Raises ValueError for an unknown
-    level or mode, and unless 0 <= low < high.
+        truncate   the ratio, clamped to [low, high]
+        mask       the ratio; 0 if it is outside [low, high]
+        reject     1; 0 if the ratio is outside [low, high]
+
+    With `veto`, all tokens of a response get weight 0 if the ratio of one of its tokens is below `veto`. This holds for
+    every level and mode.
+
+    Published methods are settings of this class:
+
+    - truncated importance sampling (TIS, Yao et al. 2025): mode=truncate, high=2
+    - masked importance sampling (MIS, Liu et al. 2025): level=sequence, mode=mask
+    - rejection of responses whose mean log-ratio is too far from 0: level=geometric, mode=reject
+    - the weight pi_prox / pi_behave of decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, eq. 5):
+      level=token, mode=truncate, high=inf
+
+    Rejected tokens count in the denominators of the loss; in verl they do not count. Raises ValueError for an unknown
+    level or mode, for low < 0, and for low >= high.
     """
 
     level: str = "token"
@@ -66,13 +78,13 @@ class ImportanceSampling:
             raise ValueError(f"low={self.low}, high={self.high}: expected 0 <= low < high (.inf: no bound).")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R] without gradient; metrics are their mean and the truncated and rejected fractions."""
+        """Return weights [R] without gradient, and metrics for the mean weight and the truncated and rejected fractions."""
         log_ratio, responses = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.responses
         if self.level == "token":
             ratio = log_ratio.exp()
         else:
-            reduce = responses.sum if self.level == "sequence" else responses.mean
-            ratio = responses.to_tokens(reduce(log_ratio).exp())
+            combine = responses.sum if self.level == "sequence" else responses.mean
+            ratio = responses.to_tokens(combine(log_ratio).exp())
         outside = (ratio < self.low) | (ratio > self.high)
         if self.mode == "truncate":
             weights, rejected = ratio.clamp(self.low, self.high), outside.new_zeros(outside.shape)
@@ -95,7 +107,7 @@ def _metrics(weights: Tensor, truncated: Tensor, rejected: Tensor) -> dict[str, 
 
 @dataclass(frozen=True)
 class IcePop(ImportanceSampling):
-    """Token-level importance sampling that masks tokens whose ratio is outside [low, high] (Ling team 2025, Ring-1T)."""
+    """Importance sampling of tokens. A token whose ratio is outside [low, high] is masked (Ling team 2025, Ring-1T)."""
 
     mode: str = "mask"
     low: float = 0.5
@@ -103,7 +115,7 @@ class IcePop(ImportanceSampling):
 
 
 def is_importance_sampling(correction: Correction) -> bool:
-    """Whether a correction uses the ratio pi_old / pi_rollout, which is 1 under algorithm.old_logprobs=rollout."""
+    """Return whether a correction uses the ratio pi_old / pi_rollout. With algorithm.old_logprobs=rollout this ratio is 1."""
     if isinstance(correction, Product):
         return any(map(is_importance_sampling, correction.corrections))
     return isinstance(correction, ImportanceSampling)
@@ -111,15 +123,15 @@ def is_importance_sampling(correction: Correction) -> bool:
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """Rejects responses of negative advantage whose mean log(pi_rollout / pi) exceeds `delta` (DeepSeek-V3.2 2025, 3.1).
+    """Rejects responses with negative advantage whose mean log(pi_rollout / pi) is above `delta` (DeepSeek-V3.2 2025, 3.1).
 
-    pi is the policy being trained, so the mean also changes with the optimizer steps since the rollout.
+    pi is the policy that is trained, so the mean also changes with each optimizer step on the responses.
     """
 
     delta: float = 0.05
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R], 0 or 1."""
+        """Return weights [R], each 0 or 1, and metrics."""
         responses = inputs.responses
         drift = responses.to_tokens(responses.mean(inputs.rollout_logprobs - inputs.logprobs.detach()))
         rejected = (inputs.advantages < 0) & (drift > self.delta)
@@ -129,12 +141,12 @@ class OffPolicyMask:
 
 @dataclass(frozen=True)
 class Product:
-    """Several corrections, whose weights are multiplied. Example: geometric rejection times token-level weights."""
+    """Multiplies the weights of several corrections, for example geometric rejection and weights per token."""
 
     corrections: Sequence[Correction]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R]. The metrics count a token as truncated or rejected if any correction truncated or rejected it."""
+        """Return weights [R], and metrics. A token counts as truncated or rejected if one of the corrections does this to it."""
         weights = inputs.old_logprobs.new_ones(inputs.old_logprobs.shape)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:
@@ -150,11 +162,10 @@ MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "rat
 
 
 def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """Return sums over tokens, from which `mismatch_metrics` computes the mismatch of trainer and engine.
+    """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
-    `old` and `rollout` [R] are the log-probabilities of the sampled tokens under the trainer and the engine. The
-    results are float64 scalars. Sums of parts of a batch, such as micro-batches and ranks, add up to the sums of the
-    batch.
+    `old` [R] has the log-probabilities of the sampled tokens under the trainer, `rollout` [R] those under the engine.
+    The results are float64 scalars. The sums of a batch are the sums of its micro-batches on all ranks, added.
     """
     log_ratio = old.detach().double() - rollout.double()
     ratio = log_ratio.exp()
@@ -168,17 +179,18 @@ def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
 
 
 def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Compute the mismatch metrics from the sums of a whole batch.
+    """Return the mismatch metrics, computed from the sums of a whole batch.
 
-    ratio = pi_train / pi_engine of a sampled token; E is the mean over the tokens that the engine sampled.
+    Here ratio is pi_trainer / pi_engine of a sampled token, and E is the mean over the sampled tokens.
 
-    kl            KL(engine || trainer) = -E[log ratio]
-    k3            the same divergence, estimated by E[ratio - 1 - log ratio] (Schulman 2020)
+    kl            KL(engine || trainer), estimated by -E[log ratio]
+    k3            KL(engine || trainer), estimated by E[ratio - 1 - log ratio] (Schulman 2020)
     chi2          chi-square divergence, E[ratio^2] - 1
-    ess_fraction  effective sample size as a fraction of n, (sum ratio)^2 / (n sum ratio^2) (Kish 1965)
-    ppl_ratio     the samples' perplexity under the trainer divided by that under the engine, exp(-E[log ratio])
+    ess_fraction  effective sample size, divided by the number of tokens: E[ratio]^2 / E[ratio^2] (Kish 1965)
+    ppl_ratio     perplexity of the samples under the trainer, divided by their perplexity under the engine:
+                  exp(-E[log ratio])
 
-    All are NaN if there are no tokens, or if the engine returned no log-probabilities (NaN).
+    All metrics are NaN if there are no tokens, or if the engine returned NaN as log-probabilities.
     """
     count, log_ratio, ratio, squared, k3 = (np.float64(sums[name]) for name in MISMATCH_SUMS)
     with np.errstate(all="ignore"):

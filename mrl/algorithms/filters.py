@@ -1,4 +1,4 @@
-"""Filters that drop groups of responses; the rollout samples further prompts in place of dropped groups."""
+"""Filters that drop groups of responses. The rollout worker samples another prompt for each dropped group."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,10 +17,10 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class NonzeroVariance:
-    """Keeps groups whose rewards differ: DAPO's dynamic sampling (Yu et al. 2025, eq. 11).
+    """Keeps the groups whose rewards are not all equal, as DAPO's dynamic sampling does (Yu et al. 2025, eq. 11).
 
     For rewards of 0 and 1 this is the paper's condition 0 < number of correct responses < G. A group of one response
-    is dropped. Rewards that differ by `tolerance` or less count as equal.
+    is dropped. A group is also dropped if its largest and its smallest reward differ by at most `tolerance`.
     """
 
     tolerance: float = 0.0
@@ -31,10 +31,10 @@ class NonzeroVariance:
 
 @dataclass(frozen=True)
 class RewardRange:
-    """Keeps groups whose mean reward is in [low, high]: prompts that are neither too hard nor too easy.
+    """Keeps the groups whose mean reward is in [low, high], so that prompts are neither too hard nor too easy.
 
-    PRIME filters its prompts this way (Cui et al. 2025, "Process reinforcement", online prompt filtering, 0.2 to 0.8).
-    Raises ValueError unless low <= high.
+    PRIME filters its prompts in this way, with the range 0.2 to 0.8 (Cui et al. 2025, "Process reinforcement", online
+    prompt filtering). Raises ValueError if low > high.
     """
 
     low: float = 0.2

@@ -1,4 +1,4 @@
-"""Inputs and results of advantages and losses. mrl.core.types explains the shape letters."""
+"""Inputs and results of advantage estimators and losses. mrl.core.types explains the letters of the array dimensions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A batch of B responses with their rewards; input of the advantage pipeline."""
+    """A batch of B responses with their rewards: the input of the advantage pipeline."""
 
     rewards: NDArray[np.float64]  # [B]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
-    lengths: NDArray[np.int64]  # [B] number of sampled tokens, may be 0; their sum is R
-    truncated: NDArray[np.bool_]  # [B] the response was cut at the token limit
-    turn_rewards: NDArray[np.float64] | None = None  # [R] reward at the last token of each turn; replaces `rewards`
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
+    lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
+    truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
+    turn_rewards: NDArray[np.float64] | None = None  # [R] reward of each turn at its last token; replaces `rewards`
+    parts: Mapping[str, NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # name of a part of the reward -> its values [B]
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
 
 
@@ -33,38 +35,40 @@ class ScoredBatch:
 class AdvantageInputs:
     """Input of an advantage estimator: the B responses of a batch that have sampled tokens."""
 
-    token_rewards: NDArray[np.float64]  # [R] reward at the last token of each response or turn, minus KL penalties
+    token_rewards: NDArray[np.float64]  # [R] reward of each response or turn at its last token, minus KL penalties
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
-    lengths: NDArray[np.int64]  # [B] number of sampled tokens; their sum is R
-    columns: Mapping[str, Column] = field(default_factory=dict)  # [R] the columns that the advantage `needs`
+    lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
+    columns: Mapping[str, Column] = field(default_factory=dict)  # name in `needs` of the estimator -> column [R]
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # [B] parts of a combined reward, by name
+    parts: Mapping[str, NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # name of a part of the reward -> its values [B]
 
     @cached_property
     def rewards(self) -> NDArray[np.float64]:
-        """[B] reward of each response, KL penalties included."""
+        """[B] reward of each response, minus its KL penalties."""
         return np.bincount(self.rows, self.token_rewards, minlength=len(self.lengths)).astype(np.float64)
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """[R] row of the response that each token belongs to."""
+        """[R] for each token, the row of its response."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
 class Advantages(NamedTuple):
-    """Result of an advantage estimator. An estimator without returns may return the bare array instead."""
+    """Result of an advantage estimator. An estimator that computes no returns may return just the array of advantages."""
 
-    advantages: NDArray[np.floating]  # [B], one for all tokens of a response, or [R]
-    returns: NDArray[np.floating] | None = None  # [R] targets of the critic
+    advantages: NDArray[np.floating]  # [B] or [R]; with [B], all tokens of a response have its advantage
+    returns: NDArray[np.floating] | None = None  # [R] targets that the critic learns
 
 
 @dataclass(frozen=True)
 class AdvantageColumns:
-    """Result of the advantage pipeline: the columns that the losses of B responses need."""
+    """Result of the advantage pipeline for B responses: the columns that the losses need."""
 
-    columns: Mapping[str, Column]  # [R] advantages; returns if a critic learns; the loss's extra columns
-    without_advantage: NDArray[np.bool_]  # [B] the advantage of every token is 0
-    rejected: NDArray[np.bool_]  # [B] excluded from the loss and from its denominators
+    columns: Mapping[str, Column]  # name -> column [R]: advantages, returns for the critic, extra columns of the loss
+    zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is 0
+    rejected: NDArray[np.bool_]  # [B] whether the response is excluded from the loss and from the loss's denominators
     metrics: Mapping[str, float]
 
 
@@ -79,7 +83,7 @@ def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInput
     if advantages.shape == inputs.rows.shape:
         return advantages
     raise ValueError(
-        f"algorithm.advantage gave an array of shape {advantages.shape}; expected one number for each of the "
+        f"algorithm.advantage returned an array of shape {advantages.shape}; expected one number for each of the "
         f"{len(inputs.lengths)} responses, or for each of their {len(inputs.rows)} sampled tokens."
     )
 
@@ -90,33 +94,40 @@ def _identity(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Responses:
-    """Sums and means over the n responses of a micro-batch. With context parallelism, a rank holds a part of each response."""
+    """Sums and means over each of the n responses of a micro-batch.
 
-    index: Tensor  # [local R] int64, number of the response that each token on this rank belongs to, from 0
-    lengths: Tensor  # [n] number of sampled tokens of each response, summed over all ranks
-    reduce: Callable[[Tensor], Tensor] = _identity  # sums over the context-parallel ranks; differentiable
+    With context parallelism, a rank holds only a part of each response.
+    """
+
+    index: Tensor  # [tokens on this rank] int64, for each sampled token the number of its response, from 0
+    lengths: Tensor  # [n] number of sampled tokens of each response on all ranks together
+    sum_over_ranks: Callable[[Tensor], Tensor] = _identity  # sums over the context-parallel ranks; differentiable
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over each whole response: [local R] -> [n]."""
-        return self.reduce(values.new_zeros(len(self.lengths)).index_add(0, self.index, values))
+        """Return the sum over each whole response: [tokens on this rank] -> [n]."""
+        return self.sum_over_ranks(values.new_zeros(len(self.lengths)).index_add(0, self.index, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over each whole response: [local R] -> [n]."""
+        """Return the mean over each whole response: [tokens on this rank] -> [n]."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def to_tokens(self, values: Tensor) -> Tensor:
-        """Return each response's value for each of its tokens: [n] -> [local R]."""
+        """Return the value of its response for each token: [n] -> [tokens on this rank]."""
         return values[self.index]
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Input of a loss or correction: columns of the R sampled tokens of a micro-batch."""
+    """Input of a loss or correction. R is the number of sampled tokens of a micro-batch on this rank."""
 
-    logprobs: Tensor  # [R] under the weights being trained, differentiable
-    old_logprobs: Tensor  # [R] under the weights before the first optimizer step on this rollout
+    logprobs: Tensor  # [R] log-probabilities under the weights that are trained; differentiable
+    old_logprobs: Tensor  # [R] log-probabilities under the weights before the first optimizer step on these responses
     advantages: Tensor  # [R]
-    entropy: Tensor  # [R] in nats, of the distribution that predicts the token; differentiable if the loss uses it
-    rollout_logprobs: Tensor  # [R] under the engine that sampled the tokens
+    entropy: (
+        Tensor  # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
+    )
+    rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
     responses: Responses
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [R] columns in `needs` and extra columns of the loss
+    columns: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # name -> [R]: the columns in `needs`, and extra columns of the loss

@@ -1,7 +1,8 @@
 """Policy losses per sampled token, and the value loss of the critic.
 
-`mrl.algorithms.objective` averages the losses and adds KL and entropy terms. `mrl.algorithms.sequence_losses` contains
-the losses with one ratio per response.
+In the formulas, A is the advantage of a token, pi its probability under the weights that are trained, and r the ratio
+pi / pi_old. sg is the stop-gradient. `mrl.algorithms.objective` averages the losses and adds KL and entropy terms.
+`mrl.algorithms.sequence_losses` contains the losses with one ratio per response.
 """
 
 from __future__ import annotations
@@ -19,34 +20,40 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 
 class Loss(Protocol):
-    """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form; PolicyLoss has the defaults."""
+    """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
+
+    The base class PolicyLoss has defaults for all its attributes.
+    """
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether a response with advantage 0 has loss 0 and gradient 0, so that training may skip it."""
+        """Whether a response with advantage 0 has loss 0 and gradient 0. Training skips such responses."""
         ...
 
     @property
     def uses_entropy(self) -> bool:
-        """Whether the loss depends on the entropies; they are then computed with a gradient."""
+        """Whether the loss depends on `inputs.entropy`. If it does, the entropy is computed with a gradient."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
+        """Names of the columns that the loss reads: old_logprobs, ref_logprobs, values, teacher_logprobs, or some of them."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss [R], and metrics [R] by name, which are averaged like the loss."""
+        """Return the loss [R], and metrics: name -> values [R]. The values are averaged in the same way as the loss."""
         ...
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return columns [R] computed from the whole rollout before it is split; the loss finds them in `inputs.columns`."""
+        """Return further columns [R] that the loss finds in `inputs.columns`.
+
+        They are computed from all tokens of the step, before the step is divided into mini-batches.
+        """
         ...
 
 
 class PolicyLoss:
-    """Defaults of a policy-gradient loss: it needs no columns and adds none."""
+    """Base class of policy losses. By default, a loss needs no columns and has no extra columns."""
 
     zero_without_advantage: ClassVar[bool] = True
     uses_entropy: ClassVar[bool] = False
@@ -61,9 +68,10 @@ class PolicyLoss:
 class PPOClip(PolicyLoss):
     """Clipped policy-gradient loss, -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, Schulman et al. 2017, eq. 7).
 
-    `clip_high` above `clip_low` is DAPO's clip-higher (Yu et al. 2025, eq. 10). `dual_clip` c > 1 bounds the loss by
-    -c A where A < 0, however large the ratio is (Ye et al. 2020, eq. 5). verl always uses c = 3; the paper uses it
-    only for its game. Raises ValueError for a `dual_clip` of 1 or less.
+    With `clip_high` above `clip_low`, it is DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, the loss of a
+    token with A < 0 is at most -dual_clip * A (Ye et al. 2020, eq. 5). verl always sets this bound to 3.
+
+    Raises ValueError for a `dual_clip` of 1 or less.
     """
 
     clip_low: float = 0.2
@@ -72,7 +80,7 @@ class PPOClip(PolicyLoss):
 
     def __post_init__(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip}: must be greater than 1, or null for none.")
+            raise ValueError(f"dual_clip={self.dual_clip}: must be greater than 1, or null for no dual clip.")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = (inputs.logprobs - inputs.old_logprobs).exp()
@@ -88,9 +96,9 @@ class PPOClip(PolicyLoss):
 
 @dataclass(frozen=True)
 class PolicyGradient(PolicyLoss):
-    """Plain policy gradient -A log pi (Williams 1992). It assumes on-policy samples; otherwise use a correction.
+    """Plain policy gradient -A log pi (Williams 1992). It assumes on-policy samples. For other samples, use a correction.
 
-    If the advantages have mean 0 in each group and are divided by 1 + tau, this is the "opmd" loss of Trinity-RFT.
+    This is the loss "opmd" of Trinity-RFT if the advantages have mean 0 in each group and are divided by 1 + tau.
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,10 +107,10 @@ class PolicyGradient(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1 2025, eq. 4-5); sg is the stop-gradient.
+    """Policy gradient whose weight is the clipped ratio: -sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1 2025, eq. 4-5).
 
-    The clip bounds the weight of a token; clipped tokens also have a gradient. The paper sets no lower bound and does
-    not publish its upper bound. The default upper bound of 5 is recommended by Khatri et al. (2025, ScaleRL).
+    Only the weight of a token is clipped, so clipped tokens also have a gradient. The paper sets no lower bound, and its
+    upper bound is not published. The default upper bound 1 + clip_high = 5 is the one of Khatri et al. (2025, ScaleRL).
     """
 
     clip_low: float = 1.0
@@ -116,10 +124,11 @@ class CISPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """Soft gate instead of a clip, -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025). The paper averages over responses.
+    """Loss with a soft gate in place of a clip: -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025).
 
-    For on-policy samples, the gradient equals the plain policy gradient for any tau. A larger tau makes the gradient
-    fall faster as r moves away from 1. By default, tau is larger for negative advantages.
+    For on-policy samples, every tau gives the gradient of the plain policy gradient. With a larger tau, the gradient
+    falls faster as r moves away from 1. By default, tau is larger for negative advantages. The paper gives each response
+    the same weight (`algorithm.aggregation=sequence_mean`).
     """
 
     tau_positive: float = 1.0
@@ -134,11 +143,11 @@ class SAPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """-sg(min(r, max_ratio)) A log pi; 0 for tokens outside the trust region (Qi et al. 2026). sg is the stop-gradient.
+    """Policy gradient with a trust region: -sg(min(r, max_ratio)) A log pi inside it, 0 outside (Qi et al. 2026).
 
-    A token is outside if A > 0 and pi - pi_old > delta_high, or if A <= 0 and pi - pi_old < -delta_low. The trust
-    region bounds |pi - pi_old| (binary total variation), not the ratio: rare tokens keep their gradient, and frequent
-    tokens reach the bound earlier. `max_ratio` is taken from verl.
+    A token is outside if A > 0 and pi - pi_old > delta_high, or if A <= 0 and pi - pi_old < -delta_low. So the trust
+    region bounds |pi - pi_old| (binary total variation) and not the ratio. Compared with a clip of the ratio, tokens of
+    low probability keep their gradient, and tokens of high probability reach the bound earlier. `max_ratio` is from verl.
     """
 
     delta_low: float = 0.2
@@ -147,15 +156,15 @@ class DPPO(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         detached = inputs.logprobs.detach()
-        moved = detached.exp() - inputs.old_logprobs.exp()
-        outside = (moved > self.delta_high).where(inputs.advantages > 0, moved < -self.delta_low)
+        change = detached.exp() - inputs.old_logprobs.exp()
+        outside = (change > self.delta_high).where(inputs.advantages > 0, change < -self.delta_low)
         weight = (detached - inputs.old_logprobs).exp().clamp(max=self.max_ratio).masked_fill(outside, 0.0)
         return -weight * inputs.advantages * inputs.logprobs, {"loss/clip_fraction": outside.float()}
 
 
 @dataclass(frozen=True)
 class CrossEntropy(PolicyLoss):
-    """Negative log-likelihood of the response: supervised fine-tuning."""
+    """Negative log-likelihood of the response, for supervised fine-tuning."""
 
     zero_without_advantage: ClassVar[bool] = False
 
@@ -164,19 +173,18 @@ class CrossEntropy(PolicyLoss):
 
 
 def covariances(advantages: Column, logprobs: Column) -> np.ndarray:
-    """Return each token's term of the covariance, (log pi - mean log pi) (A - mean A): [R] float64.
+    """Return [R]: for each token, its term of the covariance, (log pi - mean log pi) (A - mean A), in float64.
 
-    Tokens whose log-probability and advantage vary together drive the entropy down (Cui et al. 2025). ClipCov and
-    KLCov select such tokens once, over all tokens of the rollout, with the log-probabilities before the first
-    optimizer step (eq. 10). So the selection depends neither on micro-batches nor on the parallel layout. The authors'
-    code selects tokens within each micro-batch.
+    Tokens with a large term reduce the entropy (Cui et al. 2025, eq. 10). ClipCov and KLCov select such tokens from all
+    tokens of the step, with the log-probabilities before the first optimizer step. So the selection depends neither on
+    micro-batches nor on the parallel layout. The authors' code selects tokens within each micro-batch.
     """
     a, b = advantages.astype(np.float64), logprobs.astype(np.float64)
     return (a - a.mean()) * (b - b.mean()) if len(a) else a
 
 
 def _indicator(size: int, selected: np.ndarray) -> Column:
-    """Return a column [size] with 1 at the `selected` positions, else 0."""
+    """Return a column [size] with 1 at the indices `selected`, and 0 elsewhere."""
     column = np.zeros(size, np.float32)
     column[selected] = 1.0
     return column
@@ -184,12 +192,12 @@ def _indicator(size: int, selected: np.ndarray) -> Column:
 
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """-r A, and 0 for a random `fraction` of the tokens (Cui et al. 2025, eq. 11).
+    """Loss -r A, but 0 for randomly selected tokens whose covariance is in (low, high) (Cui et al. 2025, eq. 11).
 
-    These tokens are drawn from the tokens whose covariance is in (low, high); `fraction` is relative to all tokens.
+    The number of selected tokens is `fraction` times the number of all tokens.
 
-    The authors' code also clips r as PPO does; their runs use 1 for both bounds. `clip_low` and `clip_high` do the same;
-    by default nothing is clipped.
+    The authors' code also clips r in the way of PPO, with 1 for both bounds. Here `clip_low` and `clip_high` do this. By
+    default r is not clipped.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -200,7 +208,10 @@ class ClipCov(PolicyLoss):
     clip_high: float = float("inf")
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return `clip_cov`: 1 for the tokens with loss 0, at least one if any covariance is in (low, high)."""
+        """Return the column `clip_cov`: 1 for the selected tokens, 0 for others.
+
+        At least one token is selected if there is a covariance in (low, high).
+        """
         cov = covariances(advantages, batch.columns["old_logprobs"])
         candidates = np.flatnonzero((cov > self.low) & (cov < self.high))
         count = min(max(int(self.fraction * len(cov)), 1), len(candidates))
@@ -210,9 +221,9 @@ class ClipCov(PolicyLoss):
         ratio = (inputs.logprobs - inputs.old_logprobs).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -(ratio * inputs.advantages).minimum(clipped * inputs.advantages)
-        left_out = inputs.columns["clip_cov"] > 0
-        metrics = {"loss/clip_fraction": (ratio != clipped).float(), "loss/selected_fraction": left_out.float()}
-        return loss.masked_fill(left_out, 0.0), metrics
+        selected = inputs.columns["clip_cov"] > 0
+        metrics = {"loss/clip_fraction": (ratio != clipped).float(), "loss/selected_fraction": selected.float()}
+        return loss.masked_fill(selected, 0.0), metrics
 
 
 KL_COV_ESTIMATES = ("k3", "abs")
@@ -220,11 +231,12 @@ KL_COV_ESTIMATES = ("k3", "abs")
 
 @dataclass(frozen=True)
 class KLCov(PolicyLoss):
-    """-r A, plus coef KL(old || pi) on the `fraction` of tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
+    """Loss -r A, plus coef KL(old || pi) for the tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
 
-    `kl` selects the estimate of the KL. "k3" is r - 1 - log r; its value and its gradient are unbiased. "abs" is |log r|,
-    as in the authors' code; their coefficient of 1 was chosen for it. Tokens with advantage 0 may be selected too.
-    Raises ValueError for another `kl`.
+    The number of these tokens is `fraction` times the number of all tokens. Some of them may have advantage 0.
+
+    `kl` selects the estimate of the KL. "k3" is r - 1 - log r. Its value and its gradient are unbiased. "abs" is |log r|,
+    as in the authors' code, which uses the coefficient 1. Raises ValueError for another `kl`.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -238,7 +250,10 @@ class KLCov(PolicyLoss):
             raise ValueError(f"kl={self.kl!r}: expected {' or '.join(KL_COV_ESTIMATES)}.")
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
-        """Return `kl_cov`: 1 for the penalised tokens, at least one. The first token wins among equal covariances."""
+        """Return the column `kl_cov`: 1 for the selected tokens, 0 for others.
+
+        At least one token is selected. Among equal covariances, the first tokens are selected.
+        """
         cov = covariances(advantages, batch.columns["old_logprobs"])
         count = min(max(int(self.fraction * len(cov)), 1), len(cov))
         return {"kl_cov": _indicator(len(cov), np.argsort(-cov, kind="stable")[:count])}
@@ -253,17 +268,17 @@ class KLCov(PolicyLoss):
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of the critic, (V - R)^2 / 2 (PPO, Schulman et al. 2017, L^VF of eq. 9, halved).
+    """Half the squared error of a value V, (V - return)^2 / 2 (PPO, Schulman et al. 2017, half of L^VF in eq. 9).
 
-    With `clip` > 0, the loss is the larger of this error and the error of a clipped V. V is clipped to within `clip` of
-    its value before the first optimizer step on the rollout, as in the authors' code (openai/baselines, ppo2). With
-    `clip` = 0, V is not clipped.
+    With `clip` > 0, the loss is the larger of two errors: that of V, and that of V clipped to the interval
+    [V_old - clip, V_old + clip]. V_old is the value before the first optimizer step on the responses. This is done as in
+    the authors' code (openai/baselines, ppo2). With `clip` = 0, V is not clipped.
     """
 
     clip: float = 0.0
 
     def __call__(self, values: Tensor, returns: Tensor, old_values: Tensor) -> Tensor:
-        """Return the loss [R] from values, returns and old values, each [R]."""
+        """Return the loss [R]. All arguments have the shape [R]."""
         loss = (values - returns) ** 2
         if self.clip:
             clipped = old_values + (values - old_values).clamp(-self.clip, self.clip)

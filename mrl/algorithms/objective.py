@@ -1,8 +1,8 @@
-"""The actor's objective: policy loss, off-policy correction, KL and entropy terms; and how token losses are averaged.
+"""The objective of the actor (policy loss, correction, KL and entropy terms), and the weights of token losses in a batch.
 
-The loss of a batch is the sum of its token losses, each multiplied by its weight from `token_weights`. The weights
-have global denominators, so any split of the batch into micro-batches and data-parallel ranks gives the same loss and
-gradient. Gradients are summed over ranks and not divided again.
+The loss of a batch is the weighted sum of its token losses. `token_weights` returns the weights, whose denominators are
+those of the whole batch. So every split of the batch into micro-batches and data-parallel ranks gives the same loss and
+the same gradient. Gradients are summed over ranks and not divided again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:  # the driver builds and checks objectives without torch
 
 @dataclass(frozen=True)
 class Objective:
-    """The Loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms."""
+    """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms."""
 
     policy: Loss
     correction: Correction | None = None
     kl: KLPenalty | None = None
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
-    old_from_rollout: bool = False  # use the engine's log-probabilities as old_logprobs
+    rollout_logprobs_as_old: bool = False  # use the engine's log-probabilities as old log-probabilities
 
     @property
     def zero_without_advantage(self) -> bool:
@@ -48,20 +48,20 @@ class Objective:
 
     def extra_columns(self, batch: AdvantageInputs, advantages: Column, rng: np.random.Generator) -> dict[str, Column]:
         """Return the extra columns of the policy loss."""
-        make = getattr(self.policy, "extra_columns", PolicyLoss().extra_columns)
-        return make(batch, advantages, rng)
+        compute = getattr(self.policy, "extra_columns", PolicyLoss().extra_columns)
+        return compute(batch, advantages, rng)
 
     def with_kl_coef(self, coef: float) -> Objective:
         """Return the same objective with another coefficient of the KL term."""
         return replace(self, kl=replace(self.kl, coef=coef)) if self.kl else self
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.old_from_rollout:
+        if self.rollout_logprobs_as_old:
             inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
         loss, metrics = self.policy(inputs)
         if self.correction:
-            weights, more = self.correction(inputs)
-            loss, metrics = loss * weights, metrics | more
+            weights, correction_metrics = self.correction(inputs)
+            loss, metrics = loss * weights, metrics | correction_metrics
         if self.kl:
             kl = self.kl(inputs)
             loss, metrics = loss + self.kl.coef * kl, metrics | {"policy/kl_ref": kl.detach()}
@@ -76,15 +76,18 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 def token_weights(
     response_lengths: NDArray[np.int64], aggregation: str, max_tokens: int | None = None
 ) -> NDArray[np.float64]:
-    """Return the loss weight of one token of each response [B]. This function alone chooses the denominators of the loss.
+    """Return [B]: for each response, the loss weight of one of its tokens. No other code sets denominators of the loss.
 
-    token_mean     1 / (all response tokens): every token counts the same (DAPO's token-level loss, eq. 8)
-    sequence_mean  1 / (B * tokens of the response): every response counts the same (GRPO as published, eq. 3)
-    fixed_length   1 / (B * max_tokens): sum over each response, with a denominator that is independent of response
-                   lengths (Dr.GRPO, Liu et al. 2025, 3.2). `max_tokens` is the length limit of a response
+    `aggregation` selects the weight:
 
-    A response of length 0 has no tokens, but it counts in B. Raises ValueError for an unknown
-    aggregation, and for fixed_length without `max_tokens`.
+        token_mean     1 / (number of tokens of all responses): every token has the same weight (DAPO, eq. 8)
+        sequence_mean  1 / (B * number of tokens of the response): every response has the same weight (GRPO as published,
+                       eq. 3)
+        fixed_length   1 / (B * max_tokens): the weight does not depend on the lengths of the responses (Dr.GRPO, Liu et
+                       al. 2025, 3.2). `max_tokens` is the length limit of a response
+
+    A response of length 0 has no tokens, but it counts in B. Raises ValueError for an unknown aggregation, and for
+    fixed_length without `max_tokens`.
     """
     lengths = response_lengths.astype(np.float64)
     count = max(len(lengths), 1)

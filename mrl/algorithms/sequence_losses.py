@@ -1,7 +1,10 @@
 """Policy losses with one ratio or penalty per response. They return one loss per token.
 
-With `algorithm.aggregation=sequence_mean`, each response has the weight that the papers give it. Context parallelism
-may split a response over ranks; `inputs.responses` sums over all parts of a response.
+In the formulas, y is a response, |y| its number of tokens, and pi(y) its probability under the weights that are trained.
+A is the advantage, pi the probability of a token, r the ratio pi / pi_old of a token, and sg the stop-gradient.
+
+With `algorithm.aggregation=sequence_mean`, each response has the same weight as in the papers. Context parallelism may
+divide a response over ranks; `inputs.responses` sums over all its tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
-    """PPO's clip on the ratio of whole responses, s = (pi(y) / pi_old(y))^(1 / |y|) (Zheng et al. 2025, eq. 5-7).
+    """PPO's clip of one ratio per response, s = (pi(y) / pi_old(y))^(1 / |y|) (Zheng et al. 2025, eq. 5-7).
 
-    The loss of every token is -min(s A, clip(s, 1 - low, 1 + high) A), so the mean over a response's tokens is the
-    response's loss.
+    The loss of each token is -min(s A, clip(s, 1 - low, 1 + high) A). The mean over the tokens of a response is the loss
+    of the response in the paper.
     """
 
     clip_low: float = 3e-4
@@ -35,9 +38,9 @@ class GSPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class GSPOToken(PolicyLoss):
-    """GSPO for advantages per token, with the ratio sg(s) pi_t / sg(pi_t) (Zheng et al. 2025, eq. 13-17).
+    """GSPO for one advantage per token. The ratio of a token is sg(s) pi / sg(pi) (Zheng et al. 2025, eq. 13-17).
 
-    sg is the stop-gradient. If all tokens of a response have the same advantage, loss and gradient equal those of GSPO.
+    If all tokens of a response have the same advantage, loss and gradient are equal to those of GSPO.
     """
 
     clip_low: float = 3e-4
@@ -59,8 +62,8 @@ def _clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) ->
 class GMPO(PolicyLoss):
     """-A times the geometric mean of the clipped token ratios of a response (Zhao et al. 2025, eq. 4).
 
-    `clip_low` and `clip_high` bound log r; the defaults bound r to (e^-0.4, e^0.4), as in the paper. As in PPO, the
-    clip is one-sided: an upper bound where A > 0, a lower bound where A < 0. All tokens of a response should have the
+    `clip_low` and `clip_high` are bounds of log r: with the defaults, r is clipped to (e^-0.4, e^0.4), as in the paper. If
+    A > 0, only the upper bound is used; if A < 0, only the lower bound is used. All tokens of a response should have the
     same advantage.
     """
 
@@ -79,12 +82,14 @@ class GMPO(PolicyLoss):
 class OPMD(PolicyLoss):
     """Online policy mirror descent (Kimi k1.5 2025, 2.3.2): squared error between A and tau log(pi(y) / pi_old(y)).
 
-    With D = log(pi(y) / pi_old(y)) of a whole response, (A - tau D)^2 / (2 tau) = A^2 / (2 tau) - A D + tau D^2 / 2.
-    The first term is constant. The other two have the paper's gradient -(A - tau D) grad log pi(y) (eq. 3). The loss
-    of a token is -A log r + tau D^2 / (2 |y|); its sum over the response is the response's loss. The aggregation
-    fixed_length keeps this sum; sequence_mean divides it by |y|. A is the reward minus its group mean (GRPO with
-    normalize_std=False, as in the paper's practice) or minus tau log Z (LogMeanExp). A response with
-    advantage 0 also has a gradient; it points towards the old policy.
+    Let D = log(pi(y) / pi_old(y)). Then (A - tau D)^2 / (2 tau) = A^2 / (2 tau) - A D + tau D^2 / 2. The first term is
+    constant. The other two terms have the gradient of the paper, -(A - tau D) grad log pi(y) (eq. 3).
+
+    The loss of a token is -A log r + tau D^2 / (2 |y|). Its sum over a response is the loss of the response. With
+    `algorithm.aggregation=fixed_length` the weights of the tokens keep this sum; sequence_mean divides it by |y|.
+
+    A should be the reward minus the mean of the group (GRPO with `normalize_std=False`), as the authors do in practice,
+    or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.
     """
 
     zero_without_advantage: ClassVar[bool] = False
@@ -98,11 +103,11 @@ class OPMD(PolicyLoss):
 
 @dataclass(frozen=True)
 class TOPR(PolicyLoss):
-    """Tapered off-policy REINFORCE: -A log pi, times min(1, pi(y) / pi_old(y)) where A < 0 (Le Roux et al. 2025, eq. 8).
+    """Tapered off-policy REINFORCE: the loss is -w A log pi with a weight w per response (Le Roux et al. 2025, eq. 8).
 
-    Responses with A >= 0 have weight 1, whichever policy sampled them. The weight of a response with A < 0 falls as the
-    policy becomes less likely to sample it. The weight has no gradient. `clip_fraction` counts the tokens with A < 0
-    whose response ratio pi(y) / pi_old(y) is above 1.
+    w is 1 if A >= 0, and min(1, pi(y) / pi_old(y)) if A < 0. So a response with A < 0 loses weight as it becomes less
+    probable. The weight has no gradient. The metric `loss/clip_fraction` is the fraction of tokens with A < 0 and
+    pi(y) / pi_old(y) > 1.
     """
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,7 +1,7 @@
 """The run directory: its lock, the record of the command and config, and the sample ledger.
 
-One process at a time holds the lock. The ledger says which samples each step trained; it proves that no sample was lost,
-trained twice, or trained too late.
+Only one process at a time holds the lock. The ledger records which samples each step trained. This proves that no sample was
+lost, trained twice, or trained too late.
 """
 
 import json
@@ -23,17 +23,18 @@ from mrl.core.types import Rollouts
 
 logger = logging.getLogger(__name__)
 
-RUN_RECORD = "run.json"  # in the run directory: command and config
-RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable of every process of the run: its run directory
+RUN_RECORD = "run.json"  # file in the run directory with the command and the config
+RUN_DIR_VARIABLE = "MRL_RUN_DIR"  # environment variable with the run directory, set in every process of the run
+# names in a folder that show that it has the results of a run
 OUTPUTS = (RUN_RECORD, "metrics.jsonl", "sft.jsonl", "checkpoint", "checkpoints", "hf")
-KILL_TIMEOUT_S = 20.0  # timeout for killed processes to end
+KILL_TIMEOUT_S = 20.0  # longest wait for killed processes to end
 
 
 @contextmanager
 def lock_run_dir(folder: Path, command: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder for this process, and kill processes that an earlier part of the run left behind.
+    """Lock the folder for this process, and kill processes that an earlier command in this folder left behind.
 
-    The lock is released when the context exits or the process ends. Raises ValueError if a live process holds it.
+    The lock is released when the context exits or the process ends. Raises ValueError if another process holds it.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -65,18 +66,18 @@ def check_unused(folder: Path) -> None:
     """Raise ValueError if the folder has the results of a run."""
     for name in OUTPUTS:
         if (folder / name).exists():
-            raise ValueError(f"run.dir={folder}: has {name} of another run; name another folder.")
+            raise ValueError(f"run.dir={folder}: the folder has {name} of another run; name another folder.")
 
 
 def _kill_leftovers(folder: Path) -> None:
-    """Kill processes of an earlier command in this folder. They end without this too, but hold GPUs until then."""
+    """Kill processes of an earlier command in this folder. They would end by themselves, but hold GPUs until then."""
     leftovers = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(RUN_DIR_VARIABLE) == str(folder) and process.pid != os.getpid():
                 leftovers.append(process)
     for process in leftovers:
-        logger.warning("killing process %d, which an earlier part of this run left behind", process.pid)
+        logger.warning("killing process %d, which an earlier command in this folder left behind", process.pid)
         with suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(leftovers, timeout=KILL_TIMEOUT_S)
@@ -85,12 +86,17 @@ def _kill_leftovers(folder: Path) -> None:
 class SampleLedger:
     """The file run.dir/ledger.jsonl, with one line per step.
 
-    `drawn`: rows drawn from each source since the run began. `groups`: data set row and hash of each group. `requests`: number
-    of the group's prompt request, in drawing order. `prompts`: tokens of each group's prompt. `lengths`: sampled tokens of its
-    responses. `updates`: for each optimizer step, weight version -> [tokens of that version in the loss, their fraction of the
-    loss's total weight before corrections].
+    Values of a line:
+        drawn: number of rows that the run has drawn from each data source since it began
+        weight_version: oldest weight version that sampled a token of the step
+        groups: for each group, the row of its prompt in the data set and a hash of its responses
+        requests: for each group, the number of its prompt request
+        prompts: for each group, the number of tokens in its prompt
+        lengths: for each group, the number of sampled tokens in each response
+        updates: for each optimizer step, weight version -> [number of its tokens in the loss, their fraction of the loss's
+            total weight before corrections]
 
-    When a run goes back to a checkpoint, the lines of later steps are removed.
+    When a run returns to a checkpoint, the lines of later steps are removed.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -101,8 +107,8 @@ class SampleLedger:
     ) -> None:
         """Record the samples that led to weight version `step`.
 
-        `drawn`: rows drawn from each source since the run began. `weights`: for each optimizer step, the weight [B] of one token
-        of each response in the loss.
+        `drawn`: number of rows that the run has drawn from each data source since it began. `weights`: for each optimizer step,
+        the weight of one token of each response in the loss, `[B]`.
         """
         starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
         hashes = [xxhash.xxh3_64_hexdigest(part.tobytes()) for part in np.split(rollouts.digests, starts[1:])]
@@ -112,7 +118,9 @@ class SampleLedger:
         line = dict(drawn=drawn, weight_version=version, groups=groups, requests=rollouts.request_numbers.tolist())
         line |= dict(prompts=rollouts.prompt_lengths[starts].tolist(), lengths=lengths)
         self._lines.write(
-            step, line | dict(updates=[_weights_by_version(rollouts.spans, step_weights) for step_weights in weights])
+            step,
+            line
+            | dict(updates=[_weights_by_version(rollouts.version_spans, step_weights) for step_weights in weights]),
         )
 
     def rewind(self, last_step: int) -> None:
@@ -125,7 +133,11 @@ class SampleLedger:
 
 
 def _weights_by_version(spans: NDArray[np.int64], weights: NDArray[np.float64]) -> dict[str, list[float]]:
-    """Return weight version -> [tokens in the loss, their fraction of all loss weights]."""
+    """Return weight version -> [number of its tokens in the loss, their fraction of the loss's total weight].
+
+    `spans`: rows (number of the response, weight version, number of tokens that this version sampled). `weights`: weight of one
+    token of each response, `[B]`.
+    """
     responses, versions, tokens = spans.T
     token_weights, total = weights[responses] * tokens, float((weights[responses] * tokens).sum())
     fractions = {}

@@ -35,18 +35,19 @@ error that names the nearest one. Plug-ins take the name of a class or function 
 
 METRICS_START = """# Metrics
 
-This page is generated: `mrl config --metrics > docs/reference/metrics.md`. Metrics are written to `metrics.jsonl` in the run
-directory, `eval/*` to `eval.jsonl`, and all of them to wandb. mrl/core/metrics.py declares them.
+This page is generated: `mrl config --metrics > docs/reference/metrics.md`. The metrics are declared in
+mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.jsonl` in the run directory, and all other metrics to
+`metrics.jsonl`. With `tracking.wandb`, it also sends all metrics to wandb.
 
 | metric | unit | meaning |
 |---|---|---|
 """
 METRIC_FAMILIES = (
-    ("time/<phase>_s", "s", "wall time of a phase of the training loop"),
-    ("reward/<part>_mean", "", "mean of a named part of a combined reward"),
-    ("eval/accuracy_sampled_<set>", "", "eval/accuracy_sampled of one set of data.test_sets"),
-    ("eval/accuracy_greedy_<set>", "", "eval/accuracy_greedy of one set of data.test_sets"),
-    ("own/<name>", "", "metric of a user's plug-in"),
+    ("time/<phase>_s", "s", "wall time of the phase `<phase>` of the training loop"),
+    ("reward/<part>_mean", "", "mean of the reward's part `<part>`"),
+    ("eval/accuracy_sampled_<set>", "", "`eval/accuracy_sampled` for the set `<set>` of data.test_sets"),
+    ("eval/accuracy_greedy_<set>", "", "`eval/accuracy_greedy` for the set `<set>` of data.test_sets"),
+    ("own/<name>", "", "metric `<name>` of a user's plug-in"),
 )
 
 

@@ -1,8 +1,8 @@
 """EngineLifecycle: the driver's record of the engines, and all operations that change their state.
 
-The record says which engines run, which memory each engine has released, whether the trainers are connected to them, and which
-weight version they serve. The weight sync coordinator (in trainer rank 0) and the engine pool (in the rollout worker) only
-detect failures and report them to the driver. EngineLifecycle then replaces the failed engines.
+The record says which engines run, which memory each engine has released, which weight version each engine serves, and whether
+the trainers are connected to the engines. The weight sync coordinator (in trainer rank 0) and the engine pool (in the rollout
+worker) only detect failures and report them to the driver. EngineLifecycle then replaces the failed engines.
 """
 
 import logging
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
-    """The process that owns the engines: the rollout worker, behind its handle."""
+    """The process that owns the engines. RolloutWorkerHandle implements this interface for the rollout worker."""
 
     def wait_ready(self, timeout_s: float) -> Sequence[str]:
-        """Wait until every engine takes requests; returns their URLs."""
+        """Wait until every engine takes requests. Returns the URLs of the engines."""
         ...
 
     def alive(self) -> bool:
@@ -38,15 +38,15 @@ class EngineHost(Protocol):
         ...
 
     def restart(self) -> None:
-        """Kill the process and its engines, and start a new process, which starts new engines."""
+        """Kill the process and its engines. Start a new process, which starts new engines."""
         ...
 
     def replace_engines(self, urls: Sequence[str]) -> Sequence[str]:
-        """End these engines and start others in their place; returns the URLs of all engines."""
+        """End these engines and start others in their place. Returns the URLs of all engines."""
         ...
 
     def set_paused(self, paused: bool) -> None:
-        """Record whether the engines are paused on purpose. A paused engine without progress does not count as failed."""
+        """Record whether the engines are paused on purpose. If so, an engine without progress does not count as failed."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class ActorRanks(Protocol):
     """The actor's trainer ranks."""
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of TrainWorker on every rank; returns the results by rank."""
+        """Call a method of TrainWorker on every rank. Returns the results by rank."""
         ...
 
 
@@ -66,9 +66,11 @@ class ActorRanks(Protocol):
 class EngineRecord:
     """The driver's record of one engine."""
 
-    released: set[MemoryTag] = field(default_factory=set)  # parts of its device memory that are released
-    was_offloaded: bool = False  # since it started
-    weight_version: int | None = None  # of the last push; None: it has the weights that it loaded at its start
+    released: set[MemoryTag] = field(default_factory=set)  # parts of the engine's device memory that are released
+    was_offloaded: bool = False  # whether the engine was offloaded at least once since it started
+    weight_version: int | None = (
+        None  # set by the last push; None: the engine has the weights that it loaded at its start
+    )
 
 
 @dataclass(kw_only=True)
@@ -83,10 +85,12 @@ class EngineLifecycle:
     scheduler: MemoryScheduler
     settings: WeightSyncConfig
     startup: Startup
-    weights_dir: str  # for the disk transport
+    weights_dir: str  # folder through which the disk transport sends weights
     start_timeout_s: float
-    marks_pushes_as_pauses: bool  # requests run during a push (staleness > 0): set_paused tells the host
-    weight_version: int = field(default=-1, init=False)  # served by every engine; -1: no weights were pushed yet
+    marks_pushes_as_pauses: bool  # tell the host about each push; needed if requests run during a push (staleness > 0)
+    weight_version: int = field(
+        default=-1, init=False
+    )  # every engine serves this version; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
     _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
 
@@ -104,9 +108,10 @@ class EngineLifecycle:
         self.startup.ready(f"engines ready ({len(self._engines)})")
 
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
-        """Restart the rollout worker if it does not answer, and wait for its engines. The trainers must connect again.
+        """Restart the rollout worker if it does not answer, and wait for its engines.
 
-        `trainers_alive`: returns whether the trainers answer; if they do, they are offloaded to make room for new engines.
+        After this call the trainers must connect again. `trainers_alive` returns whether the trainers answer. If they do, they
+        are offloaded to make room for new engines.
         """
         self._connected = False
         if not self.host.alive():
@@ -116,8 +121,9 @@ class EngineLifecycle:
     def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        When trainers connect, they compare the weights that both sides loaded at their start, which proves that they agree on
-        the layout. An engine that was offloaded before its first push has lost these weights.
+        When trainers connect, the weights that the trainers loaded at their start are compared with those that the engines
+        loaded at theirs. Equal weights prove that both sides agree on the layout. An engine that was offloaded before its first
+        push has lost these weights, so new trainers cannot connect to it.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
@@ -147,11 +153,11 @@ class EngineLifecycle:
         raise StartError(f"engines failed right after their start: {failed}")
 
     def _connect(self, urls: Sequence[str]) -> dict[str, str]:
-        """Connect all trainer ranks to these engines; returns the engines that failed, URL -> reason."""
+        """Connect all trainer ranks to these engines. Returns the engines that failed, as URL -> reason."""
         return self.actor.call(TrainWorker.connect_engines, list(urls), self.settings, self.weights_dir)[0]
 
     def _replace(self, urls: Sequence[str]) -> list[str]:
-        """End these engines and start others; returns the URLs of all engines."""
+        """End these engines and start others. Returns the URLs of all engines."""
         for url in urls:
             self._engines.pop(url, None)
         known, current = self._engines, self.host.replace_engines(urls)
@@ -161,20 +167,20 @@ class EngineLifecycle:
     # Weights.
 
     def push(self, version: int) -> Metrics:
-        """Push the actor's weights until every engine serves them as `version`; returns the metrics of the push.
+        """Push the actor's weights until every engine serves them as `version`. Returns the metrics of the push.
 
-        Raises WeightSyncError after `weight_sync.max_attempts` attempts, and every error that a push raises.
+        Raises WeightSyncError after `weight_sync.max_attempts` attempts. Any other error of an attempt is raised at once.
         """
         metrics = self._push_until_served(version, {})
         self.weight_version = version
         return metrics
 
     def resync(self) -> None:
-        """Push the current version again, to engines that were offloaded."""
+        """Push the current weight version again. Engines that were offloaded need this."""
         self.restore({})
 
     def restore(self, failed: Mapping[str, str]) -> None:
-        """Replace failed engines (URL -> reason), and push the current version. The actor must still hold its weights.
+        """Replace failed engines (URL -> reason), and push the current weight version, which the actor must still hold.
 
         Raises the same errors as `push`.
         """
@@ -185,7 +191,9 @@ class EngineLifecycle:
         num_replaced, reason = 0, "the engines' checksums differ after a delta push"
         for attempt in range(1, self.settings.max_attempts + 1):
             if failed:
-                logger.warning("failed engines are replaced, and get version %d: %s", version, failed)
+                logger.warning(
+                    "failed engines are replaced; the new engines get weight version %d: %s", version, failed
+                )
                 num_replaced, reason = num_replaced + len(failed), str(failed)
                 if failed := self._connect(self._replace(list(failed))):
                     continue
@@ -194,12 +202,12 @@ class EngineLifecycle:
             if not failed and not reports[0].must_repeat:
                 return _push_metrics(reports, version, num_replaced, attempt)
         raise WeightSyncError(
-            f"version {version} did not reach every engine in {self.settings.max_attempts} attempts: {failed or reason}",
+            f"weight version {version} did not reach every engine in {self.settings.max_attempts} attempts: {failed or reason}",
             failed,
         )
 
     def _push_once(self, version: int) -> list[SyncReport]:
-        """Push from all trainer ranks; returns their reports, rank 0's first."""
+        """Push from all trainer ranks. Returns the reports of the ranks, beginning with rank 0."""
         paused = self.host.paused() if self.marks_pushes_as_pauses else nullcontext()
         with paused, self.scheduler.during_push() as engines_were_offloaded:
             reports = self.actor.call(TrainWorker.push_weights, version, engines_were_offloaded)
@@ -211,13 +219,13 @@ class EngineLifecycle:
     # Memory. The scheduler calls these.
 
     def load(self) -> None:
-        """Load the engines with their weights before they sample; does nothing if they are loaded."""
+        """Load the engines, with their weights, before they sample. Does nothing if the engines are loaded."""
         self.scheduler.load(ENGINES)
 
     def offload(self) -> int:
         """Pause the engines, return their running requests to the queue, and release weights and KV cache.
 
-        Returns 0, because engines do not report the bytes that they keep. Raises EngineError.
+        Returns 0, because engines do not report the bytes that stay allocated. Raises EngineError if an engine fails.
         """
         self.host.set_paused(True)
         self._control_all(_release)
@@ -240,7 +248,7 @@ class EngineLifecycle:
     def _control_all(self, action: Callable[[EngineControl, EngineRecord], None]) -> None:
         """Call `action` for all engines in parallel. Raises the first EngineError after all engines have answered.
 
-        An engine that cannot be reached is skipped: it counts as dead, so it holds no memory, and the next push replaces it.
+        An engine that cannot be reached is skipped. It counts as dead, so it holds no memory. The next push replaces it.
         """
 
         def control(url: str, record: EngineRecord) -> None:

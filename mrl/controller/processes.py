@@ -31,23 +31,23 @@ from mrl.workers.group import WorkerGroup
 from mrl.workers.worker import TrainWorker
 
 logger = logging.getLogger(__name__)
-REFERENCE = "reference"  # part of a checkpoint: the weights of the KL penalty's reference policy
+REFERENCE = "reference"  # name of a part of a checkpoint: the weights of the reference policy
 
 
 class RunProcesses:
     """Trainer ranks of every model, and the rollout worker with its engines. The constructor starts them in parallel."""
 
-    def __init__(self, plan: TrainPlan, places: Mapping[str, RolePlacement], stack: ExitStack) -> None:
-        """`places`: slots of every role (see mrl.placement.resource_pools). `stack` ends every process when it is closed."""
+    def __init__(self, plan: TrainPlan, placements: Mapping[str, RolePlacement], stack: ExitStack) -> None:
+        """`placements` are the slots of each role (see mrl.placement.resource_pools). Closing `stack` ends every process."""
         config = plan.config
         self.plan, self.startup, self.run_dir = plan, Startup(), Path(config.run.dir).resolve()
         self.scheduler = MemoryScheduler(plan.colocated_roles)
-        self.models = ModelGroups(plan.models, places, self.scheduler, self.startup, stack)
+        self.models = ModelGroups(plan.models, placements, self.scheduler, self.startup, stack)
         self._start_actor()
         if self._engines_are_colocated:  # SGLang sizes its KV cache by the memory that is free at its start
             self.models.wait_started(ACTOR)
             self.scheduler.make_room(ENGINES)
-        worker = self._start_rollout_worker(places.get("engines"))
+        worker = self._start_rollout_worker(placements.get("engines"))
         stack.callback(worker.close)
         self.engines = EngineLifecycle(
             host=worker,
@@ -65,25 +65,29 @@ class RunProcesses:
     def _engines_are_colocated(self) -> bool:
         return bool(self.scheduler.peers(ENGINES))
 
-    def _start_rollout_worker(self, places: RolePlacement | None) -> RolloutWorkerHandle:
+    def _start_rollout_worker(self, placement: RolePlacement | None) -> RolloutWorkerHandle:
         spec, options = rollout_spec(self.plan, str(self.run_dir)), dict[str, Any](num_cpus=0)
-        if places and places.hosted:
-            spec = replace(spec, slots=places.engine)
-        elif places:  # the engines are children of the worker, and use its slot
-            options = dict(places.options()[0])
+        if placement and placement.pin_engines_to_nodes:
+            spec = replace(spec, slots=placement.engine_slots)
+        elif placement:  # the engines are child processes of the rollout worker, and use its slot
+            options = dict(placement.options()[0])
         return RolloutWorkerHandle(spec, options, self.plan.config.rollout.request_timeout_s + 60)
 
     def _start_actor(self) -> None:
-        """Begin to build the actor. If another run has stored the warm start meanwhile, the actor starts from it."""
+        """Start building the actor. If another run has stored the same warm start by now, the actor starts from it."""
         stored = stored_warm_start(self.plan)
         self._needs_warm_start = self.plan.warm_start is not None and stored is None
         self.models.start(ACTOR, stored)
 
     def bring_up(self, checkpoint: Checkpoint | None) -> None:
-        """Wait for all models, and load the checkpoint into them. Without one, prepare the initial weights of a new run."""
+        """Wait for all models, and load the checkpoint into them.
+
+        If there is no checkpoint, prepare the initial weights of a new run.
+        """
         plan, actor = self.plan, self.models.actor
         self.models.wait_started(ACTOR)
-        if self._engines_are_colocated:  # connect before the first offload, see EngineLifecycle.trainers_restarted
+        if self._engines_are_colocated:
+            # They must connect before their first offload, see EngineLifecycle.reset_after_trainer_restart.
             self.engines.wait_started()
             self.engines.connect()
         if self._needs_warm_start and not checkpoint:
@@ -111,14 +115,14 @@ class RunProcesses:
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
     def _critic_path(self) -> str | None:
-        """Return the warm start's folder if the critic starts from it; None: it starts from the folder in its plan."""
+        """Return the folder of the warm start if the critic starts from it, or None if the critic's plan names the folder."""
         warm_start = self.plan.warm_start
         return warm_start.output if warm_start and not self.plan.config.critic.path else None
 
     def restart_trainers(self) -> None:
-        """Kill the trainer ranks of all models, and begin to build the actor in new ones."""
+        """Kill the trainer ranks of all models, and start building the actor in new trainer ranks."""
         self.models.restart()
-        self.engines.trainers_restarted()
+        self.engines.reset_after_trainer_restart()
         self.scheduler.make_room(ACTOR)
         self._start_actor()
 
@@ -142,9 +146,9 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
         test=plan.test,
         reward=plan.reward,
         advantage_pipeline=plan.algorithm.advantage_pipeline,
-        group_filter=plan.algorithm.group_filter,
+        rollout_filter=plan.algorithm.rollout_filter,
         needs_greedy="greedy_rewards" in plan.algorithm.needs,
-        old_from_rollout=config.algorithm.old_logprobs == "rollout",
+        rollout_logprobs_as_old=config.algorithm.old_logprobs == "rollout",
         prompts_per_step=rollout.prompts_per_step,
         scoring=config.scoring,
         responses_per_prompt=rollout.responses_per_prompt,
@@ -174,14 +178,14 @@ def rollout_spec(plan: TrainPlan, run_dir: str) -> RolloutSpec:
 
 @contextmanager
 def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
-    """Start the processes of `mrl train`; they end when the context exits. It also locks the run directory.
+    """Lock the run directory and start the processes of `mrl train`. The processes end when the context exits.
 
     Raises StartupLostError if a process is lost during the start.
     """
     with ExitStack() as stack:
         try:
-            places = stack.enter_context(_cluster(plan.config, "train", plan.pools))
-            processes = RunProcesses(plan, places, stack)
+            placements = stack.enter_context(_cluster(plan.config, "train", plan.pools))
+            processes = RunProcesses(plan, placements, stack)
         except ProcessesLostError as error:
             raise StartupLostError(str(error)) from error
         yield processes
@@ -189,14 +193,14 @@ def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
 
 @contextmanager
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
-    """Start the trainer ranks of `mrl sft` and wait for them; they end when the context exits. It also locks the run directory.
+    """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. They end when the context exits.
 
     Raises StartupLostError if a process is lost during the start.
     """
     with ExitStack() as stack:
         try:
-            places = stack.enter_context(_cluster(plan.config, "sft", plan.pools))
-            models = ModelGroups({ACTOR: plan}, places, MemoryScheduler(frozenset()), Startup(), stack)
+            placements = stack.enter_context(_cluster(plan.config, "sft", plan.pools))
+            models = ModelGroups({ACTOR: plan}, placements, MemoryScheduler(frozenset()), Startup(), stack)
             models.start(ACTOR)
         except ProcessesLostError as error:
             raise StartupLostError(str(error)) from error
@@ -206,7 +210,7 @@ def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
 
 @contextmanager
 def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, RolePlacement]]:
-    """Lock the run directory, connect to Ray and reserve devices; yields the slots of each role.
+    """Lock the run directory, connect to Ray and reserve devices. Yields the slots of each role.
 
     Raises StartError if the cluster has too few devices.
     """
@@ -214,66 +218,68 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
         stack.enter_context(lock_run_dir(Path(config.run.dir).resolve(), command, config_as_json(config)))
         stack.enter_context(ray_cluster(config.cluster.address, pools.size))
         try:
-            places = stack.enter_context(place_pools(pools, config.cluster.start_timeout_s))
+            placements = stack.enter_context(place_pools(pools, config.cluster.start_timeout_s))
         except (ValueError, PlacementError) as error:
             raise StartError(str(error)) from error
-        logger.info("placement:\n%s", device_map_text(current_device_map(pools, places)))
-        yield places
+        logger.info("placement:\n%s", device_map_text(current_device_map(pools, placements)))
+        yield placements
 
 
-MAX_PAUSE_S = 60.0  # before a restart
+MAX_PAUSE_S = 60.0  # longest pause before a restart
 
 
 @dataclass
 class ProcessRecovery:
-    """Restarts lost processes, with growing pauses, at most `max_restarts` times between two checkpoints."""
+    """Restarts lost processes at most `max_restarts` times between two checkpoints. The pauses before restarts grow."""
 
     processes: RunProcesses
     store: CheckpointStore
-    base: Checkpoint | None  # checkpoint that the run began with; used until the run has written one
+    initial_checkpoint: Checkpoint | None  # checkpoint that the run began with; used until the run has written one
     max_restarts: int
-    on_restart: Callable[[Checkpoint | None], None]  # called with the checkpoint that new trainers were loaded from
-    initial: State = field(default_factory=dict)  # state before the first step, for a run without a checkpoint
-    restarts: int = 0  # since the newest checkpoint was written
-    newest: int | None = None  # step of the newest checkpoint at the last restart
+    on_restart: Callable[[Checkpoint | None], None]  # gets the checkpoint that was loaded into new trainers
+    initial_state: State = field(default_factory=dict)  # state before the first step, for a run without a checkpoint
+    restarts: int = 0  # number of restarts since the newest checkpoint was written
+    newest_step: int | None = None  # step of the newest checkpoint at the last restart
 
     def begin(self) -> None:
         """Bring up all processes for the first time."""
         try:
-            self.processes.bring_up(self.base)
+            self.processes.bring_up(self.initial_checkpoint)
             self.processes.engines.wait_started()
             self.processes.engines.connect()
         except ProcessesLostError as error:
             self(error, None)
 
-    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
-        """Restart the lost processes; returns the run's state that matches the trainers' weights (see LossRecovery).
+    def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
+        """Restart the lost processes. Returns the state that matches the trainers' weights (see LostProcessRecovery).
 
-        Raises the error if no restart is left.
+        Raises the error if all restarts are used up.
         """
         while True:
-            checkpoint = self.store.latest() or self.base
+            checkpoint = self.store.latest() or self.initial_checkpoint
             step = checkpoint.step if checkpoint else None
-            self.restarts, self.newest = self.restarts + 1 if step == self.newest else 1, step
+            self.restarts, self.newest_step = self.restarts + 1 if step == self.newest_step else 1, step
             if self.restarts > self.max_restarts:
                 logger.error("all restarts are used up (fault_tolerance.max_restarts=%d)", self.max_restarts)
                 raise error
             time.sleep(min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1) - 1))
             self.processes.startup.ready(f"restart {self.restarts} of at most {self.max_restarts} begun ({error})")
             try:
-                return self._restart(error, boundary, checkpoint)
+                return self._restart(error, state_after_step, checkpoint)
             except ProcessesLostError as another:
-                error, boundary = another, None
+                error, state_after_step = another, None
             except (RuntimeError, ValueError) as failure:  # e.g. a port is taken, or memory is not free yet
-                error, boundary = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
+                error, state_after_step = ProcessesLostError(f"{type(failure).__name__}: {failure}"), None
 
-    def _restart(self, error: ProcessesLostError, boundary: State | None, checkpoint: Checkpoint | None) -> State:
+    def _restart(
+        self, error: ProcessesLostError, state_after_step: State | None, checkpoint: Checkpoint | None
+    ) -> State:
         processes = self.processes
         processes.engines.restart_if_lost(processes.models.alive)
-        if boundary is None or error.role != "rollout" or not processes.models.alive():
+        if state_after_step is None or error.role != "rollout" or not processes.models.alive():
             processes.restart_trainers()
             processes.bring_up(checkpoint)
             self.on_restart(checkpoint)
-            boundary = dict(checkpoint.state) if checkpoint else self.initial
+            state_after_step = dict(checkpoint.state) if checkpoint else self.initial_state
         processes.engines.connect()
-        return boundary
+        return state_after_step

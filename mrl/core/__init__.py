@@ -1,1 +1,1 @@
-"""Shared by all packages of mrl: data types with the legend of shapes, metrics, errors, and crash-safe files."""
+"""Code that all packages of mrl share: data types, declarations of metrics, errors, and crash-safe files."""

@@ -1,4 +1,4 @@
-"""Crash-safe files: JSON files that are replaced atomically, and append-only JSON Lines with one line per step."""
+"""Crash-safe files: JSON files that are replaced atomically, and append-only JSON Lines files with one line per step."""
 
 import json
 import logging
@@ -14,16 +14,16 @@ from parallel.durable_files import write_file
 logger = logging.getLogger(__name__)
 
 
-CHUNK_BYTES = 1 << 14  # read first by `last_lines`
+CHUNK_BYTES = 1 << 14  # `last_lines` first reads this many bytes at the end of the file
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a JSON file atomically. Values that JSON cannot express are written as `str(value)`."""
+    """Write `content` to a JSON file, atomically. Values that JSON cannot express are written as `str(value)`."""
     write_file(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def last_lines(path: Path, count: int) -> list[bytes]:
-    """Return the last `count` complete lines in order; [] if the file does not exist. Reads only the end of the file."""
+    """Return the last `count` complete lines in order, or [] if there is no file. Only the end of the file is read."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -43,37 +43,39 @@ class JsonLinesFile:
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        """Open the file. Existing lines of steps after `last_step`, and an incomplete line, are removed."""
+        """Open the file. If it exists, remove the lines of steps after `last_step`, and an incomplete last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._waiting, self._full = path, b"", False
+        self.path, self._unwritten, self._disk_full = path, b"", False
         self._open(last_step)
 
     def _open(self, last_step: int) -> None:
         if self.path.exists():
-            kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if _is_kept(line, last_step)]
-            write_file(self.path, b"".join(kept))
+            lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if _is_valid(line, last_step)]
+            write_file(self.path, b"".join(lines))
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Append a line. It is in the file when this returns, unless the disk is full."""
-        self._waiting += orjson.dumps(
+        """Append a line. The line is in the file when this function returns, except if the disk is full."""
+        self._unwritten += orjson.dumps(
             {"step": step, **content}, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
         )
         end = self._file.seek(0, os.SEEK_END)
         try:
-            written = self._file.write(self._waiting)
-            if written != len(self._waiting):
-                raise OSError(f"only {written} of {len(self._waiting)} bytes were written")
-            self._waiting, self._full = b"", False
+            written = self._file.write(self._unwritten)
+            if written != len(self._unwritten):
+                raise OSError(f"only {written} of {len(self._unwritten)} bytes were written")
+            self._unwritten, self._disk_full = b"", False
         except OSError as error:
             os.ftruncate(self._file.fileno(), end)  # remove an incomplete line
-            if not self._full:
-                logger.warning("%s: lines cannot be written and are kept in memory: %s", self.path, error)
-            self._full = True
+            if not self._disk_full:
+                logger.warning("%s: lines cannot be written; they are kept in memory: %s", self.path, error)
+            self._disk_full = True
 
     def rewind(self, last_step: int) -> None:
         """Remove the lines of steps after `last_step`."""
-        self._waiting = b"".join(line for line in self._waiting.splitlines(keepends=True) if _is_kept(line, last_step))
+        self._unwritten = b"".join(
+            line for line in self._unwritten.splitlines(keepends=True) if _is_valid(line, last_step)
+        )
         self._file.close()
         self._open(last_step)
 
@@ -82,7 +84,7 @@ class JsonLinesFile:
         self._file.close()
 
 
-def _is_kept(line: bytes, last_step: int) -> bool:
+def _is_valid(line: bytes, last_step: int) -> bool:
     try:
         return line.endswith(b"\n") and orjson.loads(line)["step"] <= last_step
     except (orjson.JSONDecodeError, KeyError, TypeError):

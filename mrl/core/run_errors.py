@@ -1,4 +1,4 @@
-"""Errors that end or interrupt a run, and PreemptionHandler, which turns SIGTERM and SIGUSR1 into one of them."""
+"""Errors that end or interrupt a run, and PreemptionHandler, which raises PreemptedError after SIGTERM or SIGUSR1."""
 
 import logging
 import os
@@ -10,16 +10,16 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 
-REQUEUE = 75
-"""Exit status of a preempted run that has a checkpoint and must be started again: EX_TEMPFAIL of sysexits.h."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-DUPLICATE_S = 2.0  # the same signal within this time is a duplicate
+REQUEUE_STATUS = 75
+"""Exit status of a preempted run. The run has a checkpoint, and must be started again. 75 is EX_TEMPFAIL of sysexits.h."""
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+DUPLICATE_S = 2.0  # seconds; the same signal is ignored if it arrives again within this time
 
 
 class ProcessesLostError(RuntimeError):
     """Processes of the run died, hang or cannot be reached. New processes can continue from the last checkpoint."""
 
-    role = "rank"  # of the lost process: rank (trainer rank) or rollout (rollout worker)
+    role = "rank"  # which process was lost: "rank" is a trainer rank, "rollout" is the rollout worker
 
 
 class StartupLostError(ProcessesLostError):
@@ -31,7 +31,7 @@ class StartError(ValueError):
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """The gradient of a mini-batch is NaN or infinite; no weight has changed."""
+    """The gradient of a mini-batch is NaN or infinite. The optimizer has not changed any weight."""
 
     def __init__(self, mini_batch: int, norm: float) -> None:
         super().__init__(mini_batch, norm)
@@ -39,40 +39,42 @@ class NonFiniteGradientError(FloatingPointError):
 
     def __str__(self) -> str:
         return (
-            f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before engines "
-            "get weights from it."
+            f"the gradient of mini-batch {self.mini_batch} is not finite (norm {self.norm}); the run ends before it sends "
+            "weights to the engines."
         )
 
 
 class PreemptedError(Exception):
-    """The run was asked by SIGTERM or SIGUSR1 to end now and to be started again later."""
+    """SIGTERM or SIGUSR1 asked the run to end now. The run is started again later."""
 
 
 def _do_nothing() -> None:
     pass
 
 
-_wait_check: list[Callable[[], None]] = [_do_nothing]
+_wait_check: list[Callable[[], None]] = [_do_nothing]  # its only element is the function of `set_wait_check`
 
 
 def set_wait_check(check: Callable[[], None] | None) -> None:
-    """Set a function that the driver calls again and again while it waits; it raises to end the wait. None: remove it."""
+    """Set the function that the driver calls repeatedly while it waits; it raises to end the wait. None removes it."""
     _wait_check[0] = check or _do_nothing
 
 
 def check_wait() -> None:
-    """Call the function of `set_wait_check`. Every loop that waits for processes of the run calls this a few times a second."""
+    """Call the function of `set_wait_check`. Every loop that waits for processes of the run does this a few times per second."""
     _wait_check[0]()
 
 
 class PreemptionHandler:
-    """Remembers the first preemption signal, and abandons a running step that would take too long.
+    """Remembers the first preemption signal, and abandons the running step if it would take too long.
 
-    A second signal ends the process at once; its child processes notice that and end too. The same signal within DUPLICATE_S is
-    a duplicate: Slurm signals every process of a job step, and the supervisor of `mrl train` forwards its signals.
+    A second signal ends the process at once; its child processes notice that and end too. The same signal again within
+    DUPLICATE_S is ignored. Such duplicates are normal: Slurm signals every process of a job step, and the supervisor of
+    `mrl train` forwards the signals that it receives.
 
-    If `may_abandon()` returns True, PreemptedError is raised at the driver's next wait check. Before any process is started,
-    `may_abandon` is None and the signal handler itself raises. Later it must not raise, because Ray discards its exceptions.
+    After a signal, each call of `check_wait` calls `may_abandon`, and raises PreemptedError if the result is True.
+    `may_abandon` is None until the first process of the run is started. In that time the signal handler itself raises.
+    Later the signal handler must not raise, because Ray discards its exceptions.
     """
 
     def __init__(self, may_abandon: Callable[[], bool] | None = None) -> None:
@@ -86,7 +88,7 @@ class PreemptionHandler:
         return self.received is not None
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        for number in PREEMPTION_SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
         set_wait_check(self._check)
         return self

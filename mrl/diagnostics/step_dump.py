@@ -105,9 +105,9 @@ class StepDump:
         """Read the mini-batch that starts from the dump's weights."""
         with np.load(self.path / MINI_BATCHES, allow_pickle=False) as file:
             groups = file["groups"] if "groups" in file.files else None
-            rows, counted = (file[f"{name}_{self.description.mini_batch}"] for name in ("rows", "counted"))
+            rows, denominator_rows = (file[f"{name}_{self.description.mini_batch}"] for name in ("rows", "counted"))
         lengths = block.prompt_lengths, block.response_lengths, block.sampled_lengths
-        return TrainBatch(block, *lengths, groups, rows, counted)
+        return TrainBatch(block, *lengths, groups, rows, denominator_rows)
 
     def weights_folder(self, weights: WeightsLocation) -> Path:
         """Return the folder of these weights; raises ValueError if it no longer exists."""
@@ -123,7 +123,7 @@ class StepDump:
 def write_mini_batches(folder: Path, mini_batches: Sequence[TrainBatch]) -> None:
     """Write the groups of a step and the rows of each of its mini-batches."""
     arrays = {f"rows_{n}": mini_batch.rows for n, mini_batch in enumerate(mini_batches)}
-    arrays |= {f"counted_{n}": mini_batch.counted for n, mini_batch in enumerate(mini_batches)}
+    arrays |= {f"counted_{n}": mini_batch.denominator_rows for n, mini_batch in enumerate(mini_batches)}
     groups = {} if mini_batches[0].groups is None else dict(groups=mini_batches[0].groups)
     with (folder / MINI_BATCHES).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays, **groups)

@@ -1,4 +1,4 @@
-"""Driver side of rollout: draws prompts, asks one rollout worker for samples, and sees lengths and rewards, never tokens."""
+"""Driver side of rollout: draws prompts and calls the rollout worker. It sees lengths and rewards, but no tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,37 +18,37 @@ from mrl.rollout.worker import RolloutWorker
 
 
 class EngineOwner(Protocol):
-    """Owner of the engines' memory and weights, as the rollout manager uses it (the controller's EngineLifecycle)."""
+    """Interface through which the rollout manager loads and replaces engines. The controller's EngineLifecycle implements it."""
 
     def load(self) -> None:
-        """Load the engines' GPU memory and weights. Do nothing if they are loaded."""
+        """Load the engines' GPU memory and weights. Does nothing if they are loaded already."""
         ...
 
     def restore(self, failed: Mapping[str, str]) -> None:
-        """Replace failed engines (URL -> reason) by engines that serve the current weight version."""
+        """Replace failed engines by engines that serve the current weight version. `failed`: URL -> reason of failure."""
         ...
 
 
 class FixedEngines:
-    """Engines of a run without a trainer: never offloaded and never replaced."""
+    """EngineOwner of a run without a trainer. Its engines are never offloaded and never replaced."""
 
     def load(self) -> None:
         """Do nothing."""
 
     def restore(self, failed: Mapping[str, str]) -> None:
-        """Raise EngineError."""
-        raise EngineError(f"engines failed, and there is no trainer to push weights to new ones: {dict(failed)}")
+        """Raise EngineError, because only a trainer can give new engines their weights."""
+        raise EngineError(f"engines failed, and there is no trainer that can push weights to new ones: {dict(failed)}")
 
 
 class RolloutWorkerHandle:
     """Calls the Ray actor of the rollout worker with deadlines. Does not manage the engines' memory or weights.
 
-    Every call raises StalledError when its deadline passes, RolloutWorkerLostError when the worker died (see mrl.hang_report),
-    and the errors that the worker raises.
+    Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
+    It also raises the errors that the worker raises.
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
-        """Ask Ray for the actor, which starts its engines. Returns at once.
+        """Create the Ray actor, which starts its engines. Returns before they are started.
 
         `options`: options of the Ray actor. `timeout_s`: deadline of a call.
         """
@@ -56,8 +56,8 @@ class RolloutWorkerHandle:
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
         self.actor = self._create()
         self._waiter = RayWaiter(Path(spec.run_dir), "rollout")
-        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # the scorer reaches its own deadline first
-        self._start_timeout_s = 600.0  # deadline for engines to start; `wait_ready` sets it
+        self.timeout_s = timeout_s + 2 * spec.scoring.timeout_s  # longer than the deadline of the scorer
+        self._start_timeout_s = 600.0  # deadline for the start of engines; `wait_ready` sets it
 
     def call[T](
         self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
@@ -68,22 +68,22 @@ class RolloutWorkerHandle:
         return self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until all engines take requests; return their URLs."""
+        """Wait until all engines take requests; return the URLs of all engines."""
         self._start_timeout_s = timeout_s
         return self.call(RolloutWorker.wait_ready, timeout_s, timeout_s=timeout_s + 60)
 
     def replace_engines(self, urls: Sequence[str]) -> list[str]:
-        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
+        """Replace these engines by new ones, and wait until all engines take requests. Returns the URLs of all engines."""
         start_s = self._start_timeout_s
         return self.call(RolloutWorker.replace_engines, list(urls), start_s, timeout_s=start_s + 60)
 
     def set_paused(self, paused: bool) -> None:
-        """Tell the worker whether engines are paused on purpose: meanwhile, an engine that computes nothing has not failed."""
+        """Tell the worker whether the engines are paused. A paused engine that computes nothing does not count as failed."""
         self.call(RolloutWorker.set_paused, paused)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Mark the engines as paused on purpose inside this context, for example during a weight push."""
+        """Return a context in which the worker regards the engines as paused, for example for a weight push."""
         self.set_paused(True)
         try:
             yield
@@ -99,15 +99,14 @@ class RolloutWorkerHandle:
         return True
 
     def restart(self) -> None:
-        """Kill the actor, which ends its engines, and ask Ray for another. Call `wait_ready` next."""
+        """Kill the actor, which ends its engines, and create a new actor. Call `wait_ready` next."""
         ray.kill(self.actor)
         self.actor = self._create()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the engines and the actor."""
-        with suppress(
-            ray.exceptions.RayError, TimeoutError
-        ):  # each engine's supervisor ends the engine when the actor ends
+        # If this call fails, the supervisor of each engine ends the engine after the actor has ended.
+        with suppress(ray.exceptions.RayError, TimeoutError):
             ray.get(self.actor.close.remote(), timeout=timeout_s)
         ray.kill(self.actor)
         unregister_processes(registry_folder(self._waiter.run_dir), "rollout")
@@ -115,48 +114,54 @@ class RolloutWorkerHandle:
 
 
 class RolloutManager:
-    """Keeps the staleness buffer of the rollout worker filled with prompts and takes one step's groups at a time.
+    """Keeps the staleness buffer of the rollout worker filled with prompts, and takes the groups of one step after another.
 
-    A call raises what RolloutWorkerHandle raises.
+    Every method raises the errors of RolloutWorkerHandle.
     """
 
     def __init__(self, worker: RolloutWorkerHandle, engines: EngineOwner) -> None:
-        """`engines`: loads the engines before sampling and replaces failed ones."""
+        """`engines` loads the engines before sampling and replaces failed engines."""
         spec = worker.spec
         self.worker, self._engines = worker, engines
-        self._tries = spec.fault_tolerance.max_response_attempts
-        self._capacity = spec.buffer_capacity
-        self._step, self._drawn = 0, 0  # number of the next step; prompts drawn so far
-        # (number, row, admitted version) of the prompt requests that no step has consumed
-        self._waiting: Sequence[tuple[int, ...]] = ()
+        self._max_attempts = spec.fault_tolerance.max_response_attempts
+        self._buffer_capacity = spec.buffer_capacity
+        self._step = 0  # number of the next step
+        self._num_drawn = 0  # number of prompts drawn so far
+        # The prompt requests that no step has taken, each as (number, row, min_weight_version)
+        self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
         """Return the groups that `step` trains: G scored responses to each of N prompts (see mrl.rollout.staleness_buffer).
 
-        Draws as many prompts as the buffer has room for, and more if the group filter rejects groups. The other groups stay
-        in the buffer, and their sampling continues while the step is trained.
+        Draws as many prompts as the staleness buffer has room for, and more prompts if the rollout filter rejects groups. The
+        groups that `step` does not train stay in the buffer. Their sampling continues while the step is trained.
         """
-        missing = max(0, self._capacity - len(self._waiting))
+        missing = max(0, self._buffer_capacity - len(self._untrained))
         while True:
-            first, self._drawn = self._drawn, self._drawn + missing
+            first, self._num_drawn = self._num_drawn, self._num_drawn + missing
             missing = self._call_engines(RolloutWorker.sample, first, prompts.take(missing), step)
             if not missing:
                 break
         rollouts = self.worker.call(RolloutWorker.collect, step)
-        self._step, self._drawn, self._waiting = step + 1, rollouts.drawn, rollouts.waiting
+        self._step, self._num_drawn, self._untrained = (
+            step + 1,
+            rollouts.num_drawn_requests,
+            rollouts.untrained_requests,
+        )
         return rollouts
 
     def evaluate(self, temperature: float) -> dict[str, float]:
-        """Evaluate on the held-out prompts. Returns the mean reward by name of the test set; the name "" stands for all sets."""
+        """Evaluate on the held-out prompts. Returns name of the test set -> mean reward; "" stands for all sets together."""
         return self._call_engines(RolloutWorker.evaluate, temperature)
 
     def _call_engines[T](self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any) -> T:
-        """Call a worker method that needs engines, and replace engines that failed during the call.
+        """Call a worker method that needs engines, and then replace the engines that failed during the call.
 
-        Repeats the call if all engines were lost. Raises EngineError after `fault_tolerance.max_response_attempts` such losses.
+        Repeats the call if all engines were lost. Raises EngineError if all engines are lost in each of
+        `fault_tolerance.max_response_attempts` calls.
         """
         lost, failed = None, {}
-        for _ in range(self._tries):
+        for _ in range(self._max_attempts):
             self._engines.load()
             try:
                 result = self.worker.call(method, *args)
@@ -166,8 +171,9 @@ class RolloutManager:
                 self._replace_failed()
                 return result
         raise EngineError(
-            f"all engines were lost {self._tries} times in a row (fault_tolerance.max_response_attempts), although they were "
-            f"replaced each time; the last failures: {'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
+            f"all engines were lost {self._max_attempts} times in a row (fault_tolerance.max_response_attempts), although "
+            "they were replaced each time; the last failures: "
+            f"{'; '.join(f'{url}: {reason}' for url, reason in failed.items())}"
         ) from lost
 
     def _replace_failed(self) -> dict[str, str]:
@@ -176,19 +182,25 @@ class RolloutManager:
         return failed
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages of the last generated groups, and the columns [R] that the losses need."""
+        """Compute the advantages of the last generated groups, and the columns [R] that the losses need.
+
+        `columns`: name -> handles of a column's parts, which the trainers computed.
+        """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 
     def discard_log(self, before_step: int) -> None:
-        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Return at once."""
+        """Delete the rollout log of the steps before `before_step`, which a checkpoint covers. Does not wait for the worker."""
         self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompt requests that are drawn and not trained, as plain values."""
-        return dict(step=self._step, drawn=self._drawn, waiting=[list(request) for request in self._waiting])
+        """Return what a checkpoint needs: the next step, and the prompt requests that are drawn and not trained."""
+        return dict(step=self._step, drawn=self._num_drawn, waiting=[list(request) for request in self._untrained])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to this state. Running requests are cancelled; cached completions of waiting requests are used again."""
-        self._step, self._drawn = state["step"], state["drawn"]
-        self._waiting = tuple(map(tuple, state["waiting"]))
-        self.worker.call(RolloutWorker.resume, self._drawn, self._waiting, self._step)
+        """Go back to a state that `state_dict` returned. Running requests are cancelled.
+
+        The completions that untrained requests have in the completion cache are used again.
+        """
+        self._step, self._num_drawn = state["step"], state["drawn"]
+        self._untrained = tuple(map(tuple, state["waiting"]))
+        self.worker.call(RolloutWorker.resume, self._num_drawn, self._untrained, self._step)

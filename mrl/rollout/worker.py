@@ -1,4 +1,7 @@
-"""Ray actor that samples and scores. It owns the engines, the prompts and the reward; the driver never sees a token."""
+"""RolloutWorker: the Ray actor that samples and scores. It owns the engines, the prompts and the reward.
+
+The driver calls it through the rollout manager and sees lengths and rewards, but no tokens.
+"""
 
 import logging
 import os
@@ -13,7 +16,7 @@ import ray
 from numpy.typing import NDArray
 
 from mrl.algorithms.inputs import ScoredBatch
-from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble
+from mrl.core.types import AdvantageResult, Column, Handle, Rollouts, assemble_column
 from mrl.data.prompts import PromptDataset
 from mrl.hang_report.process_registry import register_process, registry_folder, track_activity
 from mrl.rewards.reward_types import Response, Score
@@ -41,17 +44,18 @@ from mrl.rollout.trajectory import (
 class RolloutWorker:
     """Samples responses from its engines, scores them, and puts token blocks into Ray's object store.
 
-    One step calls `sample` (repeatedly, until it returns 0), then `collect`, then `estimate`.
+    In each step, the driver calls three methods. It repeats `sample` until the result is 0. Then `collect` returns the step's
+    responses, and `estimate` computes their advantages.
     """
 
     def __init__(self, spec: RolloutSpec) -> None:
-        """Start the engines. Returns at once; `wait_ready` waits for them."""
+        """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
         log_dir = Path(spec.run_dir) / "logs"
         logging.basicConfig(
             filename=log_dir / "rollout.log", level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at level INFO, httpx logs every request
         register_process(registry_folder(spec.run_dir), "rollout", "the rollout worker", "rollout")
         self.engines = EnginePool(spec)
         self.train, self.test = spec.train, spec.test
@@ -68,43 +72,46 @@ class RolloutWorker:
         buffer: StalenessBuffer[Group] = StalenessBuffer(
             size, spec.staleness, spec.extra_groups, spec.in_order, (spec.max_rounds - 1) * size
         )
-        self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._keeps)
+        self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
-        self._rounds = 0  # how often prompts were drawn for the current step
-        self._logged: StepGroups[Group] | None = None  # groups of the current step, if the rollout log has them
-        self._sampled = SampledStep()  # the last step that `sample` finished
-        self._taken: StepGroups[Group] = StepGroups(
-            [], [], [], [], []
-        )  # the same step's groups, as taken from the buffer
-        self._all_filtered = False  # whether the filter rejected every group of the last collected step
-        # The last collected step, and the engines' log-probabilities of its tokens
+        self._rounds = 0  # how often prompts were drawn for the step that is being sampled
+        self._logged: StepGroups[Group] | None = None  # groups of that step, if the rollout log has them
+        self._sampled = SampledStep()  # the last step for which `sample` returned 0
+        # The groups of `_sampled`, with the numbers of their prompt requests
+        self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])
+        self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
+        # Rewards and rollout log-probabilities of the last collected step
         self._collected: tuple[ScoredBatch, Column] | None = None
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait for the engines; return their URLs."""
+        """Wait until every engine takes requests; return the URLs of all engines."""
         return self.engines.wait_ready(timeout_s)
 
     def replace_engines(self, urls: list[str], timeout_s: float) -> list[str]:
-        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
+        """Replace these engines by new ones, and wait until every engine takes requests. Returns the URLs of all engines."""
         return self.engines.replace(urls, timeout_s)
 
     def take_failed_engines(self) -> dict[str, str]:
-        """Return URL -> reason of the engines that failed since the last call. The driver replaces them."""
+        """Return URL -> reason of failure, for the engines that failed since the last call. The driver replaces them."""
         return self.engines.take_failed()
 
     def set_paused(self, paused: bool) -> None:
-        """Set whether engines are paused on purpose: meanwhile, an engine that computes nothing has not failed."""
+        """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
     def sample(self, first: int, rows: NDArray[np.int64], step: int) -> int:
-        """Admit prompts and wait for the groups that `step` trains. `first`: number of the first prompt in the run.
+        """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
 
-        Returns 0 when the groups are ready for `collect`, else the number of prompts to draw in place of rejected groups. A
-        repeated call with the same prompts continues to wait. If the rollout log has the step, its groups are used instead.
+        `rows`: rows of the data set, one per prompt. `first`: number of prompts that were drawn before these prompts. If the
+        rollout log has the groups of the step, they are used and nothing is sampled.
+
+        Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw in
+        place of rejected groups. If a call fails, the driver may repeat it with the same prompts.
         """
         if self.spec.replay:
             groups = self._replay(step)
-            kept, filtered = [g for g in groups if self._keeps(g)], [g for g in groups if not self._keeps(g)]
+            kept = [group for group in groups if self._passes_filter(group)]
+            filtered = [group for group in groups if not self._passes_filter(group)]
             self._sampled = SampledStep(kept, filtered)
             return 0
         pipeline = self._pipeline
@@ -114,20 +121,23 @@ class RolloutWorker:
             self._cache.start_step(step)
             pipeline.send_requests(step)
             groups_of_step = pipeline.wait_step(step, self.spec.request_timeout_s)
-            self._rounds += 1  # after the wait, because the driver repeats a call that raises
+            self._rounds += 1  # after the wait, so that a repeated call does not count twice
             if groups_of_step is None:
-                return pipeline.room()
+                return pipeline.free_capacity()
             taken = self._write_log(step, groups_of_step)
         else:
             self._rounds += 1
-            if (missing := max(taken.all_numbers, default=-1) + 1 - pipeline.buffer.drawn) > 0:
+            if (missing := max(taken.all_numbers, default=-1) + 1 - pipeline.buffer.num_drawn) > 0:
                 return missing
         self._sampled = SampledStep(taken.groups, taken.filtered, self._rounds, *pipeline.take_seconds())
         self._rounds, self._taken, self._logged = 0, taken, None
         return 0
 
     def _read_log(self, step: int) -> StepGroups[Group] | None:
-        """Read the step from the rollout log if its prompts are those of this run, and remove them from the pipeline."""
+        """Return the groups of the step from the rollout log, and remove their requests from the pipeline.
+
+        Returns None if the log does not have the step. An entry with other prompts than this run draws is deleted.
+        """
         logged = self._logged or self._log.get(step)
         if logged is None:
             return None
@@ -141,32 +151,36 @@ class RolloutWorker:
         return logged
 
     def _write_log(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
-        """Write the groups to the rollout log, and delete cached completions that are not needed any more.
+        """Write the groups to the rollout log, and delete the cached completions that no later step needs.
 
-        A step without any score is not logged. The run then ends, and a resumed run scores the cached completions again.
+        If no response of the step could be scored, nothing is written or deleted. The run then ends. A resumed run scores the
+        cached completions again.
         """
         if None in score_failures([*groups.groups, *groups.filtered]):
             groups = self._log.put(step, groups)
             self._cache.discard(step - self.spec.staleness + 1)
         return groups
 
-    def resume(self, drawn: int, waiting: Sequence[Sequence[int]], step: int) -> None:
-        """Cancel everything, and start over before `step`. The next call must be `sample`.
+    def resume(self, num_drawn: int, untrained: Sequence[Sequence[int]], step: int) -> None:
+        """Cancel all running requests, and continue from the state before `step`. The next call must be `sample`.
 
-        `drawn`: prompts drawn so far. `waiting`: (number, row, admitted version) of the prompt requests that no step has
-        taken; their cached completions are used again.
+        `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
+        (number, row, min_weight_version). Their cached completions are used again.
         """
-        self._pipeline.restart(drawn, [PromptRequest(*request) for request in waiting], step)
+        self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
         self._rounds, self._logged = 0, None
 
     def discard_log(self, before_step: int) -> None:
-        """Delete the rollout log of the steps before `before_step`."""
+        """Delete the entries of the rollout log for steps before `before_step`."""
         self._log.discard(before_step)
 
     def collect(self, step: int) -> Rollouts:
-        """Lay out the groups of the last sampled step as a token block. Returns lengths, rewards and the block's handle."""
-        sampled, taken, waiting = self._sampled, self._taken, self._pipeline.waiting()
+        """Put the responses of the last sampled step into Ray's object store as a token block.
+
+        Returns a handle of the block, and the columns that the driver sees, such as lengths and rewards.
+        """
+        sampled, taken, untrained = self._sampled, self._taken, self._pipeline.untrained_requests()
         groups, self._all_filtered = sampled.trained_groups(self.spec.prompts_per_step), not sampled.kept
         block, columns = to_block(groups), control_columns(groups)
         if self.spec.record:
@@ -180,38 +194,41 @@ class RolloutWorker:
             sampled_lengths=block.sampled_lengths,
             **columns,
             digests=sample_digests([sample for group in groups for sample in group.samples]),
-            spans=version_spans(groups),
+            version_spans=version_spans(groups),
             request_numbers=np.array(numbers[: len(groups)] or np.arange(len(groups))),
             rewards=self._collected[0].rewards,
-            waiting=[(request.number, request.row, request.admitted_version) for request in waiting],
-            drawn=self._pipeline.buffer.drawn,
+            untrained_requests=[(request.number, request.row, request.min_weight_version) for request in untrained],
+            num_drawn_requests=self._pipeline.buffer.num_drawn,
             sampling_metrics={
                 **sampled.metrics(),
                 **self.engines.take_metrics(),
-                "rollout/waiting_groups": float(len(waiting)),
+                "rollout/waiting_groups": float(len(untrained)),
                 "rollout/dropped_groups": float(len(taken.dropped)),
                 **self._length_bias.update(taken, self._pipeline.finished()),
             },
         )
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages of the last collected step, and all columns that the losses need."""
-        assert self._collected, "estimate() needs a collect() before it"
+        """Compute the advantages of the last collected step. `columns`: handles of the trainers' columns, by name.
+
+        Returns a handle of all columns that the losses need.
+        """
+        assert self._collected, "collect() must be called before estimate()"
         scored, rollout_logprobs = self._collected
-        computed = {name: assemble(ray.get(parts), scored.lengths) for name, parts in columns.items()}
-        old = {"old_logprobs": rollout_logprobs} if self.spec.old_from_rollout else {}
+        computed = {name: assemble_column(ray.get(parts), scored.lengths) for name, parts in columns.items()}
+        old = {"old_logprobs": rollout_logprobs} if self.spec.rollout_logprobs_as_old else {}
         result = self.spec.advantage_pipeline(scored, computed | old, kl_coef, [self.spec.seed, step])
         all_columns = {**computed, **result.columns}
         rejected = result.rejected | self._all_filtered
-        return AdvantageResult(ray.put(all_columns), result.without_advantage, rejected, result.metrics)
+        return AdvantageResult(ray.put(all_columns), result.zero_advantage, rejected, result.metrics)
 
-    def _keeps(self, group: Group) -> bool:
-        """Return whether a group is trained."""
-        return self.spec.group_filter is None or self.spec.group_filter(group.rewards)
+    def _passes_filter(self, group: Group) -> bool:
+        """Return whether the rollout filter lets steps train this group."""
+        return self.spec.rollout_filter is None or self.spec.rollout_filter(group.rewards)
 
     def _replay(self, step: int) -> list[Group]:
-        """Return the groups of a recorded step, scored again."""
-        assert self.spec.replay, "callers check"
+        """Return the groups of a recorded step. The responses are scored again."""
+        assert self.spec.replay, "only called if rollout.replay is set"
         block, columns = read_recording(self.spec.replay, step)
         trajectories = block_trajectories(block, columns["truncated"], columns["weight_versions"])
         scores = self._score(self.train, columns["rows"], trajectories)
@@ -223,7 +240,7 @@ class RolloutWorker:
         return [Group(samples) for samples in members.values()]
 
     def _score_groups(self, unscored: list[UnscoredGroup]) -> list[Group]:
-        """Score groups, their greedy responses included. Runs in the scoring thread."""
+        """Score all responses of these groups, and their greedy responses. Runs in the scoring thread."""
         rows = np.array([group.request.row for group in unscored for _ in group.trajectories])
         trajectories = [trajectory for group in unscored for trajectory in group.trajectories]
         numbers = [group.request.number for group in unscored for _ in group.trajectories]
@@ -246,7 +263,10 @@ class RolloutWorker:
         trajectories: Sequence[Trajectory],
         groups: Sequence[int] = (),
     ) -> list[Score]:
-        """Score responses to these rows of `data`. `groups`: group number of each response; empty: rows are groups."""
+        """Score responses. `rows`: row of `data` that holds the prompt of each response.
+
+        `groups`: group number of each response. If it is empty, responses to the same row are one group.
+        """
         if not trajectories:
             return []
         with track_activity(f"scoring {len(trajectories)} responses to rows {', '.join(map(str, np.unique(rows)))}"):
@@ -255,9 +275,10 @@ class RolloutWorker:
                 return self._scorer(responses)
 
     def evaluate(self, temperature: float) -> dict[str, float]:
-        """Sample one response per held-out prompt and return the mean reward by name of the test set; "" stands for all sets.
+        """Sample and score one response to each held-out prompt. Temperature 0 is greedy sampling.
 
-        Temperature 0 is greedy. Returns an empty dict without a test set or an engine.
+        Returns name of the test set -> mean reward. The name "" stands for all test sets together. Returns an empty dict if
+        there is no test set or no engine.
         """
         if self.test is None or not self.engines.urls:
             return {}
@@ -275,12 +296,12 @@ class RolloutWorker:
         return means | {"": float(rewards.mean())}
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the user and system CPU seconds of this process and of the engines' process trees, for benchmarks."""
+        """Return the CPU seconds, user and system, of this process and of all processes of the engines, for benchmarks."""
         times = os.times()
         return dict(rollout=times.user + times.system, engine=self.engines.cpu_seconds())
 
     def close(self) -> None:
-        """End every engine, and the reward's processes."""
+        """End all engines and the processes of the reward."""
         self._pipeline.close()
         self.engines.close()
         self._scorer.close()
@@ -289,7 +310,7 @@ class RolloutWorker:
 def _reward_inputs(
     data: PromptDataset, rows: NDArray[np.int64], trajectories: Sequence[Trajectory], groups: Sequence[int] = ()
 ) -> list[Response]:
-    """Return the reward's inputs for responses to these rows. `groups`: group number of each response; empty: rows are groups."""
+    """Return what the reward is called with: the responses with the metadata of their prompts. Arguments as in `_score`."""
     texts = data.decode([trajectory.token_ids for trajectory in trajectories])
     turns = [trajectory.texts(data.decode) for trajectory in trajectories]
     _, group_of = np.unique(groups or rows, return_inverse=True)
@@ -297,7 +318,7 @@ def _reward_inputs(
     return [
         Response(
             data_source=data.data_source(row),
-            text=response_turns[-1].text if response_turns else text,  # the last turn of a multi-turn response
+            text=response_turns[-1].text if response_turns else text,
             ground_truth=data.ground_truth(row),
             extra_info=data.extra_info(row),
             prompt=data.messages(row),

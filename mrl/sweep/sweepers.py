@@ -62,7 +62,7 @@ class GridSweeper(Sweeper):
 
 
 class OptunaSweeper(GridSweeper):
-    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): chooses values from the metrics of earlier points."""
+    """Hydra sweeper with the name `optuna` (conf/hydra/sweeper/optuna.yaml): Optuna chooses values from earlier metrics."""
 
     __module__ = "hydra_plugins.mrl"
 

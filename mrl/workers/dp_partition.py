@@ -1,4 +1,7 @@
-"""Partition a batch into mini-batches, and each mini-batch over replicas and micro-batches. Only lengths are needed."""
+"""Partitions a batch into mini-batches, and each mini-batch over replicas and micro-batches.
+
+This needs only the lengths of the sequences, so the driver can do it.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +18,8 @@ from parallel.dims import ParallelDims
 class Packing:
     """How rows are packed into micro-batches."""
 
-    max_tokens: int  # of one micro-batch
-    share_prompts: bool = True  # compute the prompt of a group once
+    max_tokens: int  # token budget of one micro-batch
+    share_prompts: bool = True  # whether the prompt of a group is computed only once
     cost: CostModel = field(default_factory=CostModel)  # compute cost of a sequence by its length
 
 
@@ -29,16 +32,16 @@ class StepPartition:
 
 
 def split_mini_batches(batch: TrainBatch, num_mini_batches: int) -> list[TrainBatch]:
-    """Split a batch into mini-batches of whole groups; return fewer if there are fewer groups."""
+    """Split a batch into mini-batches of whole groups. If there are fewer groups, the result has fewer mini-batches."""
     if num_mini_batches == 1:
         return [batch]
     groups = np.arange(len(batch.prompt_lengths)) if batch.groups is None else batch.groups
-    parts = np.array_split(np.unique(groups[batch.counted]), num_mini_batches)
+    parts = np.array_split(np.unique(groups[batch.denominator_rows]), num_mini_batches)
     steps = [
         replace(
             batch,
             rows=batch.rows[np.isin(groups[batch.rows], part)],
-            counted=batch.counted[np.isin(groups[batch.counted], part)],
+            denominator_rows=batch.denominator_rows[np.isin(groups[batch.denominator_rows], part)],
         )
         for part in parts
         if len(part)
@@ -55,9 +58,9 @@ def partition_step(
 ) -> StepPartition:
     """Assign every trained row of a mini-batch to one replica and one micro-batch.
 
-    The loss is normalised over the whole mini-batch. `max_response_tokens` is needed only by aggregations that divide by it.
+    The loss is normalised over the whole mini-batch. Only some values of `aggregation` need `max_response_tokens`.
     """
-    weights = _counted_weights(batch, aggregation, max_response_tokens)
+    weights = _row_weights(batch, aggregation, max_response_tokens)
     shared = packing.share_prompts and batch.groups is not None
     groups = np.arange(len(weights)) if batch.groups is None else batch.groups
     units = make_units(
@@ -83,21 +86,23 @@ def partition_step(
 
 
 def step_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None = None) -> NDArray[np.float64]:
-    """Return [B] the weight of one token of each row in the loss of an optimizer step; 0 for rows that are not trained."""
-    weights = _counted_weights(batch, aggregation, max_response_tokens)
-    weights[np.setdiff1d(batch.counted, batch.rows)] = 0.0
+    """Return the weight of one token of each row in the loss of an optimizer step: [B]. Rows that are not trained have 0."""
+    weights = _row_weights(batch, aggregation, max_response_tokens)
+    weights[np.setdiff1d(batch.denominator_rows, batch.rows)] = 0.0
     return weights
 
 
-def _counted_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
-    """Return [B] the weight of one token of each row in a loss that is normalised over all counted rows."""
+def _row_weights(batch: TrainBatch, aggregation: str, max_response_tokens: int | None) -> NDArray[np.float64]:
+    """Return the weight of one token of each row in a loss that is normalised over `denominator_rows`: [B]."""
     weights = np.zeros(len(batch.prompt_lengths))
-    weights[batch.counted] = token_weights(batch.sampled_lengths[batch.counted], aggregation, max_response_tokens)
+    weights[batch.denominator_rows] = token_weights(
+        batch.sampled_lengths[batch.denominator_rows], aggregation, max_response_tokens
+    )
     return weights
 
 
 def merge_rank_batches(partition: StepPartition) -> RankBatch:
-    """Return a batch for one replica with the micro-batches of all replicas."""
+    """Return a batch with the micro-batches of all replicas, as if there were only one replica."""
     micros = tuple(rows for batch in partition.rank_batches for rows in batch.micro_batches)
     return replace(partition.rank_batches[0], micro_batches=micros)
 
@@ -106,7 +111,7 @@ def _metrics(
     batch: TrainBatch, units: list[PackingUnit], replicas: list[tuple[NDArray[np.int64], ...]]
 ) -> dict[str, float]:
     lengths = batch.prompt_lengths + batch.response_lengths
-    counted, trained = max(1, lengths[batch.counted].sum()), lengths[batch.rows].sum()
+    denominator_tokens, trained = max(1, lengths[batch.denominator_rows].sum()), lengths[batch.rows].sum()
     computed = sum(unit.tokens for unit in units)
     replica_of = {row: replica for replica, micros in enumerate(replicas) for rows in micros for row in rows.tolist()}
     loads = np.zeros(len(replicas))
@@ -114,7 +119,7 @@ def _metrics(
         loads[replica_of[unit.rows[0]]] += unit.cost
     return {
         "batch/computed_tokens": float(computed),
-        "batch/skipped_tokens_fraction": float(1 - trained / counted),
+        "batch/skipped_tokens_fraction": float(1 - trained / denominator_tokens),
         "batch/shared_tokens_fraction": float(1 - computed / trained) if trained else 0.0,
         "batch/imbalance": float(loads.max() / loads.mean()) if loads.any() else 1.0,
         "batch/micro_batches": float(max(len(micros) for micros in replicas)),

@@ -1,4 +1,4 @@
-"""A trainer rank's micro-batch: rows of a token block as packed tensors on its device."""
+"""Micro-batch of a trainer rank: rows of a token block, as packed tensors on the device of the rank."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,24 +17,25 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one packed forward pass.
+    """Input of one packed forward pass on one trainer rank.
 
-    The micro-batch has R sampled tokens; this context-parallel rank predicts local R of them. The rank has L tokens, including
-    padding (see parallel.packing). Columns are ordered by row, then by token.
+    The rank has L of the micro-batch's tokens, including padding (see parallel.packing). The micro-batch has R sampled tokens.
+    The number of sampled tokens that this context-parallel rank predicts is called local R. All tensors [local R] are ordered by
+    row, then by token.
     """
 
     tokens: Tensor  # [L]
     packed: PackedSequences
-    predictor_index: Tensor  # [local R] index in L of the token whose hidden state predicts the sampled token
+    predictor_index: Tensor  # [local R] which of the L tokens predicts the sampled token
     targets: Tensor  # [local R] the sampled tokens
     rollout_logprobs: Tensor  # [local R]
-    weights: Tensor  # [local R] float64 weight in the loss
-    local_sampled: Tensor  # [local R] index in R of each sampled token of this rank
+    weights: Tensor  # [local R] float64; weight of each sampled token in the loss
+    local_sampled: Tensor  # [local R] which of the R sampled tokens this rank predicts
     num_sampled: int  # R
-    responses: Responses
-    columns: Mapping[str, Tensor]  # [local R] by name: advantages, old_logprobs, returns, ...
-    origin: Ints  # [L] index of the token in the whole block; -1: padding
-    routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the router chooses
+    responses: Responses  # the responses to which the sampled tokens belong
+    columns: Mapping[str, Tensor]  # name (advantages, old_logprobs, returns, ...) -> [local R]
+    block_index: Ints  # [L] index of each token in the whole block; -1: padding
+    routing: Tensor | None = None  # [L, layers, topk] experts that the engine chose; None: the trainer's router chooses
 
     @classmethod
     def build(
@@ -43,25 +44,27 @@ class MicroBatch:
         rows: Ints,
         batch: RankBatch,
         pack: Callable[[list[Segment]], PackedSequences],
-        reduce: Callable[[Tensor], Tensor] = Responses.reduce,
+        sum_over_ranks: Callable[[Tensor], Tensor] = Responses.sum_over_ranks,
     ) -> "MicroBatch":
-        """Pack the rows `rows` of `block`, in that order; without rows, one token with no weight in the loss.
+        """Pack the rows `rows` of `block`, in this order. If `rows` is empty, pack one token that has no weight in the loss.
 
-        `reduce` sums over context-parallel ranks, see `Responses`.
+        `sum_over_ranks` sums a tensor over the context-parallel ranks, see `Responses`.
         """
         part = block.select(rows) if len(rows) else _one_token(block)
         groups = batch.groups[rows] if batch.groups is not None and len(rows) else None
         segments, packed_tokens, predictor_index = _lay_out(part, groups)
         packed = pack(segments)
-        local = packed.local_of[predictor_index]
+        local = packed.local_index[predictor_index]
         (local_sampled,) = np.nonzero(local >= 0)
         response_of = np.repeat(np.arange(len(part.lengths)), part.sampled_lengths)
         targets = part.tokens[part.sampled_index]
 
         if len(rows):
-            block_index = np.concatenate([np.arange(block.cu_seqlens[row], block.cu_seqlens[row + 1]) for row in rows])
+            index_in_block = np.concatenate(
+                [np.arange(block.cu_seqlens[row], block.cu_seqlens[row + 1]) for row in rows]
+            )
         else:
-            block_index = np.full(1, -1)
+            index_in_block = np.full(1, -1)
 
         def to_device(values: NDArray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(packed.position_ids.device)
@@ -77,25 +80,26 @@ class MicroBatch:
             weights=to_device(batch.weights[rows][response_of[local_sampled]]),
             local_sampled=to_device(local_sampled),
             num_sampled=len(response_of),
-            responses=Responses(to_device(response_of[local_sampled]), to_device(part.sampled_lengths), reduce),
+            responses=Responses(to_device(response_of[local_sampled]), to_device(part.sampled_lengths), sum_over_ranks),
             columns={name: to_device(values[local_sampled]) for name, values in part.columns.items()},
-            origin=np.where(packed.source >= 0, block_index[packed_tokens][packed.source], -1),
+            block_index=np.where(packed.source >= 0, index_in_block[packed_tokens][packed.source], -1),
             routing=None if routing is None else to_device(routing),
         )
 
 
 def _one_token(block: TokenBlock) -> TokenBlock:
-    """Return a block of one token without a response, with the columns of `block`."""
+    """Return a block of one token without a response. It has the same columns as `block`."""
     routing = None if block.routed_experts is None else np.full((1, *block.routed_experts.shape[1:]), -1, np.int16)
     empty = TokenBlock.from_lists([[0]], [[]])
     return replace(empty, routed_experts=routing, columns=dict.fromkeys(block.columns, np.empty(0, np.float32)))
 
 
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
-    """Lay out a pack of S tokens.
+    """Return the layout of a pack: (segments, packed_tokens [S], predictor_index [R]).
 
-    Returns its segments, [S] the index of each token in `part`, and [R] the index in S of the token that predicts each sampled
-    token. With `groups`, the rows of a group share one prompt segment; without, each row is one segment.
+    The pack has S tokens; `packed_tokens` has the index in `part` of each. `predictor_index` tells for each sampled token which
+    of the S tokens predicts it. If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one
+    segment.
     """
     starts, ends = part.cu_seqlens[:-1], part.cu_seqlens[1:]
     if groups is None:
@@ -103,8 +107,8 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
     segments: list[Segment] = []
     indices: list[Ints] = [np.empty(0, np.int64)]
     predictor_index: list[Ints] = [np.empty(0, np.int64)]
-    prompts: dict[int, tuple[int, int, int]] = {}  # group -> (segment of its prompt, index of its last token in S, row)
-    end = 0  # tokens so far
+    prompts: dict[int, tuple[int, int, int]] = {}  # group -> (prompt segment, last prompt token in the pack, first row)
+    end = 0  # number of tokens in the pack so far
     for row, group in enumerate(groups.tolist()):
         response_start = int(starts[row] + part.prompt_lengths[row])
         if group not in prompts:
@@ -127,9 +131,9 @@ def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints
 
 
 def _routing(part: TokenBlock, packed_tokens: Ints, source: Ints) -> NDArray[np.int64]:
-    """Return [L, layers, topk] the experts of this rank's tokens.
+    """Return the experts of this rank's tokens: [L, layers, topk].
 
-    Padding, and tokens that the engine did not compute, do not influence the result; they are spread evenly over the experts.
+    Padding and tokens that the engine did not compute are spread evenly over the experts. They do not influence the result.
     """
     assert part.routed_experts is not None, "the caller has checked that the block has routed experts"
     experts = part.routed_experts[packed_tokens][source].astype(np.int64)

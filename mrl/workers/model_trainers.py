@@ -1,4 +1,4 @@
-"""The driver's side of actor, critic and teacher: selects rows and learning rates, and combines the reports to metrics."""
+"""The driver's part in training: selects the rows and learning rates of an update, and turns the reports into metrics."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,20 +20,20 @@ from parallel.trainer_config import OptimConfig
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """The optimizer steps on one rollout that the driver requests from a worker group."""
+    """Optimizer steps on one rollout, which the driver requests from a worker group."""
 
     steps: list[TrainBatch]  # one for each mini-batch, in order
     lrs: list[float]
     aggregation: str
     max_response_tokens: int
-    options: Mapping[str, Any]  # loss and temperature
+    options: Mapping[str, Any]  # further arguments of the model's `update`: loss and temperature
 
 
 class UpdateObserver(Protocol):
-    """Sees every update, and may dump its step."""
+    """Interface of an object that is told of every update. It may write a step dump."""
 
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> AbstractContextManager[list[UpdateReport]]:
-        """Return the context in which one update runs; the update appends its reports to the list."""
+        """Return a context in which the update runs. The update appends its reports to the list that the context yields."""
         ...
 
 
@@ -50,13 +50,13 @@ class UpdateRunner:
     observer: UpdateObserver | None = None
 
     def split(self, batch: TrainBatch) -> list[TrainBatch]:
-        """Return the mini-batch of each optimizer step."""
+        """Return the mini-batches of all optimizer steps, in order."""
         return split_mini_batches(batch, self.mini_batches) * self.epochs
 
     def run(
         self, group: WorkerGroup, batch: TrainBatch, step: int, **options: object
     ) -> tuple[list[UpdateReport], float]:
-        """Train on the batch; return a report per optimizer step, and the last learning rate."""
+        """Train on the batch. Returns the report of each optimizer step, and the last learning rate."""
         steps = self.split(batch)
         first = step * self.mini_batches * self.epochs
         lrs = [self.optimizer.lr_at(first + number) for number in range(len(steps))]
@@ -75,35 +75,38 @@ class ActorTrainer:
     objective: Objective
     updates: UpdateRunner
     temperature: float  # sampling temperature
-    skip_zero_advantage: bool  # do not compute rows that cannot change the gradient
+    skip_zero_advantage: bool  # whether to leave out rows that cannot change the gradient
 
     def compute_logprobs(self, rollouts: Rollouts) -> list[Handle]:
         """Compute log-probabilities [R] under the current weights."""
         return self.group.compute_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
     def compute_reference_logprobs(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute log-probabilities [R] under the weights that RL started from."""
+        """Compute log-probabilities [R] under the reference policy."""
         return self.group.compute_reference_logprobs(train_batch(rollouts), self.updates.packing, self.temperature)
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Run the optimizer steps of the whole batch, without rows that cannot change the gradient."""
+        """Run the optimizer steps on all rows that are not left out, and return their metrics."""
         objective = self.objective.with_kl_coef(kl_coef)
-        batch = train_batch(rollouts, advantages, self._trained(advantages))
+        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
         reports, lr = self.updates.run(self.group, batch, step, loss=objective, temperature=self.temperature)
-        zero_fraction = float(advantages.without_advantage.mean())
+        zero_fraction = float(advantages.zero_advantage.mean())
         return {**_actor_metrics(reports), "batch/zero_advantage_fraction": zero_fraction, "optim/lr": lr}
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> list[NDArray[np.float64]]:
-        """Return for each optimizer step of `update`: [B] the weight of one token in the loss; 0 for rows that are left out."""
-        batch = train_batch(rollouts, advantages, self._trained(advantages))
+        """Return one array [B] for each optimizer step of `update`: the weight of one token of each row in the loss.
+
+        The weight is 0 for rows that are left out.
+        """
+        batch = train_batch(rollouts, advantages, self._trained_rows(advantages))
         updates = self.updates
         return [step_weights(step, updates.aggregation, updates.max_response_tokens) for step in updates.split(batch)]
 
-    def _trained(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
-        """Return [B] which rows are computed."""
+    def _trained_rows(self, advantages: AdvantageResult) -> NDArray[np.bool_]:
+        """Return for each row whether it is trained: [B]."""
         trained = ~advantages.rejected
         if self.skip_zero_advantage and self.objective.zero_without_advantage:
-            trained &= ~advantages.without_advantage
+            trained &= ~advantages.zero_advantage
         if not trained.any():  # compute at least one row, so that the mismatch with the engines is measured
             trained[np.argmax(~advantages.rejected)] = True
         return trained
@@ -118,18 +121,18 @@ class CriticTrainer:
     updates: UpdateRunner
 
     def compute_values(self, rollouts: Rollouts) -> list[Handle]:
-        """Compute values [R] before each sampled token."""
+        """Compute the value before each sampled token: [R]."""
         return self.group.compute_values(train_batch(rollouts), self.updates.packing)
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int) -> Metrics:
-        """Run optimizer steps with the returns of all rows that are not rejected as targets."""
+        """Run the optimizer steps on all rows that are not rejected. The targets are the returns."""
         reports, lr = self.updates.run(self.group, train_batch(rollouts, advantages), step, loss=self.loss)
         return _critic_metrics(reports) | {"critic/lr": lr}
 
 
 @dataclass(frozen=True)
 class TeacherScorer:
-    """Computes the log-probabilities of a teacher model in a worker group; the teacher is not trained."""
+    """Computes log-probabilities under a teacher model, which is not trained."""
 
     group: WorkerGroup
     packing: Packing
@@ -143,31 +146,31 @@ class TeacherScorer:
 def train_batch(
     rollouts: Rollouts, advantages: AdvantageResult | None = None, trained: NDArray[np.bool_] | None = None
 ) -> TrainBatch:
-    """Select the rows to train: those of `trained` [B], or all that are not rejected.
+    """Return the batch of the rows for which `trained` [B] is true. Without `trained`, all rows that are not rejected.
 
-    The loss is normalised over all rows that `advantages` does not reject, trained or not.
+    The loss is normalised over all rows that `advantages` does not reject, whether they are trained or not.
     """
-    counted = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
+    in_denominator = np.ones(len(rollouts.groups), bool) if advantages is None else ~advantages.rejected
     return TrainBatch(
         rollouts.block,
         rollouts.prompt_lengths,
         rollouts.response_lengths,
         rollouts.sampled_lengths,
         rollouts.groups,
-        np.flatnonzero(counted if trained is None else trained),
-        np.flatnonzero(counted),
+        np.flatnonzero(in_denominator if trained is None else trained),
+        np.flatnonzero(in_denominator),
         None if advantages is None else advantages.columns,
     )
 
 
 ACTOR_SUMS = ("loss", "mismatch_abs", "entropy", "tokens", *corrections.MISMATCH_SUMS, "weight")
-"""Sums that every actor update reports; the other sums come from the loss."""
+"""Names of the sums that every actor update reports. All other sums come from the loss."""
 ACTOR_MAXIMA = ("mismatch_abs", "seconds", "batch/computed_tokens")
-"""Maxima that have their own metric; the others are averaged over the optimizer steps."""
+"""Names of the maxima that have their own metric. All other maxima are averaged over the optimizer steps."""
 
 
 def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
-    """Combine the reports of all optimizer steps of a rollout: counts and seconds are summed, the rest averaged or maximised.
+    """Return the metrics of all optimizer steps on a rollout. Counts and seconds are sums over the steps.
 
     A mini-batch whose rows are all left out reports no tokens.
     """
@@ -188,18 +191,18 @@ def _actor_metrics(reports: list[UpdateReport]) -> Metrics:
 
 
 def _step_averages(reports: list[UpdateReport]) -> Metrics:
-    """Average the remaining statistics over the optimizer steps; sums are first divided by the sum of the weights."""
-    of_steps: list[Metrics] = []
+    """Average all other statistics over the optimizer steps. Each sum is first divided by the sum of the weights."""
+    by_step: list[Metrics] = []
     for report in reports:
         weight = report.sums.get("weight", 0.0)
         sums = {name: value / weight for name, value in report.sums.items() if weight and name not in ACTOR_SUMS}
-        of_steps.append(sums | {name: value for name, value in report.maxima.items() if name not in ACTOR_MAXIMA})
-    names = dict.fromkeys(name for metrics in of_steps for name in metrics)
-    return {name: float(np.mean([metrics[name] for metrics in of_steps if name in metrics])) for name in names}
+        by_step.append(sums | {name: value for name, value in report.maxima.items() if name not in ACTOR_MAXIMA})
+    names = dict.fromkeys(name for metrics in by_step for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in by_step if name in metrics])) for name in names}
 
 
 def _critic_metrics(reports: list[UpdateReport]) -> Metrics:
-    """Combine the reports of all optimizer steps; the explained variance is 1 - Var[return - value] / Var[return]."""
+    """Return the metrics of all optimizer steps. The explained variance is 1 - Var[return - value] / Var[return]."""
     names = ("tokens", "values", "returns", "errors", "returns_squared", "errors_squared")
     totals = {name: _total(reports, name) for name in names}
     tokens = max(totals["tokens"], 1.0)

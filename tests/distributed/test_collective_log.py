@@ -39,8 +39,8 @@ def test_counts_operations_and_peers_are_kept_until_the_log_is_closed(run_ranks,
     assert len(first) == len(second) == 1
     sent, received = first[0], second[0]
     assert sent.group == received.group and sent.ranks == received.ranks == (0, 1)
-    assert (sent.entered, sent.messages, sent.operation, sent.peer, sent.nbytes) == (3, 1, "send", 1, 20)
-    assert (received.entered, received.messages, received.operation, received.peer) == (3, 1, "recv", 0)
+    assert (sent.num_collectives, sent.num_messages, sent.operation, sent.peer, sent.nbytes) == (3, 1, "send", 1, 20)
+    assert (received.num_collectives, received.num_messages, received.operation, received.peer) == (3, 1, "recv", 0)
     assert sent in after, "what comes after close() is not counted"
 
 
@@ -54,7 +54,7 @@ def use_short_lived_groups(rank: int, folder: str):
         for _ in range(number + 1):
             dist.all_reduce(ones, group=group)
         dist.all_reduce(ones, group=lasting)
-        found = {last.purpose: last.entered for last in read_collective_log(f"{folder}/{rank}.ops")}
+        found = {last.purpose: last.num_collectives for last in read_collective_log(f"{folder}/{rank}.ops")}
         seen.append((found, len(json.loads(Path(f"{folder}/{rank}.ops.json").read_text())["groups"])))
         dist.destroy_process_group(group)
         del group
@@ -93,4 +93,4 @@ def test_an_interpreter_that_exits_without_closing_its_log_does_not_crash(tmp_pa
     """Remaining hooks would crash torch's destructor of the group."""
     assert subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=120).returncode == 0
     (last,) = read_collective_log(tmp_path / "0.ops")
-    assert (last.entered, last.operation, last.nbytes, last.ranks) == (1, "broadcast", 12, (0, 1))
+    assert (last.num_collectives, last.operation, last.nbytes, last.ranks) == (1, "broadcast", 12, (0, 1))

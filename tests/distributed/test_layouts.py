@@ -9,7 +9,7 @@ from models_for_layouts import groups_of_responses, make
 
 from models.architecture import ModelSpec
 from mrl.algorithms.losses import CrossEntropy, PPOClip
-from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble
+from mrl.core.types import RankBatch, TokenBlock, TrainBatch, assemble_column
 from mrl.workers.dp_partition import Packing, partition_step, split_mini_batches
 from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
@@ -144,7 +144,7 @@ def two_mini_batches(rank: int, path, dims: ParallelDims):
     part = actor.column_part(actor.compute_logprobs(block, own), own)
     parts: list = [None] * dims.world_size
     torch.distributed.all_gather_object(parts, part)
-    old = assemble([part for part in parts if part], block.sampled_lengths)
+    old = assemble_column([part for part in parts if part], block.sampled_lengths)
     block = replace(block, rollout_logprobs=old + 0.25).with_columns(
         old_logprobs=old, advantages=5 * block.columns["advantages"]
     )

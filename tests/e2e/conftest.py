@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mrl_runs import TAG, MrlRun, restore_sigint, tagged
+from mrl_runs import TAG, MrlRun, RunFolder, restore_sigint, tagged
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +20,8 @@ def start_mrl(tmp_path_factory):
     """`start_mrl("train", "key=value", ...)` -> MrlRun. Processes of all runs that are still alive after the tests are killed."""
     runs: list[MrlRun] = []
 
-    def start(command: str, *overrides: str) -> MrlRun:
-        folder, tag = tmp_path_factory.mktemp("run"), uuid.uuid4().hex
+    def start(command: str, *overrides: str, folder: Path | None = None) -> MrlRun:
+        folder, tag = folder or tmp_path_factory.mktemp("run"), uuid.uuid4().hex
         env = os.environ | {TAG: tag, "WANDB_MODE": "offline"}
         line = [sys.executable, "-m", "mrl.cli", command, f"run.dir={folder}", *overrides]
         with (folder / "terminal.log").open("w") as log:
@@ -90,6 +90,19 @@ def quickstart(inputs, warm) -> list[str]:
         "trainer.stop_reward=null",
         "tracking.wandb=false",
     ]
+
+
+@pytest.fixture(scope="session")
+def recorded(start_mrl, quickstart, make_once) -> RunFolder:
+    """A synchronous run of five steps, uninterrupted, that writes everything a run can write."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        options = ["trainer.max_steps=5", "rollout.record=true", "tracking.wandb=true"]
+        run = start_mrl("train", *quickstart, *options, folder=folder).finish()
+        assert run.process.returncode == 0 and run.leftovers() == [], run.output()
+
+    return RunFolder(make_once("recorded", make))
 
 
 @pytest.fixture(scope="module")

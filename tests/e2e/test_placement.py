@@ -70,9 +70,9 @@ def nodes(monkeypatch):
         made.shutdown()
 
 
-def hosted(places, number: int, folder, model) -> RayEngine:
-    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=places.group_size)
-    return RayEngine(partial(places.engine, number), arguments, folder / "engine_0.log", {})
+def hosted(placements, number: int, folder, model) -> RayEngine:
+    arguments = default_server_args("float32", 512) | dict(model_path=str(model), tp_size=placements.group_size)
+    return RayEngine(partial(placements.engine_slots, number), arguments, folder / "engine_0.log", {})
 
 
 def greedy(url: str) -> list[int]:
@@ -96,11 +96,11 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
     made, by_id = nodes
     expected = engine.client.generate([[3, 4, 5]], [SamplingParams(6, 0.0)])[0].token_ids
     pools = make_pools({"serve": ["engines"]}, {"engines": SlotDemand(1)})
-    with place_pools(pools, timeout_s=120) as places:
-        assert places["engines"].hosted
-        (slot,) = places["engines"].slots()
+    with place_pools(pools, timeout_s=120) as placements:
+        assert placements["engines"].pin_engines_to_nodes
+        (slot,) = placements["engines"].slots()
         assert slot.device == "0" and slot.options["num_gpus"] == 0.99
-        server = hosted(places["engines"], 0, tmp_path, qwen3_folder)
+        server = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         server.start()
         server.wait_ready(480)
         assert greedy(server.url) == expected and server.alive() and server.cpu_seconds() > 0
@@ -111,12 +111,12 @@ def test_an_engine_whose_node_is_lost_is_started_on_another_node(nodes, qwen3_fo
         wait_until(lambda: not any(process.is_running() for process in processes), 60)
         assert server.was_killed
         server.stop()
-        wait_until(lambda: places["engines"].slots()[0].node != slot.node, 60)
-        replacement = hosted(places["engines"], 0, tmp_path, qwen3_folder)
+        wait_until(lambda: placements["engines"].slots()[0].node != slot.node, 60)
+        replacement = hosted(placements["engines"], 0, tmp_path, qwen3_folder)
         replacement.start()
         replacement.wait_ready(480)
         assert greedy(replacement.url) == expected
-        left = serving(by_id[places["engines"].slots()[0].node])
+        left = serving(by_id[placements["engines"].slots()[0].node])
         replacement.stop()
         assert left and not any(process.is_running() for process in left) and not replacement.alive()
 
@@ -133,11 +133,11 @@ def test_pools_that_do_not_fit_raise_an_error_at_once_or_at_the_deadline(nodes):
         place_pools(both, 600),
     ):
         pass
-    with place_pools(actor, timeout_s=120) as places:
+    with place_pools(actor, timeout_s=120) as placements:
         with pytest.raises(PlacementError, match=f"{no_place}.*cluster.start_timeout_s=1 s"), place_pools(engines, 1):
             pass
         made.remove_node(next(iter(by_id.values())), allow_graceful=False)
         wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60)
-        with_deadline = replace(places["actor"], placed=replace(places["actor"].placed, timeout_s=1))
+        with_deadline = replace(placements["actor"], placed=replace(placements["actor"].placed, timeout_s=1))
         with pytest.raises(PlacementError, match="restart lost nodes"):
             with_deadline.slots()

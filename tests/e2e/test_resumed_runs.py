@@ -5,15 +5,50 @@ import signal
 
 import pytest
 from mrl_runs import wait_until
-from run_comparison import check_equal_weights, learning_metrics
+from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
 
-@pytest.fixture(scope="module")
-def recorded(start_mrl, quickstart):
-    """A run of four steps that recorded its rollouts."""
-    run = start_mrl("train", *quickstart, "trainer.max_steps=4", "rollout.record=true", "trainer.save=false").finish()
+KILLING_FILTER = '''
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GROUP_OF_THE_KILL = 20  # the second group of step 4
+groups = []
+
+
+@dataclass(frozen=True)
+class Killing:
+    """Accepts all groups. In step 4 it kills the driver of this run, once."""
+
+    done: str
+
+    def __call__(self, rewards):
+        groups.append(1)
+        if len(groups) == GROUP_OF_THE_KILL and not Path(self.done).exists():
+            Path(self.done).touch()
+            mine = psutil.Process().environ()["MRL_TEST_RUN"]
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):  # the process ended meanwhile
+                    words = process.cmdline()
+                    if "mrl.commands.train_process" in words and process.environ().get("MRL_TEST_RUN") == mine:
+                        process.kill()
+        return True
+'''
+
+
+def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(start_mrl, quickstart, recorded, tmp_path, monkeypatch):
+    """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2."""
+    (tmp_path / "killing_filter.py").write_text(KILLING_FILTER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kill = ["rollout.filter._target_=killing_filter.Killing", f"++rollout.filter.done={tmp_path / 'killed'}"]
+    run = start_mrl("train", *quickstart, *kill, "trainer.max_steps=5", "checkpoint.every=2").finish()
     assert run.process.returncode == 0, run.output()
-    return run
+    assert (tmp_path / "killed").exists() and "restart 1 of 5" in run.output()
+    check_equal_runs(run.folder, recorded.folder)
+    assert run.leftovers() == []
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +78,7 @@ def uninterrupted(replays):
     return replays("parallel.tp=2", "parallel.pp=2", "checkpoint.every=2", "checkpoint.keep_last=9")
 
 
+@pytest.mark.extended
 def test_a_run_resumed_under_the_same_layout_is_bit_exact(replays, uninterrupted):
     resume = f"resume={uninterrupted.folder / 'checkpoints/step_000002'}"
     resumed = replays(resume, "parallel.tp=2", "parallel.pp=2")

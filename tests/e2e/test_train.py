@@ -27,23 +27,14 @@ def served_logprob_difference(folder, model, prompt: list[int]) -> float:
     return (expected - torch.tensor(done.logprobs)).abs().max().item()
 
 
-@pytest.fixture(scope="module")
-def recorded(start_mrl, quickstart):
-    """A run of three steps that writes everything a run can write."""
-    run = start_mrl("train", *quickstart, "trainer.max_steps=3", "rollout.record=true", "tracking.wandb=true").finish()
-    assert run.process.returncode == 0, run.output()
-    return run
-
-
 def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(recorded, warm):
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = recorded
-    assert run.leftovers() == []
     steps = run.metrics()
-    assert [s["step"] for s in steps] == [1, 2, 3]
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
     for step in steps:
         assert all(step[f"time/{phase}_s"] >= 0 for phase in PHASES)
         assert 0 <= step["reward/mean"] <= 1 and step["rollout/tokens"] > 0
@@ -54,7 +45,7 @@ def test_a_run_writes_metrics_a_curve_a_checkpoint_and_a_model_that_loads(record
         assert step["weight_sync/bytes"] == model_bytes
     assert "held-out accuracy sampled" in run.output()
     assert (run.folder / "curve.png").stat().st_size > 10_000
-    assert (run.folder / "checkpoints/step_000003/actor/metadata.json").exists()
+    assert (run.folder / "checkpoints/step_000005/actor/metadata.json").exists()
     assert list(run.folder.glob("wandb/offline-run-*"))
     model = AutoModelForCausalLM.from_pretrained(run.folder / "hf", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(run.folder / "hf")("12", return_tensors="pt")["input_ids"]
@@ -82,7 +73,7 @@ def test_another_layout_trains_recorded_rollouts_with_the_same_loss(start_mrl, q
     assert found["reward/mean"] == expected["reward/mean"]
 
 
-@pytest.mark.extended_except("SIGKILL")
+@pytest.mark.extended
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_no_process_is_left_after_a_signal(start_mrl, quickstart, sign):
     run = start_mrl("train", *quickstart, "trainer.max_steps=100000", "trainer.save=false")

@@ -63,7 +63,7 @@ def test_pushed_weights_are_used_and_checked(engine, connect, transport, delta):
             version = next(VERSIONS)
             report = sync.push(version)
             check_sglang_checksums(engine, engine.client, Topology())
-            assert report.raw_bytes == size and report.tensors == 47 and report.buckets > 1
+            assert report.uncompressed_bytes == size and report.tensors == 47 and report.buckets > 1
             assert report.bytes < 0.95 * size if delta and number else report.bytes == size
             assert logprob_difference(engine) < TOLERANCE
             assert engine.client.weight_version() == str(version)

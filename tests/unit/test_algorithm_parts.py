@@ -29,7 +29,7 @@ def algorithm(*overrides: str):
 def test_an_algorithm_needs_only_the_columns_that_it_uses(overrides, needs):
     found = algorithm(*overrides)
     assert found.needs == needs
-    assert found.objective.old_from_rollout == ("algorithm.old_logprobs=rollout" in overrides)
+    assert found.objective.rollout_logprobs_as_old == ("algorithm.old_logprobs=rollout" in overrides)
 
 
 IS = "++algorithm.correction._target_=mrl.algorithms.corrections.ImportanceSampling"

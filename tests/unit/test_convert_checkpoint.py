@@ -74,7 +74,7 @@ def test_dtype_converts_the_weights_and_the_config(tmp_path):
     assert all(convert_checkpoint.is_bit_equal(found[name], tensor) for name, tensor in expected.items())
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
     finding = convert_checkpoint.check_against_checkpoint(HFConfig.load(model), tmp_path / "megatron")
-    assert finding.passed and "float32 -> bfloat16" in finding.what
+    assert finding.passed and "float32 -> bfloat16" in finding.name
 
 
 @pytest.mark.parametrize(

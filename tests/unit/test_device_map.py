@@ -32,14 +32,15 @@ def test_roles_of_a_pool_are_on_the_same_devices():
     shared = [f"actor {n}+engine {n // 2}.{n % 2}" for n in range(6)]
     assert processes(devices) == [[*shared, "actor 6", "actor 7"], [f"critic {n}" for n in range(4)] + ["-"] * 4]
     assert any(
-        "engines on 6 of its 8 GPUs" in w and "rollout.num_engines=4 would use all" in w for w in devices.warnings
+        "engines use only 6 of the pool's 8 GPUs" in w and "rollout.num_engines=4 would use all" in w
+        for w in devices.warnings
     )
 
 
 def test_idle_gpus_are_a_warning_unless_roles_share_them():
     (warning,) = planned_device_map(make_pools({}, PPO), 8).warnings
-    assert "of 18, 10 while actor works, 14 while critic works, 12 while engines work" in warning
-    assert "placement=colocated needs 8" in warning
+    assert "of the 18 GPUs are idle: 10 while actor works, 14 while critic works, 12 while engines work" in warning
+    assert "placement=colocated needs only 8 GPUs" in warning
     everything = {"all": list(PPO)}
     same = dict.fromkeys(PPO, SlotDemand(8))
     assert planned_device_map(make_pools(everything, same), 8).warnings == ()
@@ -60,7 +61,7 @@ def test_a_strategy_decides_how_slots_are_distributed_over_nodes():
     assert nodes("PACK", 6, 4) == [4, 2] and nodes("SPREAD", 6, 4) == [3, 3]
     assert nodes("STRICT_PACK", 4, 4) == [4] and nodes("STRICT_SPREAD", 3, 4) == [1, 1, 1]
     with pytest.raises(
-        ValueError, match=r"STRICT_PACK: its 6 slots are more than a node has \(cluster.gpus_per_node=4\)"
+        ValueError, match=r"STRICT_PACK: the pool has 6 slots, and a node has fewer \(cluster.gpus_per_node=4\)"
     ):
         nodes("STRICT_PACK", 6, 4)
 

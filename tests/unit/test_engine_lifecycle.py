@@ -43,5 +43,5 @@ def test_an_engine_that_fails_during_a_replacement_is_replaced_too_but_not_forev
     assert [call for call in calls if call[0] == "replace"] == [("replace", "old"), ("replace", "other")]
     again = lifecycle(calls, [{}, {"other": "gone"}, {"other": "gone"}])
     again.push(4)
-    with pytest.raises(WeightSyncError, match="version 4 did not reach every engine in 2 attempts"):
+    with pytest.raises(WeightSyncError, match="weight version 4 did not reach every engine in 2 attempts"):
         again.restore({"old": "hangs"})

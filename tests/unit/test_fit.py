@@ -84,13 +84,13 @@ class World:
     def finish(self, state):
         self.save_now(state)
 
-    def recover(self, error, boundary):
+    def recover(self, error, state_after_step):
         """Recover as ProcessRecovery does: from memory if the trainers are intact, else from the last checkpoint."""
-        self.recoveries.append(boundary and boundary["progress"]["step"])
-        if boundary is None:
-            boundary = self.saved[max(self.saved)]
-            self.weights = boundary["progress"]["step"]
-        return boundary
+        self.recoveries.append(state_after_step and state_after_step["progress"]["step"])
+        if state_after_step is None:
+            state_after_step = self.saved[max(self.saved)]
+            self.weights = state_after_step["progress"]["step"]
+        return state_after_step
 
     def log(self, step, metrics):
         if "reward/mean" in metrics:

@@ -42,7 +42,7 @@ def all_trainers(search):
     sizes = [n for n in range(1, gpus + 1)]
     results: dict[int, list[tuple[float, float]]] = {}
     for tp, pp, dp in product(sizes, range(1, layers + 1), sizes):
-        if tp * pp * dp > gpus or tp > cluster.per_node:
+        if tp * pp * dp > gpus or tp > cluster.gpus_per_node:
             continue
         for vpp, cp, ep, etp in product(range(1, layers + 1), (1, 2, 4, 8, 16), sizes, {1, tp}):
             each = -(-layers // pp)
@@ -55,14 +55,14 @@ def all_trainers(search):
                 arch.check_layout(dims, uneven_stages=uneven)
             except ValueError:
                 continue
-            if dims.world_size > gpus or (gpus > cluster.per_node and dims.world_size % cluster.per_node):
+            if dims.world_size > gpus or (gpus > cluster.gpus_per_node and dims.world_size % cluster.gpus_per_node):
                 continue
             for recompute in (False, True):
                 layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last if uneven else 0, recompute)
                 if search.fits(layout, dp):
                     trainer = TrainerTime(search.space.shape, layout, cluster, search.work)
                     replicas = np.array([dp])
-                    switch = 2 * float(trainer.state_bytes(replicas)[0]) / cluster.pcie_bytes
+                    switch = 2 * float(trainer.state_bytes(replicas)[0]) / cluster.pcie_bytes_per_s
                     seconds = float(trainer.times(replicas).total_s[0])
                     results.setdefault(dims.world_size, []).append((seconds, switch))
     return results
@@ -77,7 +77,7 @@ def all_engines(search, family):
         except (ValueError, AssertionError):
             continue
         engine = EngineTime(search.space.shape, cluster, tp)
-        if (cluster.per_node % tp == 0 or tp % cluster.per_node == 0) and engine.max_running(search.work.lengths):
+        if (cluster.gpus_per_node % tp == 0 or tp % cluster.gpus_per_node == 0) and engine.max_running(search.work.lengths):
             results.append(engine)
     return results
 
@@ -95,7 +95,7 @@ def best_of_all(search, family):
             count = cluster.gpus // engine.tp
             if count and "sync" in search.modes:
                 sampling = rollout_of(engine, count, 0)
-                if cluster.gpus <= cluster.per_node:
+                if cluster.gpus <= cluster.gpus_per_node:
                     push = push_within_a_node_s(shape, cluster, gpus, engine.tp)
                 else:
                     push = push_s(shape, cluster, gpus, count, engine.tp, search.bucket_bytes)
@@ -160,7 +160,7 @@ def test_a_published_layout_is_never_better_than_the_best_and_is_found_if_all_si
     fixed = dict(pp=1, vpp=1, cp=1, dp=replicas, placement="colocated") | sizes
     forced = search_of(fields, nodes, fits=lambda layout, replicas: True, fixed=fixed).run(1).best[0]
     assert forced.trainers.layout == layout and forced.trainers.replicas == replicas
-    assert forced.trainers.seconds == theirs.total_s[0]
+    assert forced.trainers.train_s == theirs.total_s[0]
     assert result.best[0].step_s <= forced.step_s
 
 

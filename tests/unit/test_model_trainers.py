@@ -67,7 +67,7 @@ def test_counts_are_summed_and_the_rest_is_averaged_over_the_steps():
     assert group.lrs == [pytest.approx(5 / 100), pytest.approx(6 / 100)], (
         "the schedule counts optimizer steps, not rollouts"
     )
-    assert [len(step.counted) for step in group.steps] == [4, 4] and metrics["optim/lr"] == group.lrs[-1]
+    assert [len(step.denominator_rows) for step in group.steps] == [4, 4] and metrics["optim/lr"] == group.lrs[-1]
 
 
 def test_a_mini_batch_without_trained_rows_is_still_a_step():
@@ -91,12 +91,12 @@ def test_every_epoch_trains_the_same_mini_batches():
 
 def test_rejected_rows_are_neither_trained_nor_counted():
     _, group = update([1, -1, 0, 2], mini_batches=1, rejected=(1, 2))
-    assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].counted.tolist() == [0, 3]
+    assert group.steps[0].rows.tolist() == [0, 3] and group.steps[0].denominator_rows.tolist() == [0, 3]
 
 
 def test_a_step_is_taken_even_if_every_row_is_rejected():
     metrics, group = update([1, -1, 0, 2], mini_batches=2, rejected=(0, 1, 2, 3))
-    assert [step.rows.tolist() for step in group.steps] == [[0]] and not len(group.steps[0].counted)
+    assert [step.rows.tolist() for step in group.steps] == [[0]] and not len(group.steps[0].denominator_rows)
     assert np.isfinite(metrics["batch/skipped_tokens_fraction"])
 
 

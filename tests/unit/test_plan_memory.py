@@ -101,8 +101,8 @@ def test_too_few_nodes_are_a_problem(tmp_path):
 def test_no_sequence_is_longer_than_the_context(tmp_path):
     """By default a prompt is as long as a response, limited by the rest of the context."""
     config = config_of("Qwen3-8B", tmp_path, "cluster=h100", "rollout.max_response_tokens=30000")
-    assert memory_of(config).sequence == 40_960
-    assert memory_of(config_of("Qwen3-8B", tmp_path, "rollout.max_response_tokens=1000")).sequence == 2000
+    assert memory_of(config).longest_sequence == 40_960
+    assert memory_of(config_of("Qwen3-8B", tmp_path, "rollout.max_response_tokens=1000")).longest_sequence == 2000
 
 
 def test_without_hardware_there_is_no_limit(tmp_path):

@@ -19,7 +19,7 @@ def run(capsys, *words):
 
 
 def test_each_scenario_changes_one_thing_on_the_same_number_of_gpus():
-    base, gpus = RolloutSetup(N, 3, 0, in_order=True), GpuCounts(engine=2, trainer=6)
+    base, gpus = RolloutSetup(N, 3, 0, in_order=True), GpuCounts(per_engine=2, trainers=6)
     scenarios = compare_scenarios(lengths_of(0), SPEEDS, base, gpus, 4)
     names = [scenario.name for scenario in scenarios]
     assert names[0] == "as it is" and scenarios[0].setup == base and len(set(names)) == len(names)
@@ -68,7 +68,7 @@ def test_given_values_replace_recorded_ones(tmp_path):
         )
     )
     assert (
-        simulated.speeds.engine.step_s == 0.007 and simulated.speeds.engine.request_s == plain.speeds.engine.request_s
+        simulated.speeds.engine.fixed_step_s == 0.007 and simulated.speeds.engine.request_s == plain.speeds.engine.request_s
     )
     assert simulated.speeds == replace(plain.speeds, engine=simulated.speeds.engine, push_s=9.0)
     assert simulated.setup == RolloutSetup(N, 5, 3, train_scale=0.5) and simulated.gpus == GpuCounts(2, 12)

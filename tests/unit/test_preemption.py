@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mrl.core.run_errors import REQUEUE, PreemptedError, PreemptionHandler, check_wait
+from mrl.core.run_errors import REQUEUE_STATUS, PreemptedError, PreemptionHandler, check_wait
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -60,4 +60,4 @@ def test_a_duplicate_signal_counts_once():
 
 
 def test_the_exit_status_that_requests_a_requeue_is_ex_tempfail():
-    assert REQUEUE == os.EX_TEMPFAIL
+    assert REQUEUE_STATUS == os.EX_TEMPFAIL

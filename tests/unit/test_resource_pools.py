@@ -110,7 +110,10 @@ def test_a_cluster_that_is_too_small_is_an_error():
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [("STRICT_PACK", "8 GPUs do not fit on one node.*use PACK"), ("STRICT_SPREAD", "the pool needs 8 nodes.*use SPREAD")],
+    [
+        ("STRICT_PACK", "8 GPUs do not fit on one node.*use PACK"),
+        ("STRICT_SPREAD", "the pool needs 8 nodes.*use SPREAD"),
+    ],
 )
 def test_a_strategy_that_the_nodes_cannot_meet_is_an_error(strategy, message):
     pools = make_pools({"all": {"roles": list(PPO), "strategy": strategy}}, PPO)

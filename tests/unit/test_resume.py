@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_differing_sizes_are_na
     resume = find_resume_point(config)
     check_checkpoint_fits(resume, arch, {"actor"})
     with pytest.raises(
-        ValueError, match=rf"another model \(vocabulary {arch.vocab_size}, here {arch.vocab_size + 8}\)"
+        ValueError, match=rf"another model \(vocabulary {arch.vocab_size} instead of {arch.vocab_size + 8}\)"
     ):
         check_checkpoint_fits(resume, replace(arch, vocab_size=arch.vocab_size + 8), {"actor"})
     with pytest.raises(ValueError, match="has no critic, which this algorithm needs"):

@@ -132,7 +132,10 @@ def test_a_restart_cancels_what_is_in_flight(start):
     run = start(StalenessBuffer(SIZE, 1), SlowEngine())
     assert run.sample_step(0, [3, 3, 500, 500], 0)
     run.pipeline.restart(2, [PromptRequest(0, 8, 0), PromptRequest(1, 9, 0)], 0)
-    assert [request.number for request in run.pipeline.untrained_requests()] == [0, 1] and run.pipeline.free_capacity() == 2
+    assert [request.number for request in run.pipeline.untrained_requests()] == [
+        0,
+        1,
+    ] and run.pipeline.free_capacity() == 2
     groups = run.sample_step(2, [500, 500], 0)
     assert groups and [group.row for group in groups.groups] == [8, 9]
 

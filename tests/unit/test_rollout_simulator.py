@@ -17,7 +17,7 @@ def groups_of(*lengths, prompt_tokens=0):
 
 def speeds_of(train_s=3.0, push_s=0.5, max_running=4, **engine):
     return RunSpeeds(
-        EngineSpeeds(**{**dict(step_s=1.0, request_s=0.0, prefill_s=0.0), **engine}, max_running=max_running),
+        EngineSpeeds(**{**dict(fixed_step_s=1.0, request_s=0.0, prefill_s=0.0), **engine}, max_running=max_running),
         train_s,
         0.0,
         push_s,

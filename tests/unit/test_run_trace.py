@@ -28,8 +28,8 @@ def test_simulating_a_trace_reproduces_the_run(tmp_path):
     groups = lengths_of(5)
     prediction = recorded(tmp_path, groups, RolloutSetup(N, 2, 0, in_order=True))
     trace = read_run(tmp_path)
-    assert [trace.groups.of(number) for number in range(N * STEPS)] == [
-        groups.of(number) for number in range(N * STEPS)
+    assert [trace.groups.tokens_of(number) for number in range(N * STEPS)] == [
+        groups.tokens_of(number) for number in range(N * STEPS)
     ]
     again = simulate(trace.groups, trace.fit().speeds, trace.setup, STEPS)
     assert again.step_s == pytest.approx(prediction.step_s, rel=1e-4)
@@ -65,7 +65,7 @@ def test_a_trace_reads_the_ledger_of_a_run(tmp_path):
         digests=np.arange(6, dtype=np.uint64),
         request_numbers=np.array([1, 0]),
         rewards=np.zeros(6),
-        spans=np.array([[n, 0, tokens] for n, tokens in enumerate(lengths)]),
+        version_spans=np.array([[n, 0, tokens] for n, tokens in enumerate(lengths)]),
     )
     recorded(tmp_path, lengths_of(0), RolloutSetup(N, 1, 0))
     (tmp_path / "ledger.jsonl").unlink()
@@ -73,8 +73,8 @@ def test_a_trace_reads_the_ledger_of_a_run(tmp_path):
     ledger.record(1, rollouts, [2])
     ledger.close()
     groups = read_run(tmp_path).groups
-    assert [groups.of(number) for number in (0, 1)] == [(9, [6, 7, 8]), (2, [3, 4, 5])]
-    assert [groups.row(number) for number in (0, 1, 2)] == [12, 11, -3]
+    assert [groups.tokens_of(number) for number in (0, 1)] == [(9, [6, 7, 8]), (2, [3, 4, 5])]
+    assert [groups.row_of(number) for number in (0, 1, 2)] == [12, 11, -3]
 
 
 def test_an_unusable_record_is_an_error(tmp_path):
@@ -93,7 +93,7 @@ def test_an_unusable_record_is_an_error(tmp_path):
 def test_lengths_are_read_from_a_file(tmp_path):
     path = tmp_path / "lengths.jsonl"
     path.write_text("[3, 4]\n[5, 6]\n")
-    assert [read_lengths(path, 7).of(number) for number in (0, 1)] == [(7, [3, 4]), (7, [5, 6])]
+    assert [read_lengths(path, 7).tokens_of(number) for number in (0, 1)] == [(7, [3, 4]), (7, [5, 6])]
     for text, line in (("[3, 4]\n[5]\n", 1), ("[3, 4]\n[5, 0]\n", 2), ('[3, 4]\n{"a": 1}', 2), ("", 1)):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"line {line}: expected the response lengths of one group"):

@@ -10,15 +10,15 @@ from mrl.rollout.staleness_buffer import PromptRequest, StalenessBuffer
 def run(buffer, steps, durations, keep=lambda number: True):
     """Simulate a run in which request `number` takes `durations[number]` time units.
 
-    Returns the groups of each step, the admitted version of each request, and the largest number of waiting requests.
+    Returns the groups of each step, the lowest weight version of each request, and the largest number of waiting requests.
     """
     taken, versions, clock, due, largest = [], {}, 0, {}, 0
     for step in range(steps):
         while True:
-            for request in buffer.admit([7] * buffer.room(), step):
+            for request in buffer.admit([7] * buffer.free_capacity(), step):
                 versions[request.number] = step
                 due[request.number] = clock + durations[request.number % len(durations)]
-            largest = max(largest, len(buffer.waiting))
+            largest = max(largest, len(buffer.untrained_requests))
             groups = buffer.take_step(step)
             if groups is not None:
                 break
@@ -54,7 +54,7 @@ def test_without_staleness_a_step_trains_exactly_the_prompts_that_it_drew(durati
 
 @given(DURATIONS, st.integers(1, 5), st.integers(0, 3), st.integers(1, 6))
 def test_over_sampling_drops_only_groups_that_are_too_old(durations, size, staleness, extra):
-    taken, versions, largest = run(StalenessBuffer(size, staleness, extra=extra), 10, durations)
+    taken, versions, largest = run(StalenessBuffer(size, staleness, extra_groups=extra), 10, durations)
     assert all(len(groups.numbers) == size for groups in taken)
     assert all(step - versions[n] <= staleness for step, groups in enumerate(taken) for n in groups.numbers)
     assert all(versions[n] <= step - staleness for step, groups in enumerate(taken) for n in groups.dropped)
@@ -94,12 +94,12 @@ def test_a_buffer_is_restored_from_its_waiting_requests():
     buffer.admit([5, 6, 7, 8], 0)
     buffer.finish(2, "c", True)
     buffer.finish(0, "a", True)
-    assert [request.number for request in buffer.waiting] == [0, 1, 2, 3]
+    assert [request.number for request in buffer.untrained_requests] == [0, 1, 2, 3]
     restored = StalenessBuffer(2, 1)
-    restored.restore(buffer.drawn, buffer.waiting, 0)
-    assert restored.waiting == buffer.waiting and restored.room() == 0
+    restored.restore(buffer.num_drawn, buffer.untrained_requests, 0)
+    assert restored.untrained_requests == buffer.untrained_requests and restored.free_capacity() == 0
     restored.remove([0, 1])
-    assert restored.room() == 2 and restored.admit([9], 1) == [PromptRequest(4, 9, 1)]
+    assert restored.free_capacity() == 2 and restored.admit([9], 1) == [PromptRequest(4, 9, 1)]
     with pytest.raises(AssertionError, match="room for 1"):
         restored.admit([1, 2], 1)
 
@@ -109,13 +109,13 @@ def test_a_smaller_buffer_takes_over_all_waiting_requests(size, before, stalenes
     """As when a run is resumed with another staleness: nothing is lost, and no request is sent too early."""
     large, small = StalenessBuffer(size, before), StalenessBuffer(size, staleness, in_order=in_order)
     run(large, step, durations)
-    waiting = large.waiting
-    small.restore(large.drawn, waiting, step)
+    waiting = large.untrained_requests
+    small.restore(large.num_drawn, waiting, step)
     trained: list[int] = []
     for now in range(step, step + before + 2):
-        small.admit([7] * small.room(), now)
+        small.admit([7] * small.free_capacity(), now)
         for number, request in list(small.in_flight.items()):
-            if request.admitted_version <= now:
+            if request.min_weight_version <= now:
                 small.finish(number, "", True)
         groups = small.take_step(now)
         assert groups and len(groups.numbers) == size
