@@ -30,7 +30,8 @@ SAMPLING_KEYS = (
     "run.seed",
     "rollout",
 )
-"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if they are unchanged."""
+"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if these keys
+are unchanged."""
 NEUTRAL_KEYS = (
     "critic.parallel",
     "teacher.parallel",
@@ -48,11 +49,11 @@ class ResumePoint:
     """The state that a run begins with."""
 
     checkpoint: Checkpoint | None = None  # None: the run starts at step 0
-    of_another_run: bool = False  # the checkpoint belongs to another run
-    changes: tuple[str, ...] = ()  # `key: old -> new` of values that differ from the run's last start
+    of_another_run: bool = False  # whether the checkpoint belongs to another run
+    changes: tuple[str, ...] = ()  # `key: old -> new` for each key that has changed since the run's last start
 
     def rollout_log_key(self, config: Config, data_fingerprint: str) -> str:
-        """Return a hash of the settings, data and initial weights that decide the samples of this run."""
+        """Return a hash of the settings, data and initial weights that decide which samples this run draws."""
         initial = [config.resume, self.checkpoint.step] if self.of_another_run and self.checkpoint else None
         settings = [
             f"{key}={value!r}" for key, value in flatten_config(config_as_json(config)) if _decides_samples(key)
@@ -61,14 +62,14 @@ class ResumePoint:
 
 
 def model_sizes(arch: Architecture) -> dict[str, int]:
-    """Return the sizes that identify the model of a checkpoint."""
+    """Return the sizes by which a checkpoint's model is recognized: name -> size."""
     return arch.sizes | dict(vocabulary=arch.vocab_size, layers=arch.num_layers)
 
 
 def find_resume_point(config: Config) -> ResumePoint:
     """Find the checkpoint that the key `resume` selects for this run directory.
 
-    Raises ValueError if the directory has results that would be overwritten, or only incomplete checkpoints.
+    Raises ValueError if the run would overwrite results in the directory, or if all checkpoints there are incomplete.
     """
     folder = Path(config.run.dir).resolve()
     record = read_run_record(folder)
@@ -84,25 +85,28 @@ def find_resume_point(config: Config) -> ResumePoint:
     own = store.latest() if record else None
     other = find_checkpoint(config.resume) if own is None and config.resume not in ("auto", "never") else None
     for change in changes:
-        logger.warning("resumed with another value of %s", change)
+        logger.warning("the run is resumed with a changed key: %s", change)
     return ResumePoint(own or other, other is not None, tuple(changes))
 
 
 def check_checkpoint_fits(resume: ResumePoint, arch: Architecture, models: set[str]) -> None:
-    """Raise ValueError if the checkpoint is of another model, or lacks a part in `models` (actor, critic, reference)."""
+    """Raise ValueError if the checkpoint belongs to another model, or lacks one of `models` (actor, critic, reference)."""
     if resume.checkpoint is None:
         return
     path, expected = resume.checkpoint.path, model_sizes(arch)
     saved = resume.checkpoint.state.get("model", {})
-    different = [f"{name} {saved.get(name)}, here {size}" for name, size in expected.items() if saved.get(name) != size]
+    different = [
+        f"{name} {saved.get(name)} instead of {size}" for name, size in expected.items() if saved.get(name) != size
+    ]
     if different:
         raise ValueError(
-            f"{path}: a checkpoint of another model ({'; '.join(different)}); set model.path to that model, or start again: "
-            "resume=never with another run.dir."
+            f"{path}: the checkpoint belongs to another model ({'; '.join(different)}); set model.path to that model, or start a "
+            "new run: resume=never with another run.dir."
         )
     if missing := sorted(name for name in models if not (path / name).is_dir()):
         raise ValueError(
-            f"{path}: has no {' and no '.join(missing)}, which this algorithm needs; start again, or keep the algorithm."
+            f"{path}: the checkpoint has no {' and no '.join(missing)}, which this algorithm needs; use the algorithm of the "
+            "checkpoint, or start a new run: resume=never with another run.dir."
         )
 
 
@@ -114,7 +118,7 @@ def _decides_samples(key: str) -> bool:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield `key: old -> new` for every value that differs."""
+    """Yield `key: old -> new` for every config key whose value differs."""
     old, new = dict(flatten_config(before)), dict(flatten_config(now))
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key) and key not in ("run.dir", "resume"):

@@ -89,7 +89,7 @@ class SampleLedger:
     Values of a line:
         drawn: number of rows that the run has drawn from each data source since it began
         weight_version: oldest weight version that sampled a token of the step
-        groups: for each group, the row of its prompt in the data set and a hash of its responses
+        groups: for each group, the row of its prompt in the data set, and a hash of prompt and responses
         requests: for each group, the number of its prompt request
         prompts: for each group, the number of tokens in its prompt
         lengths: for each group, the number of sampled tokens in each response

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class SavableModel(Protocol):
-    """Trainer ranks of one model."""
+    """The trainer ranks of one model, which together write its part of a checkpoint."""
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot and begin to write it. If not `asynchronous`, write it before returning."""
+        """Take a snapshot of the model and begin to write it. If not `asynchronous`, return when it is written."""
         ...
 
     def save_finished(self) -> bool:
@@ -41,10 +41,10 @@ class CheckpointSchedule:
     """When checkpoints and exports are written."""
 
     every: int  # steps between checkpoints; 0: only at the end
-    export_every: int  # steps between Hugging Face folders; 0: none
-    asynchronous: bool
-    timeout_s: float  # for writing one checkpoint
-    at_end: bool  # write a checkpoint and a Hugging Face folder at the end of the run
+    export_every: int  # steps between Hugging Face folders; 0: none between the steps
+    asynchronous: bool  # whether training continues while a checkpoint is written
+    timeout_s: float  # longest time for writing one checkpoint
+    at_end: bool  # whether to write a checkpoint and a Hugging Face folder at the end of the run
     best_metric: str  # name of the metric that ranks checkpoints
 
 
@@ -56,7 +56,7 @@ class _PendingSave:
     step: int
     state: Mapping[str, Any]
     score: float | None
-    deadline: float  # of the monotonic clock
+    deadline: float  # time.monotonic() until which the checkpoint must be written
 
 
 @dataclass
@@ -64,12 +64,14 @@ class CheckpointSaver:
     """Writes checkpoints: first the trainer ranks write their models, then the driver writes its state."""
 
     store: CheckpointStore
-    models: Mapping[str, SavableModel]  # actor, critic
-    # parts that never change: name -> function that writes the part to a folder
+    models: Mapping[str, SavableModel]  # actor and, if there is one, critic
+    # parts of a checkpoint that never change: name -> function that writes the part to a folder
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
-    notes: Mapping[str, Any]  # model, layout and config of the run, stored in each checkpoint
-    discard_rollout_log: Callable[[int], None]  # removes steps before the given one; a resume does not need them
+    notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
+    discard_rollout_log: Callable[
+        [int], None
+    ]  # removes the steps before the given step, because a resume reads only later ones
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # checkpoints that could not be written
@@ -77,7 +79,7 @@ class CheckpointSaver:
     _newest: int | None = None  # step of the newest checkpoint
 
     def between_steps(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin the checkpoint that is due, and finish a pending one. A failure is logged, and the run continues."""
+        """Begin a checkpoint if one is due, and finish a pending one. A failure is logged, and the run continues."""
         step, schedule = state["progress"]["step"], self.schedule
         if step == 0:
             return
@@ -95,7 +97,7 @@ class CheckpointSaver:
                 logger.error("the weights of step %d were not exported: %s", step, error)
 
     def save_now(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this state before returning. Raises the error if that fails."""
+        """Write a checkpoint of this state before returning. Raises an error if that fails."""
         if self._pending:
             self._attempt(self._finish)
         if self._newest != state["progress"]["step"]:
@@ -115,7 +117,7 @@ class CheckpointSaver:
             self._attempt(self._finish)
 
     def restart_from(self, checkpoint: Checkpoint | None) -> None:
-        """Forget a pending save after a restart of the trainers. `checkpoint`: their state; None: they start at step 0."""
+        """Forget a pending save, because the trainers restart from `checkpoint`, or from step 0 if it is None."""
         self._pending, self._newest = None, checkpoint.step if checkpoint else None
 
     def _begin(self, state: Mapping[str, Any], score: float | None, asynchronous: bool) -> None:
@@ -148,7 +150,7 @@ class CheckpointSaver:
         self.discard_rollout_log(saved.step)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Call `action`; if it fails, log the failure and abandon the pending save. Raises ProcessesLostError."""
+        """Call `action`. If it fails, log the failure and abandon the pending save, but raise a ProcessesLostError again."""
         try:
             action()
         except ProcessesLostError:
@@ -163,7 +165,7 @@ class CheckpointSaver:
             logger.error("a checkpoint was not written (%d so far); earlier ones are intact: %s", self.failed, error)
 
     def _export(self, folder: Path) -> None:
-        """Write a Hugging Face folder; an existing folder is replaced."""
+        """Write a Hugging Face folder. An existing folder is replaced."""
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

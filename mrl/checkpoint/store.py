@@ -1,9 +1,9 @@
-"""CheckpointStore: the checkpoint folders of a run. A folder is complete or absent; the newest are kept.
+"""CheckpointStore: the checkpoint folders of a run.
 
-Other modules write and read the content of a folder:
+A folder gets its name only when it is complete. Old checkpoints are removed. The folder run.dir/checkpoints/step_000050/ has:
 
-run.dir/checkpoints/step_000050/    actor/ critic/   Megatron's distributed checkpoints, RNG states included
-                                    state.json       state of the driver, and the size of every file
+    actor/ critic/ reference/    Megatron's distributed checkpoints with random states; other modules write and read them
+    state.json                   state of the driver, and the size of every file
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Checkpoint:
     """A complete checkpoint."""
 
     path: Path
-    step: int  # finished training steps
-    state: Mapping[str, Any]  # of the driver
+    step: int  # number of finished training steps
+    state: Mapping[str, Any]  # state of the driver
     score: float | None = None  # higher is better
 
     @classmethod
@@ -46,18 +46,20 @@ class Checkpoint:
             content = json.loads((path / STATE_FILE).read_text())
             if content["format"] != FORMAT:
                 raise ValueError(
-                    f"{path}: a checkpoint of format {content['format']}, this version of mrl reads {FORMAT}."
+                    f"{path}: the checkpoint has format {content['format']}; this version of mrl reads format {FORMAT}."
                 )
             files, step, state = content["files"], content["step"], content["state"]
         except FileNotFoundError:
-            raise ValueError(f"{path}: has no {STATE_FILE}, so it is not a complete checkpoint.") from None
+            raise ValueError(f"{path}: the folder has no {STATE_FILE}, so it is not a complete checkpoint.") from None
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: {STATE_FILE} cannot be read ({type(error).__name__}: {error}).") from None
         for name, size in files.items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != size:
                 got = "is missing" if found is None else f"has {found} bytes"
-                raise ValueError(f"{path}: {name} {got} but was written with {size}; the checkpoint is incomplete.")
+                raise ValueError(
+                    f"{path}: {name} {got} but was written with {size} bytes; the checkpoint is incomplete."
+                )
         return cls(path, step, state, content.get("score"))
 
 
@@ -66,13 +68,13 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     folder: Path
-    keep_last: int = 2
-    keep_best: int = 0  # number of further checkpoints to keep, those with the highest score
+    keep_last: int = 2  # number of newest checkpoints to keep
+    keep_best: int = 0  # number of checkpoints with the highest scores to keep in addition
     copy_to: str | None = None  # fsspec URL of a folder to which each checkpoint is copied
-    _copying: list[threading.Thread] = field(default_factory=list)  # at most one running copy
+    _copying: list[threading.Thread] = field(default_factory=list)  # thread of the latest copy
 
     def begin(self) -> Path:
-        """Create an empty folder for the next checkpoint, and remove incomplete folders."""
+        """Create an empty folder for the next checkpoint and return its path. Incomplete folders of earlier saves are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for remains in self.folder.glob(f"*{_PARTIAL}*"):
             shutil.rmtree(remains, ignore_errors=True)
@@ -81,7 +83,7 @@ class CheckpointStore:
         return partial
 
     def link_latest(self, name: str, partial: Path) -> bool:
-        """Hard-link the part `name` of the newest checkpoint into `partial`; returns False if that is impossible."""
+        """Hard-link the part `name` of the newest checkpoint into the folder `partial`. Returns False if that is impossible."""
         newest = self.latest()
         if newest is None or not (newest.path / name).is_dir():
             return False
@@ -93,7 +95,7 @@ class CheckpointStore:
         return True
 
     def commit(self, partial: Path, step: int, state: Mapping[str, Any], score: float | None = None) -> Checkpoint:
-        """Turn the folder `partial` into the checkpoint of `step`, then remove checkpoints that are not kept.
+        """Turn the folder `partial` into the checkpoint of `step`, then remove old checkpoints.
 
         `score`: higher is better. Raises OSError if the disk fails; the caller then abandons `partial`.
         """
@@ -115,7 +117,7 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
 
     def all_incomplete(self) -> bool:
-        """Return whether there are checkpoint folders but none is complete."""
+        """Return whether there are checkpoint folders but none of them is complete."""
         return bool(self._steps()) and self.latest() is None
 
     def latest(self) -> Checkpoint | None:
@@ -138,13 +140,15 @@ class CheckpointStore:
         return [int(name[1]) for name in names if name]
 
     def _prune(self) -> None:
-        complete = list(self._complete())[::-1]  # oldest first; incomplete ones do not count
+        complete = list(self._complete())[::-1]  # oldest first
         scores = {one.step: one.score for one in complete if one.score is not None}
         best = sorted(scores, key=lambda step: scores[step], reverse=True)[: self.keep_best]
         steps = [one.step for one in complete]
         for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
             removed = self._path(step).rename(self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}")
-            shutil.rmtree(removed, ignore_errors=True)  # renamed first: a kill here leaves no incomplete checkpoint
+            shutil.rmtree(
+                removed, ignore_errors=True
+            )  # it is renamed first, so a kill here leaves no incomplete checkpoint
 
     def _start_copy(self, path: Path) -> None:
         """Start a thread that copies a complete checkpoint to `copy_to`. Only the end of the run waits for it."""
@@ -155,14 +159,14 @@ class CheckpointStore:
             logger.warning("%s is not copied: an earlier checkpoint is still being copied", path)
 
     def wait_for_copy(self, timeout_s: float) -> bool:
-        """Wait for the running copy; returns whether it has ended."""
+        """Wait for the running copy, if there is one. Returns whether it has ended."""
         for thread in self._copying:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._copying)
 
     def _copy(self, path: Path) -> None:
         """Copy a complete checkpoint, its state file last. A failure is logged as a warning."""
-        import fsspec  # takes seconds to import
+        import fsspec  # the import takes seconds
 
         try:
             files, root = fsspec.url_to_fs(self.copy_to or "")
@@ -176,17 +180,22 @@ class CheckpointStore:
 
 
 def find_checkpoint(path_or_run: str) -> Checkpoint:
-    """Return the checkpoint in a folder, or the newest one of a run directory or checkpoints/; raises ValueError without one."""
+    """Return the checkpoint in a folder. The folder may also be a run directory or its checkpoints/; then return the newest.
+
+    Raises ValueError if there is no complete checkpoint.
+    """
     path = Path(path_or_run)
     if not path.is_dir():
-        raise ValueError(f"resume={path_or_run}: no such folder; name a checkpoint, or use auto or never.")
+        raise ValueError(
+            f"resume={path_or_run}: no such folder; name a checkpoint or a run directory, or use auto or never."
+        )
     if (path / STATE_FILE).is_file() or _NAME.fullmatch(path.name):
         return Checkpoint.read(path)
     for folder in (path, path / "checkpoints"):
         if checkpoint := CheckpointStore(folder).latest():
             return checkpoint
     raise ValueError(
-        f"resume={path_or_run}: has no complete checkpoint; name a folder such as RUN/checkpoints/step_000050."
+        f"resume={path_or_run}: the folder has no complete checkpoint; name a folder such as RUN/checkpoints/step_000050."
     )
 
 
