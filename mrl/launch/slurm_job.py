@@ -1,4 +1,4 @@
-"""A run as a Slurm job: the batch script, which starts Ray on all nodes and runs `mrl train`, and its submission."""
+"""Runs as Slurm jobs: writes and submits the batch script, which starts Ray on all nodes and runs `mrl train`."""
 
 import os
 import re
@@ -16,23 +16,28 @@ import psutil
 from mrl.config.hydra_entry import format_override, is_override_to, override_key
 from mrl.config.process_schema import ClusterConfig
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SCRIPT = "job.sbatch"  # in the run directory
+CHECKOUT = Path(__file__).resolve().parents[2]  # folder of the checkout that this code is in
+SCRIPT = "job.sbatch"  # name of the batch script in the run directory
 SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "DOCTOR_S", "JOIN_S", "STOP_S", "REQUEUES")
-"""Settings of slurm/env.sh: MRL_<name> is copied from the command's environment into the script."""
-SLURM_TIMEOUT_S = 120.0  # for sbatch or squeue to answer
-_REFUSED_OPTIONS = {"array", "wrap"}  # array would submit several runs, wrap another command
+"""Names of the settings in slurm/env.sh. The environment variable MRL_<name> of this process is copied into the script."""
+SLURM_TIMEOUT_S = 120.0  # timeout of one call of sbatch or squeue
+_REFUSED_OPTIONS = {"array", "wrap"}  # --array would submit several runs, and --wrap would run another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")  # variables of this process, or of a Slurm job around it
+_NOT_PASSED_ON = (
+    "MRL_SUPERVISOR_PIPE",
+    "SLURM_",
+)  # prefixes of variables that belong to this process or its own Slurm job
 
 
 @dataclass(frozen=True)
 class Job:
     """Content of a batch script."""
 
-    components: tuple[Mapping[str, str], ...]  # sbatch options of each component, name -> value ("": no value)
-    environment: Mapping[str, str]
-    arguments: tuple[str, ...]  # of mrl train
+    components: tuple[
+        Mapping[str, str], ...
+    ]  # options of sbatch for each component of the job; value "": without a value
+    environment: Mapping[str, str]  # variables that the script exports
+    arguments: tuple[str, ...]  # arguments of `mrl train`
     run_dir: Path
 
     @property
@@ -53,16 +58,18 @@ class Job:
 
 
 def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequence[str]) -> Job:
-    """Make the job that runs `mrl train` with these overrides in this run directory; raises ValueError.
+    """Make the job that runs `mrl train` with these overrides in this run directory.
 
-    The job runs in the current working directory, so relative paths in the overrides stay valid.
+    The job runs in the current working directory, so relative paths in the overrides stay valid. Raises ValueError if an option
+    in cluster.slurm or cluster.components is not allowed or malformed.
     """
     sizes = {key: vars(cluster)[key] for key in ("nodes", "gpus_per_node")}
     for key in sizes.keys() & cluster.slurm:
-        raise ValueError(f"cluster.slurm.{key}={cluster.slurm[key]}: has its own key; use cluster.{key}.")
+        raise ValueError(f"cluster.slurm.{key}={cluster.slurm[key]}: this option has its own key; use cluster.{key}.")
     for key in _REFUSED_OPTIONS & cluster.slurm.keys():
         raise ValueError(
-            f"cluster.slurm.{key}: one job is one run; submit slurm/train.sbatch by hand (docs/tutorials/slurm.md)."
+            f"cluster.slurm.{key}: not allowed, because a job trains one run; to use it, submit slurm/train.sbatch by hand "
+            "(docs/tutorials/slurm.md)."
         )
     first_only = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log_path(run_dir, "%j"))
     every = sizes | dict(ntasks_per_node=1) | cluster.slurm
@@ -73,12 +80,21 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
 
 
 def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], max_running: int) -> Job:
-    """Make the job array of these points of the sweep in `folder`; at most `max_running` points run at the same time.
+    """Make a job array that runs some points of a sweep.
 
-    Raises the same errors as `make_job`.
+    Raises ValueError in the same cases as `make_job`, and for a heterogeneous job.
+
+    Args:
+        cluster: settings of the job.
+        name: name of the job.
+        folder: folder of the sweep.
+        indices: the points to run.
+        max_running: largest number of points that run at the same time.
     """
     if cluster.components:
-        raise ValueError("cluster.components: a heterogeneous job cannot be an array; omit them in a sweep.")
+        raise ValueError(
+            "cluster.components: a sweep is a job array, which cannot have components; omit this key in a sweep."
+        )
     job = make_job(cluster, name, folder, [])
     tasks = f"{','.join(map(str, indices))}%{max_running}"
     (part,) = job.components
@@ -87,25 +103,27 @@ def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequenc
 
 
 def queued_tasks(job_id: str) -> set[int] | None:
-    """Return the waiting and running tasks of a job array; None if Slurm does not answer."""
-    line = ["squeue", "--noheader", "--array", f"--job={job_id}", "--format=%K"]
+    """Return the indices of the waiting and running tasks of a job array, or None if Slurm does not answer."""
+    command = ["squeue", "--noheader", "--array", f"--job={job_id}", "--format=%K"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode:
-        return set() if "Invalid job id" in done.stderr else None  # Slurm deletes jobs some time after their end
+        return set() if "Invalid job id" in done.stderr else None  # Slurm forgets a job some time after its end
     return {int(word) for word in done.stdout.split() if word.isdecimal()}
 
 
 def submit(job: Job) -> str:
-    """Write the script into the run directory and submit it; returns the job id. Raises ValueError if sbatch refuses it."""
+    """Write the script into the run directory, submit it, and return the job id. Raises ValueError if sbatch fails."""
     if not (sbatch := shutil.which("sbatch")):
-        raise ValueError("there is no sbatch here; run this on a login node of the cluster, or add --dry-run.")
-    line = [sbatch, "--parsable", str(script := write_script(job))]
+        raise ValueError(
+            "the command sbatch is not on this machine; run this on a login node of the cluster, or add --dry-run."
+        )
+    command = [sbatch, "--parsable", str(script := write_script(job))]
     try:
         done = subprocess.run(
-            line, env=_original_environment(), capture_output=True, text=True, timeout=SLURM_TIMEOUT_S
+            command, env=_original_environment(), capture_output=True, text=True, timeout=SLURM_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         raise ValueError(
@@ -117,7 +135,7 @@ def submit(job: Job) -> str:
 
 
 def write_script(job: Job) -> Path:
-    """Write the script, and create the folder of its log; returns the script's path."""
+    """Write the script, create the folder for its log, and return the path of the script."""
     (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = job.run_dir / SCRIPT
     path.write_text(job.script)
@@ -126,7 +144,7 @@ def write_script(job: Job) -> Path:
 
 
 def submission_message(job: Job, job_id: str) -> str:
-    """Return the text that tells how to follow, preempt and cancel a submitted job."""
+    """Return a text that explains how to follow, preempt and cancel a submitted job."""
     log = job.components[0].get("output", "").replace("%j", job_id).replace("%%", "%")
     return (
         f"job {job_id} is submitted; its script is {job.run_dir / SCRIPT}\n"
@@ -138,17 +156,19 @@ def submission_message(job: Job, job_id: str) -> str:
 
 
 def _log_path(folder: Path, name: str) -> str:
-    """Return a log path in sbatch's syntax, in which %% stands for %."""
+    """Return the path of a log in the syntax of sbatch, where %% stands for the character %."""
     return f"{str(folder).replace('%', '%%')}/logs/slurm_{name}.log"
 
 
 def _sbatch_options(section: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the options of a config section as sbatch takes them. Drops options that are null or false, and 0 GPUs."""
+    """Return the options in a config section as texts for sbatch. Options with null, with false or with 0 GPUs are left out."""
     options = {}
     for name, value in section.items():
         plain = "" if value is True else str(value)
         if not _OPTION_NAME.fullmatch(str(name)) or not plain.isprintable() or isinstance(value, list | dict):
-            raise ValueError(f"{key}.{name}={value!r}: expected the name of an option of sbatch, and one line of text.")
+            raise ValueError(
+                f"{key}.{name}={value!r}: expected the name of an option of sbatch and a value in one line."
+            )
         if not (value is None or value is False or (name, value) == ("gpus_per_node", 0)):
             options[name.replace("_", "-")] = plain
     return options
@@ -159,7 +179,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _quote(value: str) -> str:
-    """Return a value in sbatch's syntax: double quotes around spaces, backslashes before quotes and backslashes."""
+    """Return a value in the syntax of sbatch. Values with spaces get double quotes; quotes and backslashes get a backslash."""
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"' if re.search(r"[\s\"'#\\]", value) else value
 
 
@@ -171,15 +191,18 @@ def _job_environment() -> dict[str, str]:
 
 
 def _job_arguments(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without run.dir, dry_run and `resume=never` (checked already; a requeued job must continue)."""
+    """Return the overrides for the job, without run.dir, cluster.dry_run and `resume=never`.
+
+    The login node has already checked `resume=never`. A requeued job must be able to resume.
+    """
     dropped = ("run.dir", "cluster.dry_run")
     return [
-        line for line in overrides if not is_override_to(line, "resume", "never") and override_key(line) not in dropped
+        each for each in overrides if not is_override_to(each, "resume", "never") and override_key(each) not in dropped
     ]
 
 
 def _original_environment() -> dict[str, str]:
-    """Return the environment at the start of this process, without variables that libraries have set later."""
+    """Return the environment with which this process started, without variables that libraries have set since then."""
     original = psutil.Process().environ()
     kept = {name: value for name, value in original.items() if not name.startswith(_NOT_PASSED_ON)}
     return kept | {name: original[name] for name in ("SLURM_CONF",) if name in original}

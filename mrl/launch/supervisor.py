@@ -1,8 +1,9 @@
 """Supervisor of a command: runs it in a child process, and restarts it when the child is killed or crashes.
 
-The process that the user started only waits, so it imports nothing heavy. It forwards signals to the child. A child whose
-Python interpreter exits in an orderly way, with success or with an error, writes "ended" to a pipe. If the word is missing, the
-child was killed, crashed, or was ended by Ray because its raylet died. This holds for every exit status.
+The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
+libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
+this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
+not show this.
 """
 
 import atexit
@@ -18,20 +19,22 @@ from types import FrameType
 
 from mrl.core.run_errors import REQUEUE_STATUS
 
-PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # environment variable of the child: file descriptor of the pipe's write end
+PIPE_VARIABLE = (
+    "MRL_SUPERVISOR_PIPE"  # environment variable for the child: the file descriptor to which it writes messages
+)
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-BACKOFF_S = 1.0  # before the first restart; doubles with each restart
+BACKOFF_S = 1.0  # pause before the first restart; it doubles with each restart
 MAX_RESTARTS = 5
-STABLE_S = 3600.0  # a child that ran for this long resets the count of restarts
+STABLE_S = 3600.0  # if a child ran for this time, the restarts are counted from 0 again
 
 _RUN_CHILD = "from mrl.launch import supervisor; supervisor.run_child()"
-_pipe: int | None = None  # in the child: write end of the pipe
+_pipe: int | None = None  # in the child: the file descriptor to which it writes messages
 
 
 def run_child() -> None:
-    """Run the module that `sys.argv[1]` names as the main program of this child, with the remaining arguments.
+    """Run a module as the main program of this child. `sys.argv[1]` is its name; the other arguments are passed to it.
 
-    The child can report an orderly exit from here on, so an error in the imports of the module is not taken for a crash.
+    The child reports every normal exit from here on. So an error in the imports of the module does not look like a crash.
     """
     if PIPE_VARIABLE in os.environ:
         global _pipe
@@ -42,20 +45,23 @@ def run_child() -> None:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def tell_supervisor(word: str) -> None:
-    """Send "ended" from the child, or an argument that a restarted child must get, such as the run directory."""
+def tell_supervisor(message: str) -> None:
+    """Send a message from the child to the supervisor.
+
+    The message is "ended", or an argument that the supervisor must add for a restarted child, such as the run directory.
+    """
     if _pipe is not None:
-        os.write(_pipe, f"{word}\n".encode())
+        os.write(_pipe, f"{message}\n".encode())
 
 
 def request_restart() -> None:
-    """Let the supervisor restart this child, although it exits in an orderly way."""
+    """Make the supervisor restart this child, although the child exits normally."""
     global _pipe
     _pipe = None
 
 
 def supervise(module: str, argv: Sequence[str]) -> int:
-    """Run `python -m module argv` until it exits in an orderly way, with at most MAX_RESTARTS restarts.
+    """Run `python -m module argv` until it exits normally, with at most MAX_RESTARTS restarts.
 
     Returns the exit status of the last child.
     """
@@ -64,10 +70,10 @@ def supervise(module: str, argv: Sequence[str]) -> int:
         signal.signal(number, watcher.forward_signal)
     arguments, restarts = list(argv), 0
     while True:
-        status, words, seconds = watcher.run(module, arguments)
-        if "ended" in words or watcher.signals:
+        status, messages, seconds = watcher.run(module, arguments)
+        if "ended" in messages or watcher.signals:
             return watcher.exit_status(status)
-        arguments += [word for word in words if word not in arguments]
+        arguments += [message for message in messages if message not in arguments]
         restarts = 1 if seconds > STABLE_S else restarts + 1
         sys.stderr.write(f"mrl: the process was killed or crashed (status {status}); ")
         sys.stderr.write(
@@ -90,9 +96,9 @@ class _ChildWatcher:
             self.child.send_signal(number)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
-        """Run one child; returns its exit status, the words that it sent, and its duration in seconds.
+        """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
 
-        A signal that arrived before the child started is sent to it at once.
+        If a signal arrived before the child started, the child gets this signal immediately.
         """
         start = time.monotonic()
         read_end, write_end = os.pipe()
@@ -101,7 +107,7 @@ class _ChildWatcher:
             env=os.environ | {PIPE_VARIABLE: str(write_end)},
             pass_fds=[write_end],
             preexec_fn=end_with_parent,
-            process_group=0,  # Ctrl-C in a terminal reaches the supervisor only, which forwards it once
+            process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it one time
         )
         os.close(write_end)
         for number in self.signals[:1]:
@@ -111,16 +117,16 @@ class _ChildWatcher:
             return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
 
     def pause(self, seconds: float) -> bool:
-        """Wait for `seconds`; returns early, with True, if a signal arrives."""
+        """Wait for `seconds`, or until a signal arrives. Return whether a signal has arrived."""
         self.child, end = None, time.monotonic() + seconds
         while not self.signals and time.monotonic() < end:
             time.sleep(0.05)
         return bool(self.signals)
 
     def exit_status(self, status: int) -> int:
-        """Return the child's exit status as a shell reports it.
+        """Return the child's exit status in the form that a shell reports.
 
-        It is REQUEUE_STATUS if the child was preempted before it could handle the signal.
+        If a preemption signal ended the child before it could handle the signal, return REQUEUE_STATUS.
         """
         preempted = {signal.SIGTERM, signal.SIGUSR1} & set(self.signals)
         if preempted and (self.child is None or -status in preempted):
@@ -133,6 +139,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Request SIGTERM when the parent dies, and restore the default handling of SIGINT. Runs in a forked child before exec."""
+    """Make the kernel send SIGTERM to this process when its parent dies. Also restore the default handling of SIGINT.
+
+    Runs in a forked child before exec.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it, and children inherit that
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # a background job of a shell ignores SIGINT, and its children inherit that
