@@ -40,7 +40,7 @@ class Architecture:
         return self.transformer.get("num_moe_experts", 0)
 
     @property
-    def is_latent(self) -> bool:
+    def has_latent_attention(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.transformer.get("multi_latent_attention", False)
 
@@ -74,11 +74,11 @@ class Architecture:
         elif dims.etp not in (None, dims.tp):
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
-    def flops(self) -> tuple[float, float]:
+    def multiply_adds(self) -> tuple[float, float]:
         """Return multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2."""
         t = self.transformer
         width = t["hidden_size"]
-        attention, pair = _latent_attention_flops(t) if self.is_latent else _attention_flops(t)
+        attention, pair = _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
         linear = 0.0
         for layer in range(self.num_layers):
             active = t["ffn_hidden_size"]
@@ -89,14 +89,14 @@ class Architecture:
         return linear + width * self.vocab_size, self.num_layers * pair * attended
 
 
-def _attention_flops(t: dict[str, Any]) -> tuple[float, float]:
+def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
     """Return multiply-adds of one layer: (projections per token, attention per pair of query and key)."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
     return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
 
 
-def _latent_attention_flops(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the same as `_attention_flops` for latent attention, where keys and values have different sizes."""
+def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
+    """Return the same as `_attention_multiply_adds` for latent attention, where keys and values have different sizes."""
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -191,7 +191,7 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     for layer in range(arch.num_layers):
         if arch.is_moe(layer) in kinds:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
-            yield from (row.at(layer, expert) for expert in experts)
+            yield from (row.for_layer(layer, expert) for expert in experts)
 
 
 @dataclass(frozen=True)

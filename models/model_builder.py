@@ -91,7 +91,7 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         # without regard to the rewards.
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
         values |= dict(moe_router_bias_update_rate=0.0)
-    kind = MLATransformerConfig if arch.is_latent else TransformerConfig
+    kind = MLATransformerConfig if arch.has_latent_attention else TransformerConfig
     return kind(**(values | arch.transformer | overrides))
 
 
@@ -164,7 +164,7 @@ def _layer_spec(
     moe: bool,
 ) -> ModuleSpec:
     # Latent attention has a separate norm module, because several matrices read the output of the norm.
-    is_latent = attention.module is PackedLatentAttention
+    has_latent_attention = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
         experts = MoESubmodules(
@@ -183,7 +183,7 @@ def _layer_spec(
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=provider.layer_norm(rms_norm=True) if is_latent else IdentityOp,
+            input_layernorm=provider.layer_norm(rms_norm=True) if has_latent_attention else IdentityOp,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
@@ -198,7 +198,7 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Build the layer specs of this rank's virtual stage."""
     provider = spec_provider()
-    if arch.is_latent:
+    if arch.has_latent_attention:
         attention = _latent_attention(provider, arch.rope)
     else:
         attention = _attention(config, provider, packed_attention, arch.parts)
@@ -259,7 +259,7 @@ def _build_stage(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    if not arch.is_latent:  # latent attention has its own rotary embedding
+    if not arch.has_latent_attention:  # latent attention has its own rotary embedding
         _set_rope(model, arch.rope, packed_attention)
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)

@@ -1,9 +1,9 @@
-"""Megatron-Core's parallelism, on GPUs and CPUs. Imports neither models nor mrl."""
+"""Parallel training with Megatron-Core, on GPUs and on CPUs. This package imports neither `models` nor `mrl`."""
 
 import sys
 from pathlib import Path
 
 if not Path("/proc/driver/nvidia/version").exists():
-    # Without an NVIDIA driver, `import megatron` fails because it imports flash_mla (one of SGLang's CUDA kernels). This entry
-    # makes flash_mla look as if it were not installed, and then Megatron works.
+    # Without an NVIDIA driver, `import megatron` fails, because Megatron imports flash_mla, one of SGLang's CUDA kernels.
+    # With this entry, flash_mla seems not to be installed, and Megatron works without it.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Saves and loads Megatron's distributed checkpoints (torch_dist). Any parallel layout can load a checkpoint of any other."""
+"""Saves and loads Megatron's distributed checkpoints (torch_dist). Any parallel layout can load what another layout saved."""
 
 import json
 import logging
@@ -36,8 +36,12 @@ from parallel.optimizer import (
     sharded_state_to_save,
 )
 
-_STEPS = "optimizer_steps"
+logger = logging.getLogger(__name__)
+_NUM_STEPS_KEY = "optimizer_steps"
 _OPTIMIZER_PREFIX = "optimizer.state."
+_TRACKER_PREFIX = (
+    "tracked."  # of the RNG states in Megatron's RNG tracker (tensor-parallel, expert-parallel, data-parallel)
+)
 _MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
 
 
@@ -48,13 +52,13 @@ def begin_save(
     dims: ParallelDims,
     asynchronous: bool,
 ) -> CheckpointSave:
-    """Start writing weights, optimizer state and RNG states into `folder`; every rank calls this.
+    """Start to write weights, optimizer state and RNG states into `folder`. Every rank calls this.
 
-    `folder` is a valid checkpoint after the caller has called `finish` on the result. Also works before the first optimizer step.
+    The caller must call `finish` of the returned object. After that call, `folder` is a valid checkpoint.
     """
     weights = _sharded_weights(chunks)
     state = {**weights, "optimizer": sharded_state_to_save(optimizer, weights)}
-    state[_STEPS] = num_optimizer_steps(optimizer)
+    state[_NUM_STEPS_KEY] = num_optimizer_steps(optimizer)
     files = {rng_file_name(dist.get_rank()): rng_snapshot(dims)}
     return CheckpointSave(Path(folder), state, files, asynchronous)
 
@@ -66,25 +70,29 @@ def save(
     dims: ParallelDims,
     timeout_s: float = 3600,
 ) -> None:
-    """Save weights, optimizer state and RNG states synchronously. `folder` gets its name only when it is complete."""
-    partial = _partial(folder)
+    """Save weights, optimizer state and RNG states synchronously. `folder` appears when the checkpoint is complete."""
+    partial = _partial_folder(folder)
     begin_save(partial, chunks, optimizer, dims, asynchronous=False).finish(timeout_s)
     _rename_on_rank_0(partial, Path(folder))
 
 
 def save_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
-    """Save only the weights, synchronously; `chunks` may be wrapped in DistributedDataParallel or not."""
-    partial = _partial(folder)
+    """Save only the weights, synchronously. `folder` appears when the checkpoint is complete.
+
+    `chunks` are this rank's virtual stages, with or without a DistributedDataParallel wrapper.
+    """
+    partial = _partial_folder(folder)
     CheckpointSave(partial, _sharded_weights(chunks), {}, asynchronous=False).finish(timeout_s=0)
     _rename_on_rank_0(partial, Path(folder))
 
 
 def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
-    """Load the weights of `folder`, which may also contain optimizer state; every rank calls this.
+    """Load the weights of the checkpoint `folder`, which may also contain optimizer state. Every rank calls this.
 
-    `chunks` are this rank's virtual stages, wrapped in DistributedDataParallel or not. Weights are cast to the model's dtype.
-    Extra states of linear layers (FP8 statistics) stay unchanged, because a checkpoint of another device or precision does not
-    contain them. An existing optimizer keeps its own copies of the weights; call its `reload_model_params()` afterwards.
+    `chunks` are this rank's virtual stages, with or without a DistributedDataParallel wrapper. Weights are cast to the model's
+    dtype. Extra states of linear layers (FP8 statistics) stay unchanged, because a checkpoint of another device or precision
+    does not contain them. An optimizer that exists already has its own copies of the weights. The caller must update these
+    copies with the optimizer's `reload_model_params()`.
 
     Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of this model.
     """
@@ -101,9 +109,9 @@ def load_weights(folder: str | Path, chunks: Sequence[GPTModel | DistributedData
 def load(
     folder: str | Path, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, dims: ParallelDims
 ) -> bool:
-    """Load weights and optimizer state of `folder`, and the RNG states if the same layout saved them.
+    """Load weights and optimizer state from `folder`, and also the RNG states if the current layout saved the checkpoint.
 
-    Every rank calls this. Returns True if the RNG states were restored. Hyperparameters of the optimizer (betas, weight decay)
+    Every rank calls this. Returns True if the RNG states were loaded. Hyperparameters of the optimizer (betas, weight decay)
     keep their current values. Raises ValueError, before any weight is changed, if `folder` is not a complete checkpoint of
     this model.
     """
@@ -115,7 +123,7 @@ def load(
     loaded = _read(state, Path(folder))
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[f"model{number}"])
-    restore_optimizer_state(optimizer, loaded["optimizer"], loaded[_STEPS])
+    restore_optimizer_state(optimizer, loaded["optimizer"], loaded[_NUM_STEPS_KEY])
     if rng_states is not None:
         restore_rng(rng_states)
     return rng_states is not None
@@ -127,13 +135,13 @@ def _read(state: dict, folder: Path) -> dict:
     ):
         try:
             return dist_checkpointing.load(state, str(folder))
-        except CheckpointException as error:  # not a subclass of Exception; `failures` has the failure of each rank
+        except CheckpointException as error:  # not a subclass of Exception; `failures` has the failures of all ranks
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(cause) from error
 
 
 def _validate(state: dict, folder: Path) -> None:
-    """Raise ValueError on all ranks unless `folder` is a complete checkpoint with exactly the tensors that all ranks need."""
+    """Raise ValueError on all ranks if `folder` is incomplete, or if its tensors are not those that the ranks need."""
     own_keys = {part.key for part in _sharded_parts(state) if isinstance(part, ShardedTensor)}
     keys_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(keys_of_ranks, own_keys)
@@ -143,20 +151,23 @@ def _validate(state: dict, folder: Path) -> None:
 
 
 def _check_tensors(folder: Path, stored: dict, state: dict, needed: set[str]) -> None:
-    """Compare the stored tensors with what this rank loads (`state`) and with the keys that any rank needs (`needed`)."""
+    """Raise ValueError if the stored tensors do not match the model.
+
+    `state` contains the tensors that this rank loads. `needed` contains the keys of the tensors that all ranks together load.
+    """
     if not any(key.startswith(_OPTIMIZER_PREFIX) for key in stored) and "optimizer" in state:
         raise ValueError(
             f"checkpoint={folder}: it has weights but no optimizer state; expected a checkpoint of a run. To start a run from "
-            "weights, convert them with `mrl convert to-hf` and set model.path to that folder."
+            "these weights, convert them with `mrl convert to-hf` and set model.path to the converted folder."
         )
-    problems = {problem for part in _sharded_parts(state) if (problem := _problem(part, stored))}
+    problems = {problem for part in _sharded_parts(state) if (problem := _describe_mismatch(part, stored))}
     tensors = {key for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
     extra = {key for key in tensors - needed if "optimizer" in state or not key.startswith(_OPTIMIZER_PREFIX)}
     problems |= {f"{key} {list(stored[key].size)} is not in this model" for key in extra}
     if problems:
         raise ValueError(
             f"checkpoint={folder}: it is a checkpoint of another model, {len(problems)} tensors differ: "
-            f"{'; '.join(sorted(problems)[:5])}. Name a checkpoint of this model, or the model it was written from."
+            f"{'; '.join(sorted(problems)[:5])}. Name a checkpoint of this model, or the model of this checkpoint."
         )
 
 
@@ -168,8 +179,8 @@ def _sharded_parts(state: dict) -> list[ShardedBase]:
     return parts
 
 
-def _problem(part: ShardedBase, stored: dict) -> str | None:
-    """Describe how the stored tensor differs from the tensor that this rank needs; None if it does not differ."""
+def _describe_mismatch(part: ShardedBase, stored: dict) -> str | None:
+    """Describe how the stored tensor differs from the tensor that this rank needs; return None if they match."""
     if isinstance(part, ShardedObject):
         return None if part.unique_key in stored else f"{part.unique_key} is missing"
     stored_tensor = stored.get(part.key)
@@ -183,10 +194,10 @@ def _problem(part: ShardedBase, stored: dict) -> str | None:
 
 
 def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -> bool:
-    """Whether the shapes differ only in padding rows of the vocabulary. This layout has fewer than tp padding rows."""
+    """Whether the two shapes differ only in the number of padding rows of the vocabulary."""
     assert isinstance(part, ShardedTensor)
     rows, *rest = part.global_shape
-    min_rows = rows - groups.tp_group().size() + 1
+    min_rows = rows - groups.tp_group().size() + 1  # the current layout adds fewer than tp padding rows
     return (
         part.allow_shape_mismatch
         and list(stored_shape[1:]) == rest
@@ -195,9 +206,9 @@ def _differs_in_padding_only(part: ShardedBase, stored_shape: tuple[int, ...]) -
 
 
 def _sharded_weights(chunks: Sequence[GPTModel | DistributedDataParallel]) -> dict:
-    """Return the sharded state dict of each virtual stage, under keys that only this process uses.
+    """Return the sharded state dict of each virtual stage, under the keys `model0`, `model1`, ...
 
-    The files name tensors by their position in the whole model.
+    Only this process uses these keys. In the files, each tensor has its name in the whole model.
     """
     metadata = {"dp_cp_group": groups.dp_cp_group(), "singleton_local_shards": False}
     return {f"model{n}": module.sharded_state_dict(metadata=metadata) for n, module in enumerate(_unwrapped(chunks))}
@@ -211,7 +222,7 @@ def _without_objects(described: dict) -> dict:
     return {name: part for name, part in described.items() if not isinstance(part, ShardedObject)}
 
 
-def _partial(folder: str | Path) -> Path:
+def _partial_folder(folder: str | Path) -> Path:
     return Path(folder).with_name(Path(folder).name + ".partial")
 
 
@@ -221,36 +232,33 @@ def _rename_on_rank_0(partial: Path, folder: Path) -> None:
             rename_durably(partial, folder)
 
 
-_TRACKED = "tracked."  # Megatron's generators, named by their purpose: tensor-parallel, expert-parallel, data-parallel
-logger = logging.getLogger(__name__)
-
-
 def rng_file_name(rank: int) -> str:
-    """Return the name of the file with the RNG states of `rank`."""
+    """Return the name of the file that contains the RNG states of `rank`."""
     return f"rng_{rank:05d}.safetensors"
 
 
 def rng_snapshot(dims: ParallelDims) -> bytes:
-    """Return the content of this rank's RNG file: all current states, the rank and the layout."""
+    """Return the content of this rank's RNG file: all current RNG states, the rank and the layout."""
     return save_arrays(_rng_states(), {"rank": str(dist.get_rank()), "layout": _rng_layout(dims)})
 
 
 def read_rng(folder: str | Path, dims: ParallelDims) -> dict[str, NDArray] | None:
     """Read this rank's RNG states from `folder`, for `restore_rng`.
 
-    Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if a file is missing or
-    damaged.
+    Returns None if another layout saved the checkpoint; rank 0 then logs a warning. Raises ValueError if an RNG file is missing
+    or damaged.
     """
     header, _ = _read_rng_file(Path(folder) / rng_file_name(0))
     if header["layout"] != _rng_layout(dims):
         if dist.get_rank() == 0:
-            logger.warning("%s: saved by another layout; random number generators start from the seed.", folder)
+            logger.warning("%s was saved by another layout; random number generators start from the seed.", folder)
         return None
     path = Path(folder) / rng_file_name(dist.get_rank())
     header, states = _read_rng_file(path)
     if header["rank"] != str(dist.get_rank()):
         raise ValueError(
-            f"{path}: RNG states of rank {header['rank']}, expected {dist.get_rank()}; copy the checkpoint again."
+            f"{path}: it contains the RNG states of rank {header['rank']}, expected rank {dist.get_rank()}; "
+            "copy the checkpoint again."
         )
     return states
 
@@ -261,31 +269,33 @@ def _rng_layout(dims: ParallelDims) -> str:
 
 
 def _rng_states() -> dict[str, NDArray]:
-    _, keys, place, has_gauss, gauss = np.random.get_state()
+    _, keys, position, has_gauss, gauss = np.random.get_state()
     _, words, next_gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state().numpy(),
         "numpy": np.asarray(keys),
-        "numpy_rest": np.array([place, has_gauss, gauss], np.float64),
+        "numpy_rest": np.array([position, has_gauss, gauss], np.float64),
         "python": np.array(words, np.uint32),
         "python_gauss": np.array([] if next_gauss is None else [next_gauss], np.float64),
     }
     if has_cuda():
         states["cuda"] = torch.cuda.get_rng_state().numpy()
     tracked = get_cuda_rng_tracker().get_states()
-    return states | {_TRACKED + name: state.numpy() for name, state in tracked.items()}
+    return states | {_TRACKER_PREFIX + name: state.numpy() for name, state in tracked.items()}
 
 
 def restore_rng(states: dict[str, NDArray]) -> None:
-    """Set every generator to its saved state."""
-    place, has_gauss, gauss = states["numpy_rest"].tolist()
-    np.random.set_state(("MT19937", states["numpy"], int(place), int(has_gauss), gauss))
+    """Set every random number generator to its saved state."""
+    position, has_gauss, gauss = states["numpy_rest"].tolist()
+    np.random.set_state(("MT19937", states["numpy"], int(position), int(has_gauss), gauss))
     next_gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), next_gauss[0] if next_gauss else None))
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     if has_cuda():
         torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
-    tracked = {name.removeprefix(_TRACKED): state for name, state in states.items() if name.startswith(_TRACKED)}
+    tracked = {
+        name.removeprefix(_TRACKER_PREFIX): state for name, state in states.items() if name.startswith(_TRACKER_PREFIX)
+    }
     get_cuda_rng_tracker().set_states({name: torch.from_numpy(state) for name, state in tracked.items()})
 
 
@@ -295,5 +305,5 @@ def _read_rng_file(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
             return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path}: not readable ({error}); every rank of a checkpoint has such a file: copy the checkpoint again."
+            f"{path}: not readable ({error}). A checkpoint has one such file for each rank; copy the checkpoint again."
         ) from None

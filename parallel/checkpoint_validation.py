@@ -2,8 +2,8 @@
 
 A pickle can call any function that it names. torch's distributed checkpoints contain two kinds of pickles that torch loads
 without a check: `.metadata`, and the objects that are stored next to the tensors. This module rejects a checkpoint if its
-pickles name types that are not listed below. It reads archives with torch's archive reader, so that it checks the same pickle
-that torch loads. Megatron is not imported.
+pickles name types that are not in the module's two tables. The module reads archives with torch's archive reader, so that it
+checks the same pickle that torch loads later. It does not import Megatron.
 """
 
 import importlib
@@ -40,14 +40,14 @@ _METADATA_TYPES = {
 }
 """Types allowed in `.metadata`: descriptions of tensors and their locations.
 
-No subclass of dict is allowed: a pickle can set attributes of its instances, and a forged attribute `items` would hide entries
-from these checks.
+No subclass of dict is allowed, because a pickle can set attributes of an instance. A forged attribute `items` would hide entries
+of the dict from these checks.
 """
 
 _BUILTINS = ("bytearray", "complex", "frozenset", "set", "slice")
 _OBJECT_TYPES = {
     "__builtin__": _BUILTINS,  # the module's name in pickle protocol 2, which torch writes
-    "_codecs": ("encode",),  # numpy's bytes
+    "_codecs": ("encode",),  # pickles of numpy arrays call it to make bytes
     "_io": ("BytesIO",),
     "argparse": ("Namespace",),  # Megatron-LM stores its arguments
     "builtins": _BUILTINS,
@@ -71,9 +71,7 @@ _OBJECT_TYPES = {
 """Types allowed in stored objects: numbers, arrays, RNG states and settings. Their constructors only store arguments."""
 
 _ARCHIVE_MAGIC = b"PK\x03\x04"  # the first bytes of a torch.save archive
-_ADVICE = (
-    "No training run writes this: other software made or changed the file. Do not load it, and ask for its origin."
-)
+_ADVICE = "No training run writes such a file: other software made or changed it. Do not load the file, and find out its origin."
 
 
 class ForeignPickleError(ValueError):
@@ -83,10 +81,10 @@ class ForeignPickleError(ValueError):
 def validate_checkpoint(folder: str | Path) -> Metadata:
     """Check that `folder` is a complete torch_dist checkpoint with safe pickles; return the content of its `.metadata`.
 
-    Imports and calls nothing except the allowed types.
+    The check imports and calls only the allowed types.
 
     Raises:
-        ForeignPickleError: a pickle names another type; the message names the file and the type.
+        ForeignPickleError: a pickle names a type that is not allowed; the message names the file and the type.
         ValueError: a file is missing, truncated or damaged, or lies outside the folder.
     """
     folder = Path(folder)
@@ -102,9 +100,9 @@ def validate_checkpoint(folder: str | Path) -> Metadata:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file that contains allowed types only.
+    """Read a `.metadata` file.
 
-    Raises ForeignPickleError if it contains another type, and ValueError if the file is damaged.
+    Raises ForeignPickleError if the file names a type that is not allowed, and ValueError if the file is damaged.
     """
     with path.open("rb") as file:
         metadata = _unpickle(_CheckedUnpickler(file, _load_metadata_type, str(path)), str(path))
@@ -130,19 +128,19 @@ def _check_descriptions_exist(folder: Path) -> None:
 
 
 def _check_locations(folder: Path, metadata: Metadata) -> None:
-    """Raise ValueError unless every location is a plain file directly in `folder`."""
+    """Raise ValueError if a location in `metadata` is not a plain file directly in `folder`."""
     for index, info in metadata.storage_data.items():
         if type(info) is not _StorageInfo or type(info.relative_path) is not str:
             raise ValueError(f"{folder}/{METADATA}: the location of {index} is {info}, expected a file name. {_ADVICE}")
         path = folder / info.relative_path
         if path.parent != folder or path.is_symlink():
             raise ValueError(
-                f"{folder}/{METADATA}: {index.fqn} is in {info.relative_path}, expected a file of the folder. {_ADVICE}"
+                f"{folder}/{METADATA}: {index.fqn} is in {info.relative_path}, expected a file of the same folder. {_ADVICE}"
             )
 
 
 def _check_file_sizes(folder: Path, metadata: Metadata) -> None:
-    """Check that every file exists and is long enough for the content that `.metadata` describes."""
+    """Raise ValueError if a file is missing, or is too short for the content that `.metadata` describes."""
     needed: dict[str, int] = defaultdict(int)
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(needed[info.relative_path], info.offset + info.length)
@@ -157,7 +155,10 @@ def _check_file_sizes(folder: Path, metadata: Metadata) -> None:
 
 
 def _stored_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[Path, int, int]]:
-    """Yield (file, offset, length in bytes) of every object that is not a tensor. torch loads tensors with its own allow-list."""
+    """Yield (file, offset, length in bytes) of every stored object that is not a tensor.
+
+    Tensors need no check, because torch loads them with its own list of allowed types.
+    """
     for index, info in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
             path = folder / info.relative_path
@@ -169,7 +170,7 @@ def _stored_objects(folder: Path, metadata: Metadata) -> Iterator[tuple[Path, in
 
 
 def _check_archive(path: Path, offset: int, length: int) -> None:
-    """Check the pickle of the torch.save archive at bytes [offset, offset + length) of a file."""
+    """Check the pickle inside a torch.save archive, which occupies the bytes [offset, offset + length) of the file `path`."""
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read(length)
@@ -186,7 +187,7 @@ def _check_archive(path: Path, offset: int, length: int) -> None:
 
 
 class _CheckedUnpickler(pickle.Unpickler):
-    """Unpickler that resolves types with `load_type` only, which returns None for types that are not allowed."""
+    """Unpickler that gets all types from the function `load_type`, which returns None for a type that is not allowed."""
 
     def __init__(self, file: Any, load_type: Callable[[str, str], Any], path: str) -> None:
         super().__init__(file)
@@ -199,7 +200,7 @@ class _CheckedUnpickler(pickle.Unpickler):
         return loaded_type
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a placeholder for a tensor's storage, which is raw bytes and not a pickle."""
+        """Return a placeholder for the storage of a tensor; the storage contains raw bytes and no pickle."""
         return _Placeholder()
 
 
@@ -213,16 +214,16 @@ def _unpickle(unpickler: _CheckedUnpickler, path: str) -> Any:
 
 
 def _load_metadata_type(module: str, name: str) -> Any:
-    """Return the real type, because the content of `.metadata` is used; None if it is not allowed."""
+    """Return the type itself, because the content of `.metadata` is used; return None if the type is not allowed."""
     if name not in _METADATA_TYPES.get(module, ()) and not _is_dtype(module, name):
         return None
     return getattr(importlib.import_module(module), name)
 
 
 def _load_placeholder(module: str, name: str) -> Any:
-    """Return a placeholder for an allowed type, because the object itself is not used; None if it is not allowed."""
-    storage = module == "torch" and name.endswith("Storage")
-    return _Placeholder if name in _OBJECT_TYPES.get(module, ()) or storage or _is_dtype(module, name) else None
+    """Return a placeholder for an allowed type, because the object is not used; return None if the type is not allowed."""
+    is_storage = module == "torch" and name.endswith("Storage")
+    return _Placeholder if name in _OBJECT_TYPES.get(module, ()) or is_storage or _is_dtype(module, name) else None
 
 
 def _is_dtype(module: str, name: str) -> bool:
@@ -230,7 +231,7 @@ def _is_dtype(module: str, name: str) -> bool:
 
 
 class _Placeholder:
-    """Stands in for an allowed type: accepts every operation of a pickle and does nothing."""
+    """Takes the place of an allowed type. It accepts every operation of a pickle and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __setstate__(self, state: Any) -> None: ...

@@ -1,4 +1,7 @@
-"""Writes a checkpoint in three steps: all ranks plan, each rank writes its files (perhaps in a fork), all ranks finish."""
+"""Writes a checkpoint in three steps: all ranks plan the files, each rank writes its files, all ranks complete the checkpoint.
+
+In an asynchronous save, a forked child process writes the files of a rank while the rank continues to train.
+"""
 
 import ctypes
 import gc
@@ -31,15 +34,15 @@ from parallel.collectives import raise_on_all_ranks
 from parallel.durable_files import fsync_path
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, so that the child loads nothing
-_PR_SET_PDEATHSIG = 1
-_NICE = 10  # lower priority than training
+_PR_SET_PDEATHSIG = 1  # option of prctl(): the signal that the child gets when its parent ends
+_CHILD_NICENESS = 10  # lower priority than training
 
 
 class ForkedWriter[T]:
     """Runs the function `write` once, in a forked child process or directly in this process.
 
     The child sees the memory of this process as it was at the fork (copy-on-write pages). The kernel kills the child with
-    SIGKILL when the thread that forked it ends. The child closes stdout and stderr, and does not use the GPU.
+    SIGKILL when the thread that created the child ends. The child has no stdout and no stderr, and does not use the GPU.
     """
 
     def __init__(self, write: Callable[[], T], in_fork: bool) -> None:
@@ -50,19 +53,20 @@ class ForkedWriter[T]:
             self._process = context.Process(
                 target=_child_main, args=(os.getpid(), child_connection, write), daemon=True
             )
-            with warnings.catch_warnings():  # about forking with threads: the child takes no lock of another thread
+            # Python warns that a fork is unsafe in a process with threads. This child takes no lock that a thread may hold.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._process.start()
             child_connection.close()
 
     def is_done(self) -> bool:
-        """Whether the write has succeeded, has failed or was killed. If so, the child's memory is free."""
+        """Whether the write has ended: it has succeeded, has failed or was killed. The child's memory is free then."""
         if self._outcome is None and self._connection.poll():
             self._outcome = self._receive(timeout_s=0)
         return self._outcome is not None
 
     def result(self, timeout_s: float) -> T:
-        """Return the result of `write`. The child has ended afterwards.
+        """Wait for `write` and return its result. The child has always ended when this method returns or raises.
 
         Raises RuntimeError if `write` failed, if the child was killed, or if it does not end within `timeout_s` seconds.
         """
@@ -74,19 +78,19 @@ class ForkedWriter[T]:
         return value  # type: ignore[bad-return]
 
     def kill(self) -> None:
-        """Kill the child if it is still running; `result` raises afterwards."""
+        """Kill the child if it is still running; `result` then raises RuntimeError."""
         if self._outcome is None:
-            self._outcome = None, "it was abandoned"
+            self._outcome = None, "the save was abandoned"
             self._stop()
 
     def _receive(self, timeout_s: float) -> tuple[T | None, str | None]:
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv()
-            return None, f"its writer (process {self._process.pid}) did not end within {timeout_s:g} s"
+            return None, f"the writer (process {self._process.pid}) did not end within {timeout_s:g} s"
         except EOFError:
             self._process.join()
-            return None, f"its writer (process {self._process.pid}) was killed, exit code {self._process.exitcode}"
+            return None, f"the writer (process {self._process.pid}) was killed, exit code {self._process.exitcode}"
         finally:
             self._stop()
 
@@ -108,13 +112,13 @@ def _child_main(parent: int, connection: Connection, write: Callable[[], Any]) -
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # drop the trainer's handler
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the trainer handles it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the child must not run the trainer's handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the child, but only the trainer handles it
     with open(os.devnull, "wb") as devnull:
-        for stream in (1, 2):  # otherwise readers of the trainer's output would wait for this child
-            os.dup2(devnull.fileno(), stream)
-    gc.disable()  # a collection would touch the page of every object, and may free tensors on the GPU
-    os.nice(_NICE)
+        for descriptor in (1, 2):  # otherwise a reader of the trainer's stdout or stderr would wait for this child
+            os.dup2(devnull.fileno(), descriptor)
+    gc.disable()  # garbage collection would copy the memory page of every object, and might free tensors on the GPU
+    os.nice(_CHILD_NICENESS)
     connection.send(_attempt(write))
     os._exit(0)  # skip the trainer's exit hooks
 
@@ -124,18 +128,19 @@ class CheckpointSaveError(RuntimeError):
 
 
 class CheckpointSave:
-    """One save of a checkpoint into `folder`. Every rank creates it with its part of `state` and then calls `finish`.
+    """One save of a checkpoint into `folder`. Every rank creates this object for its own shards, and then calls `finish`.
 
-    Megatron's functions plan and write the shards. This class replaces the last part of Megatron's save. That part reports
-    errors to rank 0 only, so the other ranks would wait forever if the disk of rank 0 is full.
+    Megatron's functions plan and write the shards. Only the last part of Megatron's save is replaced here, because it reports
+    errors to rank 0 only. The other ranks would wait forever if, for example, the disk of rank 0 is full.
     """
 
     def __init__(self, folder: Path, state: dict, files: Mapping[str, bytes], asynchronous: bool) -> None:
-        """Plan the shards of `state` (a sharded state dict) and write them with `files` (name -> content).
+        """Plan the shards of `state` (a sharded state dict), and start to write them and `files` (name -> content).
 
-        A synchronous save has written this rank's files when this returns. In an asynchronous save, a fork of this process
-        writes the tensors with their current values. Host memory is copied only where training changes it during the write;
-        tensors on a GPU are copied to the host once. Raises CheckpointSaveError on all ranks.
+        In a synchronous save, this rank's files are written when the constructor returns. In an asynchronous save, a fork of
+        this process writes the current values of the tensors. Tensors on a GPU are copied to the host before the fork. Pages
+        of host memory are copied only if training changes them during the write. Raises CheckpointSaveError on all ranks if
+        any rank fails.
         """
         self.folder = folder
         with raise_on_all_ranks(self._error):
@@ -146,14 +151,16 @@ class CheckpointSave:
         contents = {folder / name: content for name, content in files.items()}
         try:
             with raise_on_all_ranks(self._error):
-                # copies tensors from the GPU to the host
+                # This call copies tensors from the GPU to the host.
                 buckets = FileSystemWriterAsync.preload_tensors(self._strategy.writer.write_buckets or [])
                 write = partial(_write_files, buckets, self._strategy.writer.transforms, contents)
                 self._writer = ForkedWriter(write, asynchronous)
-        except CheckpointSaveError:  # another rank failed, for example for lack of host memory
+        except (
+            CheckpointSaveError
+        ):  # this rank or another one failed, for example because it has too little host memory
             self.abandon()
             raise
-        # After this line only the writer refers to the host copies, so their memory is free when the writer ends.
+        # After this assignment only the writer refers to the host copies, so their memory is free when the writer ends.
         self._strategy.writer.write_buckets = None
 
     def is_written(self) -> bool:
@@ -164,7 +171,7 @@ class CheckpointSave:
         """Wait until all ranks have written, then complete the checkpoint and sync it to the disk. Every rank calls this.
 
         Raises CheckpointSaveError on all ranks if a writer failed, was killed or does not end within `timeout_s` seconds. The
-        message has the folder and the cause on the first failed rank. All writers have ended afterwards.
+        message names the folder and the cause on the first failed rank. All writers have ended when this returns or raises.
         """
         assert self._writer is not None, "the constructor raises if there is no writer"
         with raise_on_all_ranks(self._error):
@@ -176,7 +183,7 @@ class CheckpointSave:
                 self._strategy.complete(gathered)
 
     def abandon(self) -> None:
-        """Kill the writer of this rank; the folder stays incomplete. Does not communicate."""
+        """Kill the writer of this rank. The folder stays incomplete. Does not communicate."""
         if self._writer is not None:
             self._writer.kill()
 
@@ -185,7 +192,7 @@ class CheckpointSave:
 
 
 class _SaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy, which also keeps its plan as attributes."""
+    """Megatron's save strategy, with two additional attributes: the file writer and the metadata of the planned save."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None  # on rank 0
@@ -206,8 +213,8 @@ class _SaveStrategy(TorchDistSaveShardedStrategy):
 def _plan(state: dict, folder: Path) -> _SaveStrategy:
     apply_factories(state)
     dict_list_map_inplace(_with_own_storage, state)
-    # ForkedWriter returns the results. Megatron would spawn a manager process for the results, which imports torch again
-    # (seconds) and survives when the worker is killed.
+    # Megatron would start a manager process to pass on the results. That process imports torch again, which takes seconds, and
+    # continues to run after this process is killed. Here ForkedWriter returns the results, so an ordinary queue is enough.
     filesystem_async._results_queue = queue.Queue()
     strategy = _SaveStrategy()
     dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
@@ -215,7 +222,7 @@ def _plan(state: dict, folder: Path) -> _SaveStrategy:
 
 
 def _with_own_storage(part: object) -> object:
-    """Give a tensor in host memory a storage with its bytes only, because Megatron copies views of larger storages."""
+    """Give a tensor in host memory a storage that contains only its own bytes. Megatron copies views of larger storages."""
     if isinstance(part, ShardedTensor) and part.data is not None and part.data.device.type == "cpu":
         part.data = _view_as_storage(part.data.detach())
     return part
@@ -225,14 +232,14 @@ def _view_as_storage(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    # A second storage over the same bytes: writing passes the storage to NumPy, which makes it impossible to resize, and
-    # offloading must resize the original storage.
+    # This makes a second storage over the same bytes. The write passes this storage to NumPy, and after that the storage cannot
+    # be resized. Offloading must resize the original storage.
     shared = torch.from_dlpack(flat)
     return shared.view(tensor.dtype).view(tensor.shape)
 
 
 def _write_files(buckets: list, transforms: object, files: Mapping[Path, bytes]) -> list[WriteResult]:
-    """Write this rank's files and sync them to the disk; runs in the fork if the save is asynchronous."""
+    """Write this rank's files and sync them to the disk. An asynchronous save calls this in the forked child."""
     for path, content in files.items():
         path.write_bytes(content)
         fsync_path(path)

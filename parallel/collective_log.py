@@ -1,8 +1,8 @@
 """Log of the last collective of each process group, in a file that other processes can read if this process hangs or dies.
 
-With any backend, torch calls a hook before it issues a collective. The hook writes 48 bytes into a memory-mapped file, which
-keeps them if the process is killed. On a GPU, a collective is issued before it runs. The rank that has issued fewer collectives
-than the others is nevertheless the rank that the others wait for.
+torch calls a hook before it issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the
+file keeps them if the process is killed. On a GPU, a collective is issued before it runs. Even so, the other ranks wait for the
+rank that has issued fewer collectives than they have.
 """
 
 import atexit
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SLOT = struct.Struct("<QQqqqd")  # collectives, point-to-point messages, last operation, peer or root, bytes, time
+RECORD = struct.Struct("<QQqqqd")
+"""48 bytes for one process group; the fields are those of LastCollective from `num_collectives` on."""
 MAX_GROUPS = 1024
-HOOK = 0x6D726C  # "mrl" in ASCII: torch identifies hooks by a number
+HOOK_ID = 0x6D726C  # torch identifies hooks by a number; this number is "mrl" in ASCII
 
 
 @dataclass(frozen=True)
@@ -27,63 +28,64 @@ class LastCollective:
     group: str  # torch's name of the group, the same on all members
     purpose: str  # Megatron's description, such as TENSOR_MODEL_PARALLEL_GROUP
     ranks: tuple[int, ...]  # global ranks of the members
-    entered: int  # number of collectives issued so far, without point-to-point messages
-    messages: int  # number of sends and receives so far
+    num_collectives: int  # number of collectives issued so far, without point-to-point messages
+    num_messages: int  # number of sends and receives so far
     operation: str  # torch's name of the last operation
     peer: int  # group rank of the other end of a message, or of the root of a broadcast; else -1
     nbytes: int  # bytes of the first tensor of the last operation
-    at: float  # time.time() when the last operation was issued
+    issued_at: float  # time.time() when the last operation was issued
 
 
 class CollectiveLog:
-    """Collective log of this process. Call `watch` after process groups are created, and `close` before they are destroyed."""
+    """Collective log of this process. The file contains one record for each process group."""
 
     def __init__(self, path: str | Path) -> None:
-        """Create the file `path`; the names of the groups are written to `path`.json."""
+        """Create the file `path`. The names of the groups are written to a second file, `path`.json."""
         self._path = Path(path)
         self._file = self._path.open("wb+")
-        self._file.truncate(MAX_GROUPS * SLOT.size)
-        self._memory = mmap.mmap(self._file.fileno(), MAX_GROUPS * SLOT.size)
-        self._groups: list[dict[str, Any] | None] = []  # by slot; None: free slot
-        self._watched: dict[Any, int] = {}  # group -> slot
+        self._file.truncate(MAX_GROUPS * RECORD.size)
+        self._memory = mmap.mmap(self._file.fileno(), MAX_GROUPS * RECORD.size)
+        self._groups: list[dict[str, Any] | None] = []  # description of the group of each record; None: unused record
+        self._record_of: dict[Any, int] = {}  # group -> index of its record
         atexit.register(self.close)  # torch crashes if hooks remain when the interpreter exits
 
     def watch(self) -> None:
-        """Log all process groups with more than one member: add new groups and free the slots of destroyed ones."""
-        import torch.distributed as dist  # heavy; readers of logs do not need it
+        """Log all process groups with more than one member. Call it again after groups were created or destroyed."""
+        import torch.distributed as dist  # slow to import, and readers of logs do not need it
         from torch._C._distributed_c10d import HookOpName
         from torch.distributed.distributed_c10d import _world  # torch has no public list of all groups
 
         operations = {int(operation): name.lower() for name, operation in HookOpName.__members__.items()}  # type: ignore[bad-argument-type]
         messages = {number for number, name in operations.items() if name.startswith(("send", "recv"))}
 
-        for group in [group for group in self._watched if group not in _world.pg_map]:
-            self._free(group)
+        for group in [group for group in self._record_of if group not in _world.pg_map]:
+            self._remove_destroyed(group)
         for group in list(_world.pg_map):
             ranks = dist.get_process_group_ranks(group)
-            if len(ranks) == 1 or group in self._watched or (slot := self._free_slot()) is None:
+            if len(ranks) == 1 or group in self._record_of or (record := self._unused_record()) is None:
                 continue
-            self._groups[slot] = dict(group=_world.pg_names[group], purpose=group.group_desc, ranks=ranks)
-            self._watched[group] = slot
-            group.register_pre_hook(HOOK, _make_hook(self._memory, slot * SLOT.size, messages))
+            self._groups[record] = dict(group=_world.pg_names[group], purpose=group.group_desc, ranks=ranks)
+            self._record_of[group] = record
+            group.register_pre_hook(HOOK_ID, _make_hook(self._memory, record * RECORD.size, messages))
         text = json.dumps(dict(operations=operations, groups=self._groups))
         self._path.with_name(self._path.name + ".json").write_text(text)
 
     def close(self) -> None:
-        """Stop logging; the file stays."""
-        for group in self._watched:
+        """Stop logging. Call this before the groups are destroyed. The files remain."""
+        for group in self._record_of:
             _remove_hook(group)
-        self._watched.clear()
+        self._record_of.clear()
         atexit.unregister(self.close)
 
-    def _free(self, group: Any) -> None:
-        """Free the slot of a group that was destroyed."""
+    def _remove_destroyed(self, group: Any) -> None:
+        """Clear the record of a group that was destroyed."""
         _remove_hook(group)
-        slot = self._watched.pop(group)
-        self._groups[slot] = None
-        self._memory[slot * SLOT.size : (slot + 1) * SLOT.size] = bytes(SLOT.size)
+        record = self._record_of.pop(group)
+        self._groups[record] = None
+        self._memory[record * RECORD.size : (record + 1) * RECORD.size] = bytes(RECORD.size)
 
-    def _free_slot(self) -> int | None:
+    def _unused_record(self) -> int | None:
+        """Return the index of an unused record; None if all MAX_GROUPS records are used."""
         if None in self._groups:
             return self._groups.index(None)
         if len(self._groups) == MAX_GROUPS:
@@ -94,13 +96,13 @@ class CollectiveLog:
 
 def _remove_hook(group: Any) -> None:
     with suppress(RuntimeError):  # the group was destroyed meanwhile
-        group.unregister_pre_hook(HOOK)
+        group.unregister_pre_hook(HOOK_ID)
 
 
 def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> Any:
     collectives = messages = 0
 
-    # A call takes 4 microseconds; reading the name of the operation instead of its number would take one more.
+    # A call takes 4 microseconds. It would take 5 if it stored the name of the operation instead of the number.
     def on_collective(call: Any) -> None:
         nonlocal collectives, messages
         operation = int(call.name)
@@ -110,23 +112,23 @@ def _make_hook(memory: mmap.mmap, offset: int, message_operations: set[int]) -> 
             collectives += 1
         tensors = call.input_tensors or call.output_tensors
         nbytes = tensors[0].nbytes if tensors else 0
-        SLOT.pack_into(memory, offset, collectives, messages, operation, call.root, nbytes, time.time())
+        RECORD.pack_into(memory, offset, collectives, messages, operation, call.root, nbytes, time.time())
 
     return on_collective
 
 
 def read_collective_log(path: str | Path) -> list[LastCollective]:
-    """Read the log of a process, without groups that the process never used; return [] if there is no log."""
+    """Read the log of a process, without the groups that the process never used. Returns [] if there is no log."""
     path = Path(path)
     with suppress(OSError, ValueError):
-        known, slots = json.loads(path.with_name(path.name + ".json").read_text()), path.read_bytes()
-        entries = [_last(known, number, slots) for number, group in enumerate(known["groups"]) if group]
-        return [last for last in entries if last.entered or last.messages]
+        names, records = json.loads(path.with_name(path.name + ".json").read_text()), path.read_bytes()
+        entries = [_last_collective(names, index, records) for index, group in enumerate(names["groups"]) if group]
+        return [last for last in entries if last.num_collectives or last.num_messages]
     return []
 
 
-def _last(known: dict[str, Any], number: int, slots: bytes) -> LastCollective:
-    group = known["groups"][number]
-    entered, messages, operation, *rest = SLOT.unpack_from(slots, number * SLOT.size)
-    name = known["operations"].get(str(operation), f"operation {operation}")
-    return LastCollective(group["group"], group["purpose"], tuple(group["ranks"]), entered, messages, name, *rest)
+def _last_collective(names: dict[str, Any], index: int, records: bytes) -> LastCollective:
+    group = names["groups"][index]
+    collectives, messages, operation, *rest = RECORD.unpack_from(records, index * RECORD.size)
+    name = names["operations"].get(str(operation), f"operation {operation}")
+    return LastCollective(group["group"], group["purpose"], tuple(group["ranks"]), collectives, messages, name, *rest)

@@ -15,10 +15,11 @@ from parallel.device import backend
 
 
 def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> TCPStore:
-    """Serve a key-value store from this process, on `address` only (torch's constructor listens on all addresses).
+    """Serve a key-value store from this process, on `address` only. (torch's constructor would listen on all addresses.)
 
-    With `port` 0, the store uses a free port, `store.port`. With `world_size`, the call waits until `world_size` processes have
-    joined, including this one. Raises OSError if this machine does not have the address, or if the port is in use.
+    If `port` is 0, the store uses a free port, and `store.port` is its number. If `world_size` is given, the call waits
+    until `world_size` processes have joined, including this one. Raises OSError if this machine does not have the address,
+    or if the port is in use.
     """
     ((family, *_), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     with socket.create_server((address, port), family=family, backlog=2048) as listener:
@@ -35,9 +36,9 @@ def open_tcp_store(address: str, port: int, timeout: timedelta, world_size: int 
 
 
 def init_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the trainer's default process group; rank 0 serves the rendezvous store on `address` only.
+    """Join the trainer's default process group. Rank 0 serves the rendezvous store, on `address` only.
 
-    Raises torch.distributed's error if a rank does not join within `timeout_s` seconds.
+    Raises an error of torch.distributed if a rank does not join within `timeout_s` seconds.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -48,10 +49,10 @@ def init_process_group(rank: int, world_size: int, address: str, port: int, time
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum `values` over the ranks of `group`; differentiable. Every rank takes part in the forward and the backward pass.
+    """Return the differentiable sum of `values` over the ranks of `group`.
 
-    The loss of each rank may depend on the sum, and the total loss is the sum over ranks. Therefore the backward pass also sums
-    the gradients over the group.
+    Every rank of the group must run the forward and the backward pass. The loss of each rank may depend on the sum, and the
+    total loss is the sum of the losses of all ranks. Therefore the backward pass also sums the gradients over the group.
     """
     return _AllReduceSum.apply(values, group) if group.size() > 1 else values
 
@@ -75,10 +76,11 @@ def _all_reduced(values: Tensor, group: ProcessGroup) -> Tensor:
 
 @contextmanager
 def raise_on_all_ranks(make_error: Callable[[str], Exception]) -> Iterator[None]:
-    """At the end of the block, raise the error of the lowest failed rank on every rank, if any rank raised inside the block.
+    """If the block raises on any rank, raise the error of the lowest such rank on every rank at the end of the block.
 
-    Without this, the other ranks would wait for the failed rank in their next collective. Every rank must enter and leave the
-    block. A ValueError (an error of the user) stays a ValueError; any other error becomes `make_error(message)`.
+    Without this context manager, the other ranks would wait for the failed rank in their next collective. Every rank must
+    run the block. A ValueError reports a mistake of the user and stays a ValueError. Any other error becomes
+    `make_error(message)`.
     """
     own_error: Exception | None = None
     try:

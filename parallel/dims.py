@@ -1,4 +1,7 @@
-"""Sizes of the parallel dimensions, their rules, and the coordinates of each rank. Does not import torch."""
+"""Sizes of the parallel axes (tp, pp, cp, dp, ...), checks of these sizes, and the coordinates of each rank.
+
+This module does not import torch.
+"""
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -7,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Position of one process on each parallel axis."""
+    """Position of one rank on each parallel axis, counted from 0."""
 
     tp: int
     cp: int
@@ -17,21 +20,25 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Ranks along each axis; `tp * cp * dp * pp` processes train one model.
+    """Number of ranks on each parallel axis; `tp * cp * dp * pp` processes train one model.
 
-    Rank order is Megatron's `tp-cp-ep-dp-pp`: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
-    Experts have their own layout on the same processes: `ep * etp` of the `tp * cp * dp` ranks of a pipeline stage hold one
-    copy of all experts.
+    Ranks are numbered in Megatron's order `tp-cp-ep-dp-pp`: from one rank to the next, the tp coordinate changes first and
+    the pp coordinate changes last. Experts have their own layout on the same processes. A pipeline stage has `tp * cp * dp`
+    ranks, and each `ep * etp` of these ranks together hold one copy of the stage's experts.
     """
 
     tp: int = 1  # tensor parallel: the matrices of a layer are split over tp ranks
     pp: int = 1  # pipeline parallel: the layers are divided into pp stages of consecutive layers
     vpp: int = 1  # virtual pipeline stages per rank: each rank has vpp separate blocks of consecutive layers
     cp: int = 1  # context parallel: every sequence is split over cp ranks
-    dp: int = 1  # data parallel: each replica trains its own samples
+    dp: int = 1  # data parallel: dp replicas of the model train on different samples
     ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks
-    etp: int | None = None  # expert tensor parallel: the matrices of each expert are split over etp ranks; default: tp
-    sp: bool | None = None  # sequence parallel: activations between matrices are split over tp; default: on if tp > 1
+    etp: int | None = (
+        None  # expert tensor parallel: the matrices of each expert are split over etp ranks; None: tp ranks
+    )
+    sp: bool | None = (
+        None  # sequence parallel: activations between matrices are split over tp ranks; None: on if tp > 1
+    )
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
@@ -41,34 +48,36 @@ class ParallelDims:
             raise ValueError(f"parallel.etp={self.etp}: a parallel size must be 1 or more, or null for parallel.tp.")
         if self.sp and self.tp == 1:
             raise ValueError(
-                "parallel.sp=true needs parallel.tp greater than 1: it splits activations over those ranks."
+                "parallel.sp=true needs parallel.tp greater than 1: sequence parallelism splits activations over the "
+                "tensor-parallel ranks."
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: it subdivides pipeline stages."
+                f"parallel.vpp={self.vpp} needs parallel.pp greater than 1: virtual stages subdivide pipeline stages."
             )
         self._check_experts()
 
     def _check_experts(self) -> None:
-        ranks, need = self.tp * self.cp * self.dp, self.ep * self.expert_tp
-        if ranks % need:
-            fits = [
+        ranks, ranks_per_copy = self.tp * self.cp * self.dp, self.ep * self.expert_tp
+        if ranks % ranks_per_copy:
+            valid_sizes = [
                 f"ep={ep} etp={etp}"
                 for ep in _divisors(ranks)
                 for etp in _divisors(ranks // ep)
                 if ep == self.ep or etp == self.expert_tp
             ]
             raise ValueError(
-                f"parallel.ep={self.ep} x etp={self.expert_tp}{' (= tp)' if self.etp is None else ''} is {need} ranks for one "
-                f"copy of the experts, which does not divide the {ranks} ranks of a pipeline stage "
-                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}); use {'; '.join(fits or ['ep=1 etp=1'])}."
+                f"parallel.ep={self.ep} x etp={self.expert_tp}{' (= tp)' if self.etp is None else ''} is {ranks_per_copy} "
+                f"ranks for one copy of the experts, which does not divide the {ranks} ranks of a pipeline stage "
+                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}); use {'; '.join(valid_sizes or ['ep=1 etp=1'])}."
             )
 
     @classmethod
     def from_world_size(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
-        """Return dimensions with dp = world_size / (tp * cp * pp); raise ValueError if the division leaves a remainder.
+        """Return the layout of `world_size` processes: dp = world_size / (tp * cp * pp).
 
-        Without `world_size` and `dp`, dp is the smallest number of replicas that can hold one copy of the experts.
+        If `dp` is given, `world_size` is only compared with the layout. If both are None, dp is the smallest number of
+        replicas that can hold one copy of the experts. Raises ValueError if the sizes do not fit together.
         """
         if world_size is None or dp is not None:
             dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)
@@ -79,7 +88,7 @@ class ParallelDims:
                 )
             return dims
         sizes: dict[str, Any] = {name: axes.get(name, 1) for name in ("tp", "cp", "pp")}
-        cls(**sizes)  # raises at a size below 1, before the division below
+        cls(**sizes)  # raises ValueError if a size is below 1, before the division by the sizes
         replica_size = prod(sizes.values())
         if world_size < 1 or world_size % replica_size:
             nearest = sorted(
@@ -101,7 +110,7 @@ class ParallelDims:
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks that the matrices of each expert are split over."""
+        """Number of ranks over which the matrices of each expert are split."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -111,7 +120,7 @@ class ParallelDims:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all replicas must run the same number of passes, because they send tokens to experts on other replicas."""
+        """Whether all replicas must run the same number of micro-batches, because they send tokens to each other's experts."""
         return self.tp * self.cp % (self.ep * self.expert_tp) != 0
 
     def coords(self, rank: int) -> RankCoords:
@@ -122,18 +131,18 @@ class ParallelDims:
         return RankCoords(tp, cp, dp, pp)
 
     def expert_coords(self, rank: int) -> tuple[int, int]:
-        """Return the ranks of global `rank` in its expert-tensor-parallel group and in its expert-parallel group."""
+        """Return (position in the expert-tensor-parallel group, position in the expert-parallel group) of global `rank`."""
         rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
         return etp, rest % self.ep
 
     def describe_rank(self, rank: int) -> str:
-        """Describe global `rank` in a message: "rank 3 (tp 1, dp 0)"."""
+        """Return a name of global `rank` for messages, such as "rank 3 (tp 1, dp 0)"."""
         coords = self.coords(rank)
         axes = [f"{name} {getattr(coords, name)}" for name in ("tp", "cp", "dp", "pp") if getattr(self, name) > 1]
         return f"rank {rank} ({', '.join(axes)})" if axes else f"rank {rank}"
 
     def single_process(self) -> "ParallelDims":
-        """Return the same dimensions for a single process, the reference that every layout must match."""
+        """Return the layout of a single process. All other layouts must compute the same results as this one."""
         return replace(self, tp=1, pp=1, vpp=1, cp=1, dp=1, ep=1, etp=None, sp=None)
 
     def __str__(self) -> str:
@@ -145,9 +154,11 @@ class ParallelDims:
 
 
 def _min_replicas(*, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **others: Any) -> int:
-    """Return the smallest number of replicas whose ranks together have whole copies of the experts."""
-    need = ep * (tp if etp is None else etp)
-    return need // gcd(need, tp * cp) if min(need, tp, cp) > 0 else 1  # ParallelDims raises at a size below 1
+    """Return the smallest number of replicas whose ranks can be divided into whole copies of the experts."""
+    ranks_per_copy = ep * (tp if etp is None else etp)
+    if min(ranks_per_copy, tp, cp) < 1:
+        return 1  # ParallelDims raises ValueError if a size is below 1
+    return ranks_per_copy // gcd(ranks_per_copy, tp * cp)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Crash-safe writes: fsync, atomic replacement of files, and folders that appear only when they are complete.
 
-The functions write under a temporary name in the same folder and rename at the end. A reader sees either the old content or
-the complete new content, even if the writer is killed.
+The functions write under a temporary name in the same parent folder, and rename the result at the end. A reader sees either
+the old content or the complete new content, even if the writer is killed.
 """
 
 import os
@@ -25,9 +25,9 @@ def fsync_path(path: Path) -> None:
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`; if the block ends without an error, the temporary file replaces `path`.
 
-    `durable`: wait until the bytes are on the disk before the rename. When the block fails, `path` stays as it was and the
-    temporary file is removed. The temporary name keeps the suffix of `path`, because some writers append a missing one.
-    Two processes must not write the same path at the same time.
+    With `durable`, the bytes are on the disk before the rename. If the block fails, `path` stays as it was, and the temporary
+    file is removed. The temporary name has the suffix of `path`, because some writers append a missing suffix. Two processes
+    must not write the same path at the same time.
     """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
@@ -49,8 +49,8 @@ def write_file(path: Path, content: bytes | str, *, durable: bool = False) -> No
 def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
     """Yield a temporary folder that becomes `folder` when the block ends, or None if `folder` exists already.
 
-    When two processes create the same folder at once, the first rename wins and the other folder is discarded. When the block
-    fails, the temporary folder is removed.
+    If two processes create the same folder at the same time, the first finished folder stays, and the other is removed. If
+    the block fails, the temporary folder is removed.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -64,13 +64,13 @@ def atomic_folder(folder: str | Path) -> Iterator[Path | None]:
         try:
             partial.rename(folder)
         except OSError:
-            if not folder.is_dir():  # an existing folder is the other process's finished one
+            if not folder.is_dir():  # an existing folder was completed by another process
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or folder and wait until the new name is on the disk. The content must have been synced before."""
+    """Rename a file or folder and wait until the new name is on the disk. The caller has synced the content before."""
     source.rename(target)
     fsync_path(target.parent)

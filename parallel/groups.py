@@ -1,4 +1,4 @@
-"""Process groups of the trainer. No other module uses Megatron's global parallel state."""
+"""Process groups of the trainer ranks. No other module uses Megatron's global parallel state."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from parallel.device import device
 from parallel.dims import ParallelDims
 
 MIN_NCCL_FOR_SUSPEND = (2, 29, 7)
-"""First NCCL version whose communicators can release their memory."""
+"""First NCCL version that can release the memory of communicators."""
 
 
 def initialize(dims: ParallelDims, seed: int) -> None:
-    """Create Megatron's process groups for `dims` and seed its RNG tracker; torch.distributed must be initialized."""
+    """Create Megatron's process groups for `dims` and seed Megatron's RNG tracker. Needs an initialized torch.distributed."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
@@ -61,12 +61,12 @@ def etp_group() -> ProcessGroup:
 
 
 def is_first_stage(vp_stage: int | None = None) -> bool:
-    """Whether this process, or its virtual stage `vp_stage`, holds the embedding."""
+    """Whether virtual stage `vp_stage` of this process holds the embedding; None: whether any of its stages does."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
 def is_last_stage(vp_stage: int | None = None) -> bool:
-    """Whether this process, or its virtual stage `vp_stage`, holds the output layer."""
+    """Whether virtual stage `vp_stage` of this process holds the output layer; None: whether any of its stages does."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
@@ -78,7 +78,8 @@ def free_scratch_memory() -> None:
 def suspend_communicators() -> None:
     """Release the device memory of all NCCL communicators until `resume_communicators()`. Every rank calls this.
 
-    Between the two calls, no rank may run a collective on a GPU. Does nothing on a CPU or with an older NCCL.
+    Between the two calls, no rank may run a collective on a GPU. Does nothing on a CPU, or if NCCL is older than
+    MIN_NCCL_FOR_SUSPEND.
     """
     for backend in _suspendable_backends():
         backend.suspend()

@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and a column-parallel projection. The norm weight is `layer_norm_weight`, as in Transformer Engine's layer."""
+    """RMSNorm and a column-parallel projection. As in Transformer Engine, the norm's weight is called `layer_norm_weight`."""
 
     def __init__(self, input_size: int, output_size: int, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -63,15 +63,15 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return int(packed.max_position) + 1
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> Tensor:
-        """Return the angles [L, 1, d] of the pack of the last `get_rotary_seq_len` call."""
+        """Return the angles [L, 1, d] for the pack that the last call of `get_rotary_seq_len` received."""
         return self.get_emb(max_seq_len, offset)[self._packed.position_ids, 0]
 
 
 def gather_sequence(hidden: Tensor, sequence_parallel: bool, *, replicated: bool = False) -> Tensor:
-    """Return the hidden states [L, H] of all tokens, from [L/tp, H] under sequence parallelism.
+    """Return the hidden states [L, H] that the output head needs. Under sequence parallelism, `hidden` is [L/tp, H].
 
-    `replicated`: the output head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part of
-    the vocabulary and a part of the gradient, and the backward pass sums these parts.
+    `replicated` means that the head computes the same values on every tensor-parallel rank. Otherwise each rank computes a part
+    of the vocabulary and a part of the gradient, and the backward pass sums these parts.
     """
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not replicated)
@@ -97,7 +97,7 @@ class TorchSpecProvider(LocalSpecProvider):
 def spec_provider() -> BackendSpecProvider:
     """Return the provider of Transformer Engine's modules if they can be used, else the provider of plain torch modules."""
     if capabilities().transformer_engine:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # heavy
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # slow to import
 
         return TESpecProvider()
     return TorchSpecProvider()
@@ -111,30 +111,30 @@ class DownProjection(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[missing-attribute]
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
-        """Return (output, no bias), like Megatron's linear layers."""
+        """Return (output, None), because Megatron expects a bias in the second place."""
         return super().forward(input), None
 
 
 class AmplifiedRotaryEmbedding(PackedRotaryEmbedding):
-    """Rotary embedding that also returns the amplitude, as Megatron's latent attention expects it from YaRN."""
+    """Rotary embedding that also returns its amplitude, because Megatron's latent attention expects both."""
 
     def __init__(self, rope: Rope) -> None:
         super().__init__(rope)
         self.amplitude = rope.amplitude
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, **unused) -> tuple[Tensor, float]:
-        """Return (angles [L, 1, d], factor of cosines and sines)."""
+        """Return (angles [L, 1, d], amplitude); cosines and sines are multiplied by the amplitude."""
         return super().forward(max_seq_len, offset, packed_seq), self.amplitude
 
 
 class PackedLatentAttention(MLASelfAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over packs, with replicated down-projections.
 
-    Queries, keys and values of all heads are projected up from two low-rank vectors of each token. All heads share the part of
-    a key that is rotated by position. Without Transformer Engine, Megatron 0.19 splits the down-projections over tensor-parallel
-    ranks. Then the gradient of the shared part on a rank would come only from the heads of this rank. With replicated
-    down-projections, the sequence-parallel gather of the shared part sums the gradients of all heads. Therefore tensor
-    parallelism needs sequence parallelism here.
+    Down-projections compute two low-rank vectors for each token, and up-projections compute the queries, keys and values of all
+    heads from these vectors. All heads share one part of the key, and RoPE rotates this part. Without Transformer Engine,
+    Megatron 0.19 splits the down-projections over tensor-parallel ranks. The gradient of the shared part would then come only
+    from the heads on the same rank. With replicated down-projections, the sequence-parallel gather of the shared part sums the
+    gradients of all heads. Therefore this module needs sequence parallelism if it is tensor-parallel.
     """
 
     def __init__(
@@ -154,17 +154,17 @@ class PackedLatentAttention(MLASelfAttention):
         self.rotary_pos_emb = AmplifiedRotaryEmbedding(rope)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, type]:
-        """Return the modules of `submodules` only. Megatron would add a norm to queries without a down-projection."""
+        """Return exactly the modules in `submodules`. Megatron would add a query norm if queries have no down-projection."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states=None, position_ids=None, packed_seq_params=None, **kwargs
     ) -> tuple[Tensor, ...]:
-        """Return query, key and value [L, n, d]; the last components of query and key are rotated by each token's position."""
+        """Return query, key and value [L, n, d]. RoPE rotates the last components of query and key by each token's position."""
         assert isinstance(packed_seq_params, PackedSequences), (
             f"expected PackedSequences, got {type(packed_seq_params)}"
         )
-        unset: Any = None  # with cu_seqlens, Megatron would rotate by sequence and ignore the position of each token
+        unset: Any = None  # with cu_seqlens, Megatron would count positions from the start of each sequence in the pack
         packed = replace(packed_seq_params, cu_seqlens_q=unset, cu_seqlens_kv=unset)
         return super().get_query_key_value_tensors(hidden_states, None, None, packed, **kwargs)

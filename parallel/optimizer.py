@@ -1,9 +1,9 @@
 """Megatron's distributed optimizer: gradient buffers, construction, and conversion of its state for checkpoints.
 
-A checkpoint stores optimizer state per parameter, in the parameter's shape, so any layout can load it. The format is Megatron's
-`fully_reshardable`. To write it, Megatron gathers the whole state on every data-parallel rank several times. Here each rank
-writes the state of the parameters in its shard of the flat buffer, without a copy. If a parameter crosses the border between two
-shards, its state is assembled on the rank that has its beginning.
+A checkpoint stores the optimizer state of each parameter in the parameter's shape, so any layout can load it. This is Megatron's
+format `fully_reshardable`. To write this format, Megatron gathers the whole state on every data-parallel rank several times. Here
+each rank writes the state of the parameters in its shard of the flat buffer, without a copy. If several shards contain parts of
+one parameter, the rank with the first part assembles the parameter's state.
 """
 
 from collections import ChainMap
@@ -28,7 +28,7 @@ from parallel.trainer_config import OptimConfig
 
 
 def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """Wrap each virtual stage with Megatron's flat gradient buffers; gradients are summed over replicas, never averaged."""
+    """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False, overlap_grad_reduce=False
     )
@@ -39,7 +39,7 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
         ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    # Losses are divided by global denominators already, so gradients are not scaled by token counts when they are reduced.
+    # Losses are already divided by global denominators, so the reduction must not divide gradients by token counts.
     chunks[0].config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, force_all_reduce=kwargs.get("force_all_reduce", False)
     )
@@ -48,10 +48,10 @@ def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
 
 @contextmanager
 def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[None]:
-    """While Megatron plans the buffers, prevent it from giving the two copies of a tied embedding a bucket of their own.
+    """Inside the block, Megatron plans no separate bucket for the two copies of a tied embedding.
 
-    Megatron 0.19 saves optimizer state at offsets without the padding of buckets, and loads it at offsets with the padding. With
-    more than one bucket, the loaded state would therefore be shifted.
+    Megatron 0.19 saves optimizer state at offsets without the padding of buckets, and loads it at offsets with the padding. If
+    there were more than one bucket, the loaded state would therefore be shifted.
     """
     tied = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)]
     for param in tied:
@@ -64,7 +64,10 @@ def _shared_embeddings_in_common_buckets(chunks: list[GPTModel]) -> Iterator[Non
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimConfig) -> MegatronOptimizer:
-    """Build the distributed optimizer over the buffers of `chunks`, with fp32 master weights; register its loss scaling."""
+    """Build the distributed optimizer over the buffers of `chunks`, with fp32 master weights.
+
+    Also sets `grad_scale_func` in the config of the model, so that Megatron scales losses as this optimizer expects.
+    """
     config = chunks[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -95,15 +98,14 @@ ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
 def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken. Parameter groups store this number; empty groups do not count."""
+    """Return the number of optimizer steps so far. Every parameter group stores it, except groups without parameters."""
     return max((int(group.get("step", 0)) for group in _groups(optimizer)), default=0)
 
 
 def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
-    """Return the sharded tensors that this rank writes; they share memory with the optimizer. Every rank calls this.
+    """Return the sharded tensors that this rank writes. They share memory with the optimizer. Every rank calls this.
 
-    `weights` are the sharded weights of all virtual stages of this rank. Missing state (before the first step) is created as
-    zeros.
+    `weights` are the sharded weights of all virtual stages of this rank. Before the first step, the state is created as zeros.
     """
     initialize_optimizer_state(optimizer)
     description_of_param = _description_of_param(weights)
@@ -113,7 +115,7 @@ def sharded_state_to_save(optimizer: MegatronOptimizer, weights: dict) -> dict:
 
 
 def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
-    """Return the tensors that this rank reads: the whole state of each parameter that has elements in its buffers."""
+    """Return the sharded tensors that this rank reads: the whole state of each parameter in the buffers of this rank."""
     initialize_optimizer_state(optimizer)
     state = {}
     for number, part in enumerate(_optimizers(optimizer)):
@@ -122,7 +124,10 @@ def sharded_state_to_load(optimizer: MegatronOptimizer, weights: dict) -> dict:
 
 
 def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: int) -> None:
-    """Install the loaded tensors of `sharded_state_to_load`. Hyperparameters such as betas keep their current values."""
+    """Copy the loaded tensors of `sharded_state_to_load` into the optimizer, and set its number of steps.
+
+    Hyperparameters such as betas keep their current values.
+    """
     for group in _groups(optimizer):
         group["step"] = steps
     with torch.no_grad():
@@ -131,7 +136,7 @@ def restore_optimizer_state(optimizer: MegatronOptimizer, state: dict, steps: in
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the tensors that a step updates: master parameters (views of the weights if those are fp32) and moments."""
+    """Yield the tensors that a step updates: moments and master parameters. Masters of fp32 weights are views of the weights."""
     for part in _optimizers(optimizer):
         for group in part.optimizer.param_groups:
             yield from (param.data for param in group["params"])
@@ -172,7 +177,7 @@ class _ParamShard:
 def _sharded_states(
     part: DistributedOptimizer, description_of_param: dict[Tensor, ShardedDescription]
 ) -> Iterator[tuple[str, ShardedDescription]]:
-    """Yield (name within this rank, sharded tensor). Stacked layers share one key in the file."""
+    """Yield (name on this rank, sharded tensor) of the state that this rank writes. In the file, stacked layers share a key."""
     group = part.data_parallel_group
     for number, (param, shards) in enumerate(_param_shards(part)):
         if all(shard.rank != group.rank() for shard in shards):
@@ -182,7 +187,7 @@ def _sharded_states(
             tensors = {key: _assembled(tensor, shards, group) for key, tensor in tensors.items()}
         if shards[0].rank == group.rank():
             for key, tensor in tensors.items():
-                yield f"{number}.{key}", _described_like(description_of_param[param], key, tensor, group.rank())
+                yield f"{number}.{key}", _describe_state(description_of_param[param], key, tensor, group.rank())
 
 
 def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_ParamShard]]]:
@@ -199,6 +204,7 @@ def _param_shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, list[_Pa
 
 
 def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, int] | None]:
+    """Yield for each parameter of buffer `number` the elements (start, end) that this rank updates, or None."""
     (buckets,) = part.gbuf_ranges[number].values()
     range_of_param = ChainMap(*(bucket["param_map"] for bucket in buckets))
     for param in part.buffers[number].param_index_map:
@@ -210,11 +216,11 @@ def _own_ranges(part: DistributedOptimizer, number: int) -> Iterator[tuple[int, 
 
 
 def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.ProcessGroup) -> Tensor:
-    """Assemble the flat tensor in host memory on the rank of its first shard; other ranks send their shard and return it."""
+    """On the rank of the first shard, assemble all shards; on the other ranks, send the own shard and return it unchanged."""
     if shards[0].rank != group.rank():
         dist.send(own_shard.detach().contiguous(), group=group, group_dst=shards[0].rank)
         return own_shard
-    # on the host, because the state of a whole embedding may not fit on the GPU
+    # The result is in host memory, because the state of a whole embedding may not fit on the GPU.
     assembled = torch.empty(shards[-1].end, dtype=own_shard.dtype)
     assembled[: shards[0].end] = own_shard.detach()
     for shard in shards[1:]:
@@ -224,11 +230,11 @@ def _assembled(own_shard: Tensor, shards: list[_ParamShard], group: dist.Process
     return assembled
 
 
-def _described_like(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
-    """Describe the state `flat` of this rank with the shape and location of `weight`.
+def _describe_state(weight: ShardedDescription, key: str, flat: Tensor, rank: int) -> ShardedDescription:
+    """Return a description of the state `flat`, with the shape of `weight` and its position in the whole model.
 
-    Every data-parallel rank has a replica of a weight, and rank 0 writes it. The state is only on this rank, so this rank
-    writes the state.
+    Every data-parallel rank has a replica of a weight, and only the rank with replica number 0 writes the weight. The state
+    exists only on this rank. Therefore its description gets replica number 0.
     """
     *others, replica = weight.replica_id
     assert replica == rank, f"{weight.key}: replica {weight.replica_id} on data-parallel rank {rank}"

@@ -1,13 +1,13 @@
-"""Packed sequences: many sequences of different lengths in one row of tokens, without padding. No torch.distributed.
+"""Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
 
-A pack consists of segments. A segment attends causally to itself and fully to all its ancestors. A plain sequence is one
-segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
+A pack consists of segments. A token attends to the earlier tokens of its segment, and to all tokens of the segment's ancestors.
+A plain sequence is one segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
 
-Context parallelism splits every segment into 2 * cp chunks of equal length. Rank r holds chunks r and 2 * cp - 1 - r (zig-zag),
-because early tokens attend to few tokens and late ones to many. A segment whose length is not a multiple of 2 * cp is extended by
-padding tokens that no other token attends to. This module adds and removes the padding tokens; callers do not see them.
+Context parallelism splits every segment into `2 * cp` chunks of equal length. Rank r holds chunks `r` and `2 * cp - 1 - r`. This
+zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
+segment is not a multiple of `2 * cp`, padding tokens are added at its end. No other token attends to them.
 
-Shapes: S real tokens of all segments, L tokens on this rank, padding included.
+In shapes, S is the number of real tokens in all segments, and L is the number of tokens on this rank, including padding.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Segment:
     """A consecutive run of tokens in a pack."""
 
     length: int
-    parent: int | None = None  # number of the earlier segment in the pack that this one continues
+    parent: int | None = None  # index of the earlier segment that this segment continues; None: it continues none
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,26 @@ class AttentionCall:
 class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, with additional fields for PackedAttention and PackedRotaryEmbedding.
 
-    `cu_seqlens_q` and the related fields are set for Transformer Engine only, because Megatron's own RoPE reads them if they are
-    set.
+    `cu_seqlens_q` and the related fields are set only for Transformer Engine's attention. If they are set, Megatron's RoPE
+    counts positions from the start of each sequence and does not use `position_ids`.
     """
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))  # [L] position of each token in its sequence
-    # [L] index of the real token (0 to S-1); -1: padding
+    # [L] index of the token among the S real tokens; -1: padding
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()
-    query_index: Tensor | None = None  # [L] order in which the calls read queries; None: unchanged
-    key_index: Tensor | None = None  # [K] rows of the gathered keys that the calls read in order; None: unchanged
+    query_index: Tensor | None = (
+        None  # [L] indices of the queries in the order of the calls; None: already in this order
+    )
+    # [K] indices in the keys of all context-parallel ranks, in the order of the calls; None: already in this order
+    key_index: Tensor | None = None
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S
     max_position: int = 0  # largest position in the pack
 
     @property
-    def local_of(self) -> Ints:
-        """Index on this rank of each real token [S]; -1 if the token is on another rank."""
+    def local_index(self) -> Ints:
+        """Index [S] of each real token among the L tokens of this rank; -1 if the token is on another rank."""
         local = np.full(self.num_tokens, -1, np.int64)
         real = np.flatnonzero(self.source >= 0)
         local[self.source[real]] = real
@@ -81,33 +84,34 @@ def pack(
 ) -> PackedSequences:
     """Return the description of a pack of these segments, for context-parallel rank `cp_rank`.
 
-    `multiple`: L is a multiple of it (the tensor-parallel size under sequence parallelism, more for FP8 kernels); the last
-    segment is padded. `cu_seqlens`: set the fields of Transformer Engine's attention, which does not support parents.
-    Raises ValueError if the pack or a segment is empty, or if a parent does not precede its child.
+    Padding after the last segment makes L a multiple of `multiple`. Sequence parallelism needs a multiple of the
+    tensor-parallel size, and FP8 kernels need a larger one. With `cu_seqlens`, the fields for Transformer Engine's attention
+    are set; that attention does not support segments with a parent. Raises ValueError if the pack or a segment is empty, or if
+    a parent does not precede its child.
     """
     _check_segments(segments)
     assert not cu_seqlens or all(s.parent is None for s in segments), "cu_seqlens cannot describe shared prompts"
     layout = _PackLayout.of(segments, cp_size, multiple)
     source, positions = layout.tokens(cp_rank)
     shapes, queries, keys = layout.attention(cp_rank)
-    order = sorted(range(len(shapes)), key=lambda piece: shapes[piece])
+    order = sorted(range(len(shapes)), key=lambda chunk: shapes[chunk])
     calls: list[AttentionCall] = []
-    for piece in order:
-        shape = shapes[piece]
+    for chunk in order:
+        shape = shapes[chunk]
         if calls and (calls[-1].num_queries, calls[-1].num_keys) == shape:
             calls[-1] = AttentionCall(calls[-1].count + 1, *shape)
         else:
             calls.append(AttentionCall(1, *shape))
     local, total = len(source), len(source) * cp_size
-    pads = source < 0
+    is_padding = source < 0
     packed = PackedSequences(
         qkv_format="thd",
         position_ids=torch.from_numpy(positions).to(device),
         source=source,
         calls=tuple(calls),
-        query_index=_index([queries[piece] for piece in order], local, device),
-        key_index=_index([keys[piece] for piece in order], total, device),
-        padding=torch.from_numpy(pads).to(device) if layout.padded.sum() > layout.lengths.sum() else None,
+        query_index=_index([queries[chunk] for chunk in order], local, device),
+        key_index=_index([keys[chunk] for chunk in order], total, device),
+        padding=torch.from_numpy(is_padding).to(device) if layout.padded.sum() > layout.lengths.sum() else None,
         num_tokens=int(layout.lengths.sum()),
         max_position=int(positions.max()),
     )
@@ -120,14 +124,14 @@ def pack(
 def _check_segments(segments: Sequence[Segment]) -> None:
     lengths = [s.length for s in segments]
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"a pack needs at least one segment and no empty one, got lengths {lengths[:8]}.")
+        raise ValueError(f"a pack needs at least one segment, and no segment may be empty: got lengths {lengths[:8]}.")
     for number, segment in enumerate(segments):
         if segment.parent is not None and not 0 <= segment.parent < number:
             raise ValueError(f"segment {number} continues segment {segment.parent}, which does not come before it.")
 
 
 def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
-    """Concatenate the parts to one index; return None if it is the identity 0 ... size - 1."""
+    """Concatenate the parts to one index; return None if the result is `range(size)`."""
     index = np.concatenate(parts)
     if len(index) == size and (index == np.arange(size)).all():
         return None
@@ -136,13 +140,13 @@ def _index(parts: list[Ints], size: int, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _PackLayout:
-    """Position of the tokens of each segment in the pack; all arrays have shape [segments]."""
+    """Positions of the segments in a pack. The fields `lengths` to `ancestors` have one entry for each segment."""
 
     lengths: Ints  # number of real tokens
     padded: Ints  # number of tokens, padding included
-    starts: Ints  # index of the first of the S real tokens
-    offsets: Ints  # position of the first token in its sequence
-    ancestors: list[list[int]]  # numbers of all ancestors, the root first
+    starts: Ints  # index of the segment's first token among the S real tokens
+    offsets: Ints  # position of the segment's first token in its sequence: the length of all ancestors
+    ancestors: list[list[int]]  # indices of all ancestors, the root first
     cp_size: int
 
     @classmethod
@@ -162,11 +166,11 @@ class _PackLayout:
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
     def chunks_of(self, rank: int) -> list[int]:
-        """Return the numbers of the chunks that `rank` holds of every segment."""
+        """Return the indices of the chunks that `rank` holds of each segment."""
         return [rank, 2 * self.cp_size - 1 - rank] if self.cp_size > 1 else [0]
 
     def tokens(self, rank: int) -> tuple[Ints, Ints]:
-        """Return ([L] index of the real token or -1, [L] position in its sequence) on `rank`."""
+        """Return two arrays [L] for the tokens on `rank`: (index of the real token or -1, position in its sequence)."""
         sizes = self.padded // self.num_chunks
         inside = np.concatenate([np.arange(c * n, (c + 1) * n) for n in sizes for c in self.chunks_of(rank)])
         segment = np.repeat(np.arange(len(sizes)), self.padded // self.cp_size)
@@ -174,9 +178,13 @@ class _PackLayout:
         return source, self.offsets[segment] + inside
 
     def attention(self, rank: int) -> tuple[list[tuple[int, int]], list[Ints], list[Ints]]:
-        """Return for each chunk on `rank`: (number of queries, number of keys), rows of queries, gathered rows of keys."""
+        """Return three lists with one entry for each chunk on `rank`.
+
+        The entries are: (number of queries, number of keys); the rows of the queries on this rank; the rows of the keys in the
+        concatenated keys of all context-parallel ranks.
+        """
         local = int(self.padded.sum()) // self.cp_size
-        # first row of each segment, the same on every rank
+        # the first row of each segment is the same on every rank
         first = (np.cumsum(self.padded) - self.padded) // self.cp_size
         shapes, queries, keys = [], [], []
         for segment, size in enumerate((self.padded // self.num_chunks).tolist()):
@@ -201,5 +209,5 @@ class _PackLayout:
         return rank * local + first[segment] + late * size + offset_in_chunk
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
-        """Return cumulative lengths for Transformer Engine: over all context-parallel ranks, padding included."""
+        """Return the cumulative lengths for Transformer Engine: of whole segments, over all ranks, padding included."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)).to(device)

@@ -13,7 +13,7 @@ from parallel.packing import PackedSequences
 
 
 class PackedMicroBatch(Protocol):
-    """What a micro-batch must provide."""
+    """Fields of a micro-batch that the schedule reads."""
 
     @property
     def tokens(self) -> Tensor: ...  # [L] token ids of this rank, padding included
@@ -25,11 +25,14 @@ class PackedMicroBatch(Protocol):
     def routing(self) -> Tensor | None: ...  # [L, layers, topk] experts to replay, see parallel.moe_router
 
 
-# (hidden states of the last stage [L, H], or [L/tp, H] under sequence parallelism; the output layer; the weight of a tied
-# embedding or None; the micro-batch) -> the input of the loss function
 OutputHead = Callable[[Tensor, torch.nn.Module, Tensor | None, Any], Tensor]
-# (result of the head, micro-batch) -> (loss, outputs to return)
+"""Function that computes the input of the loss function on the last pipeline stage.
+
+Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence parallelism), the output layer, the weight of a tied
+embedding (None: not tied), and the micro-batch.
+"""
 type LossFunction[O] = Callable[[Tensor, Any], tuple[Tensor, O]]
+"""Function of (result of the output head, micro-batch). It returns (loss, outputs for the caller of the schedule)."""
 
 
 def run_forward_backward[O](
@@ -42,13 +45,16 @@ def run_forward_backward[O](
     aux_scale: float = 1.0,
     all_reduce_gradients: bool = False,
 ) -> list[O]:
-    """Accumulate the gradients of the summed losses of all micro-batches; on the last stage, return the outputs of each one.
+    """Run all micro-batches and accumulate the gradients of the sum of their losses.
 
-    `chunks` are this rank's virtual stages. A rank without micro-batches still takes part in the gradient reduction. Replicas
-    may therefore have different numbers of micro-batches, unless they exchange tokens (see ParallelDims.lockstep).
-    `aux_scale` multiplies the load-balancing losses of the experts, which Megatron weights by tokens: 1 / (tokens of the step)
-    gives their mean. `all_reduce_gradients` leaves the whole summed gradient on every replica, not only the shard that its
-    optimizer updates.
+    Returns the outputs of each micro-batch on the last pipeline stage, and an empty list on other stages. `chunks` are this
+    rank's virtual stages. With `forward_only`, no gradients are computed. A rank without micro-batches still takes part in
+    the gradient reduction. Therefore replicas may have different numbers of micro-batches, except if `ParallelDims.lockstep`
+    is true.
+
+    `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies these losses by their numbers of
+    tokens, so `aux_scale` = 1 / (tokens of the step) gives the mean over tokens. With `all_reduce_gradients`, every replica
+    gets the whole summed gradient, and not only the shard that its optimizer updates.
     """
     config = chunks[0].config
     config.moe_grad_scale_func = lambda: aux_scale
@@ -63,7 +69,7 @@ def run_forward_backward[O](
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
-            seq_length=1,  # ignored: each pack has its own length
+            seq_length=1,  # Megatron ignores this value, because each pack has its own length
             micro_batch_size=1,
             forward_only=forward_only,
             force_all_reduce=all_reduce_gradients,
@@ -84,7 +90,7 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
                 micro.packed.position_ids[None],
                 None,
                 packed_seq_params=micro.packed,
-                padding_mask=_padding(micro, module),
+                padding_mask=_padding_mask(micro, module),
                 output_processor=output_processor,
                 output_processor_context=micro,
             )
@@ -98,10 +104,11 @@ def _forward_step(head: OutputHead, loss_function: LossFunction[Any]) -> Callabl
     return forward_step
 
 
-def _padding(micro: PackedMicroBatch, module: DistributedDataParallel) -> Tensor | None:
-    """Return the mask [1, L] of padding tokens for the statistics of the experts; None for a dense model or without padding.
+def _padding_mask(micro: PackedMicroBatch, module: DistributedDataParallel) -> Tensor | None:
+    """Return the mask [1, L] of padding tokens for the load-balancing loss of the experts.
 
-    Megatron splits the mask over tp on the first pipeline stage only, so other stages split it here.
+    Returns None for a dense model, or if there is no padding. Under sequence parallelism, Megatron splits the mask over the
+    tensor-parallel ranks on the first pipeline stage only. Therefore this function splits it on the other stages.
     """
     padding = micro.packed.padding
     if padding is None or not module.config.num_moe_experts:

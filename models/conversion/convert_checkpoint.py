@@ -63,13 +63,13 @@ def to_megatron(
         def tensor_of(item: TensorToWrite) -> Tensor:
             return item.row.to_megatron([weights[name] for name in item.row.hf], arch.sizes, 0, 1)
 
-        def done_with(item: TensorToWrite) -> None:
+        def after_write(item: TensorToWrite) -> None:
             for name in item.row.hf:
                 weights.release(name)
             progress.advance(item.nbytes)
 
         for file in writer.missing:
-            writer.write(file, tensor_of, done_with)
+            writer.write(file, tensor_of, after_write)
         writer.complete()
 
 

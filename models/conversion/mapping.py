@@ -95,9 +95,9 @@ class ParamMapping:
     )
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part of the model that this parameter belongs to, see Architecture.parts
-    expert: int | None = None  # number of the expert, set by `at`; expert tensor parallelism then splits the parameter
+    expert: int | None = None  # number of the expert, set by `for_layer`; expert tensor parallelism then splits the parameter
 
-    def at(self, layer: int, expert: int | None = None) -> ParamMapping:
+    def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:
         """Return this row for one layer and expert."""
 
         def fill(name: str) -> str:

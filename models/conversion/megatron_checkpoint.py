@@ -202,9 +202,9 @@ class MegatronWriter:
         return {name: items for name, items in self.files.items() if name not in self.partial.finished}
 
     def write(
-        self, name: str, tensor_of: Callable[[TensorToWrite], Tensor], done_with: Callable[[TensorToWrite], object]
+        self, name: str, tensor_of: Callable[[TensorToWrite], Tensor], after_write: Callable[[TensorToWrite], object]
     ) -> None:
-        """Write one file of `missing`. `tensor_of` returns a tensor; `done_with` is called after the tensor is written."""
+        """Write one file of `missing`. `tensor_of` returns a tensor; `after_write` is called after the tensor is written."""
         lengths = []
         with self.partial.unfinished(name).open("wb") as file:
             for item in self.files[name]:
@@ -213,7 +213,7 @@ class MegatronWriter:
                 assert tuple(tensor.shape) == item.shape, f"{item.row.megatron}: {list(tensor.shape)}"
                 torch_save_tensor(tensor.to(item.dtype).view(*[1] * len(item.location.index), *item.shape), file)
                 del tensor
-                done_with(item)
+                after_write(item)
                 lengths.append(file.tell() - start)
         self.partial.finish(name, lengths)
 

@@ -214,7 +214,7 @@ def _print_checks(results: "Sequence[ConversionCheck]", title: str) -> None:
 
     table = Table("what", "found", "", title=title)
     for result in results:
-        table.add_row(result.what, result.detail, "equal" if result.passed else "[bold red]DIFFERS")
+        table.add_row(result.name, result.detail, "equal" if result.passed else "[bold red]DIFFERS")
     Console(width=None if sys.stdout.isatty() else 130).print(table)
 
 

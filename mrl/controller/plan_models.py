@@ -1,7 +1,7 @@
 """ModelPlan: one model of a run (actor, critic or teacher) with its parallel layout, checked before any process starts.
 
-The functions read the config and the headers of the model's folder. They start no process and need no GPU. Every function
-raises ValueError for a mistake in the config; the message names the key.
+The functions read the config, and the headers of the files in the model's folder. They start no process and need no GPU. Every
+function raises ValueError for a mistake in the config. The message names the config key.
 """
 
 from collections.abc import Mapping
@@ -55,9 +55,10 @@ class ModelPlan:
 def plan_models(
     config: Config, needs: frozenset[str], *, actor_path: str = "", weights: bool = True
 ) -> dict[str, ModelPlan]:
-    """Plan the models of an RL run, by role: the actor, and a critic or teacher if the algorithm's `needs` name their columns.
+    """Return the plans of the models of an RL run, by role.
 
-    `actor_path` replaces model.path. Without `weights` only config.json of each model's folder is read.
+    `needs` are the columns that the algorithm needs; they decide whether the run has a critic or a teacher. `actor_path`
+    replaces model.path. If `weights` is False, only config.json is read from each model's folder.
     """
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
     if "values" in needs:
@@ -72,8 +73,8 @@ def plan_model(
 ) -> ModelPlan:
     """Plan the model in the folder `path`.
 
-    `section`: "" for the actor; "critic" or "teacher" for a second model, which has the actor's layout except for the keys that
-    its section sets. Without `weights` only config.json is read.
+    `section` is "" for the actor, and "critic" or "teacher" for a second model. A second model has the actor's layout, except for
+    the keys that its config section sets. If `weights` is False, only config.json is read.
     """
     dims = parallel_layout(config, section)
     hf = (check_hf_folder if weights else HFConfig.load)(path, config.model.family)
@@ -81,12 +82,14 @@ def plan_model(
     check_layout(config, arch, dims)
     check_megatron_overrides(config.megatron, derived=FIELDS_SET_BY_MRL | arch.transformer.keys())
     _check_experts(config, arch, dims, routing_replay=not section and config.rollout.routing_replay)
-    packing = Packing(config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.flops()))
+    packing = Packing(
+        config.trainer.max_tokens_per_micro_batch, config.trainer.share_prompts, CostModel(*arch.multiply_adds())
+    )
     return ModelPlan(config, dims, optimizer if section else _actor_optimizer(config), path, hf, arch, packing)
 
 
 def parallel_layout(config: Config, section: str = "") -> ParallelDims:
-    """Return the layout of the actor (`section` is ""), or of the second model with this config section.
+    """Return the layout of the actor (`section` is "") or of the second model that has this config section.
 
     Raises ValueError if the sizes do not multiply to the world size.
     """
@@ -128,7 +131,8 @@ def _plan_critic(config: Config, actor: ModelPlan, weights: bool) -> ModelPlan:
     critic = config.critic
     if config.sft.train and not (config.sft.output or critic.path):
         raise ValueError(
-            "the critic starts from the warm start, as the actor does: set sft.output to store the warm start, or critic.path."
+            "the critic starts from the warm start, as the actor does: set sft.output to store the warm start, or set "
+            "critic.path."
         )
     plan = plan_model(config, critic.path or actor.model_path, "critic", critic.optim, weights)
     _check_reads_actor_sequences(config, plan, actor, f"critic.path={critic.path}")
@@ -155,7 +159,7 @@ def _check_reads_actor_sequences(config: Config, model: ModelPlan, actor: ModelP
 
 
 def max_prompt_length(config: Config, context: int) -> int:
-    """Return the length of the longest allowed prompt, in tokens: a response must still fit in `context` tokens."""
+    """Return the largest allowed number of prompt tokens. A prompt and its response must fit into `context` tokens."""
     room = context - config.rollout.max_response_tokens
     if room < 1:
         raise ValueError(
@@ -166,7 +170,7 @@ def max_prompt_length(config: Config, context: int) -> int:
 
 
 def build_pools(config: Config, dims: Mapping[str, ParallelDims]) -> Pools:
-    """Build the resource pools of an RL run. `dims`: layout of each model, by role."""
+    """Build the resource pools of an RL run. `dims` is the layout of each model, by role."""
     return make_pools(config.placement.pools, slot_demands(config.rollout, dims))
 
 
@@ -178,7 +182,7 @@ def engine_layout(config: Config, actor: ModelPlan) -> EngineLayout:
 
 
 def engine_topology(config: Config, actor: ModelPlan) -> Topology:
-    """Return the parallel sizes of one engine. Raises ValueError as `engine_layout` does."""
+    """Return the parallel sizes of one engine. Raises ValueError if SGLang or weight sync does not support them."""
     if config.rollout.engine_urls and config.weight_sync.transport != "disk":
         raise ValueError(
             f"rollout.engine_urls={config.rollout.engine_urls}: engines that this run does not start load weights from disk, not "

@@ -1,4 +1,4 @@
-"""Search space of layouts: the speeds of a GPU cluster, and all layouts of a model that are possible on its GPUs."""
+"""Input of the layout search: the speeds of a GPU cluster, and all layouts of a model that are possible on its GPUs."""
 
 from __future__ import annotations
 
@@ -16,44 +16,51 @@ from mrl.planner.run_memory import GIB
 from mrl.planner.trainer_memory import cached_pipeline_stages
 from parallel.dims import ParallelDims
 
-PROCESSES_PER_GPU = 2  # a trainer and an engine; each keeps plan.reserve_gb
-# Fewest tokens of the longest sequence on each context-parallel rank. With fewer tokens, messages take longer than they save.
+PROCESSES_PER_GPU = 2  # a trainer rank and an engine rank; plan.reserve_gb of GPU memory is subtracted for each of them
+# Smallest number of tokens on a context-parallel rank that the search considers. With fewer tokens, communication takes longer
+# than the saved computation.
 MIN_CP_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Speed and memory of one GPU, its links, and the number of GPUs. Rates are bytes or FLOPs per second."""
+    """Number of GPUs, and the memory and speeds of one GPU and its links."""
 
     gpus: int
     gpus_per_node: int
-    memory_bytes: float  # of a GPU, for a trainer or an engine
+    memory_bytes: float  # memory of a GPU that a trainer rank or an engine rank can use
     matmul_flops_per_s: float
     attention_flops_per_s: float
     expert_flops_per_s: float
     hbm_bytes_per_s: float
-    nvlink_bytes_per_s: float  # in each direction
-    network_bytes_per_s: float  # in each direction
+    nvlink_bytes_per_s: float  # of one GPU in each direction
+    network_bytes_per_s: float  # of one GPU in each direction
     pcie_bytes_per_s: float
-    latency_s: float  # fixed cost of a collective
-    message_s: float  # fixed cost of a message of the weight sync
+    latency_s: float  # fixed seconds of a collective
+    message_s: float  # fixed seconds of a message of the weight sync
 
     @classmethod
     def of(cls, cluster: ClusterConfig, plan: PlanConfig) -> GpuCluster:
-        """Scale the vendor's numbers by the efficiencies of `plan`. Raises ValueError if a number or the nodes are missing."""
+        """Multiply the vendor's speeds of the hardware by the efficiencies in `plan`.
+
+        Raises ValueError if the config lacks a speed or the number of GPUs.
+        """
         hardware, nodes, gpus_per_node = cluster.hardware, cluster.nodes, cluster.gpus_per_node
         for name in ("gpu_memory_gb", "tflops_bf16", "hbm_gb_per_s", "nvlink_gb_per_s"):
             if not getattr(hardware, name):
                 raise ValueError(
-                    f"cluster.hardware.{name}=0: the search needs the hardware's numbers; cluster=h100 (or a100, h200, b200) "
-                    "sets them."
+                    f"cluster.hardware.{name}=0: the search needs the memory and the speeds of the GPUs; cluster=h100 (or a100, "
+                    "h200, b200) sets them."
                 )
         if not nodes or not gpus_per_node:
             raise ValueError(
-                f"cluster.nodes={nodes}, cluster.gpus_per_node={gpus_per_node}: the search needs the number of GPUs; set both."
+                f"cluster.nodes={nodes}, cluster.gpus_per_node={gpus_per_node}: the search needs the number of GPUs; set both "
+                "keys."
             )
         if not hardware.network_gb_per_s and nodes > 1:
-            raise ValueError("cluster.hardware.network_gb_per_s=0: more than one node needs a network; set its GB/s.")
+            raise ValueError(
+                "cluster.hardware.network_gb_per_s=0: the search needs the speed of the network between nodes, in GB/s."
+            )
         efficiency = plan.efficiency
         flops = hardware.tflops_bf16 * 1e12
         nvlink = hardware.nvlink_gb_per_s / 2 * 1e9 * efficiency["bandwidth"]
@@ -73,13 +80,16 @@ class GpuCluster:
         )
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Return the bytes per second from one GPU to its neighbors in a group: NVLink within a node, else the network."""
+        """Return the speed at which a GPU sends to the others of a group of `num_gpus` neighbors.
+
+        The group uses NVLink if it fits on one node, else the network.
+        """
         return self.nvlink_bytes_per_s if num_gpus <= self.gpus_per_node else self.network_bytes_per_s
 
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Layout of one data-parallel replica of the trainers. `dims` adds the number of replicas."""
+    """Layout of one replica of a trained model. The number of replicas is not part of it; see `dims`."""
 
     tp: int = 1
     pp: int = 1
@@ -87,27 +97,32 @@ class ReplicaLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    last_layers: int = 0  # of the last pipeline stage, if it has fewer than the others; 0: all stages have equally many
-    recompute: bool = False  # all layers' activations are recomputed in the backward pass
+    last_layers: int = (
+        0  # layers of the last pipeline stage if it has fewer than the others; 0: all stages have the same number
+    )
+    recompute: bool = False  # the backward pass recomputes the activations of all layers
 
     @property
     def gpus(self) -> int:
-        """GPUs of one replica."""
+        """Number of GPUs of one replica."""
         return self.tp * self.pp * self.cp
 
     @property
     def replica_step(self) -> int:
-        """The number of replicas must be a multiple of this number, because experts are spread over whole replicas."""
+        """The number of replicas must be a multiple of this number.
+
+        An expert-parallel group needs ep x etp ranks. It may span several replicas, but not a part of a replica's tp x cp ranks.
+        """
         expert_ranks = self.ep * self.etp
         return expert_ranks // gcd(expert_ranks, self.tp * self.cp)
 
     @property
     def uneven(self) -> tuple[tuple[str, int], ...]:
-        """Fields of Megatron that give the last stage its own number of layers."""
+        """Megatron's fields that give the last pipeline stage another number of layers; () if all stages have the same number."""
         return (("num_layers_in_last_pipeline_stage", self.last_layers),) if self.last_layers else ()
 
     def dims(self, dp: int) -> ParallelDims:
-        """Return the layout of `dp` replicas."""
+        """Return the parallel sizes of a model with `dp` replicas of this layout."""
         etp = None if self.etp == self.tp else self.etp
         return ParallelDims(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, etp)
 
@@ -129,7 +144,10 @@ class ReplicaLayout:
         return keys | {f"megatron.{name}": value for name, value in self.megatron().items()}
 
     def stages(self, moe: tuple[bool, ...]) -> list[tuple[int, int]]:
-        """Return (dense layers, layers with experts) of each pipeline stage. `moe`: [layers] whether the layer has experts."""
+        """Return the numbers (dense layers, layers with experts) of each pipeline stage.
+
+        `moe`: [layers] whether the layer has experts.
+        """
         stages = cached_pipeline_stages(len(moe), self.pp, self.vpp, self.uneven)
         counts = [(sum(v.layers for v in stage), sum(v.moe_layers(moe) for v in stage)) for stage in stages]
         return [(layers - with_experts, with_experts) for layers, with_experts in counts]
@@ -143,17 +161,21 @@ class ReplicaLayout:
 
 @dataclass
 class LayoutSpace:
-    """All layouts of one model on one cluster that the layout rules allow."""
+    """All layouts of one model that are possible on one cluster."""
 
     arch: Architecture
     shape: ModelShape
     cluster: GpuCluster
     longest: float  # tokens of the longest sequence
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # size name, "mode" or "placement" -> its only allowed value
-    excluded: Counter[str] = field(default_factory=Counter)  # reason -> layouts of one replica that it excludes
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # plan.fix: "tp", "mode", "placement", ... -> the only allowed value
+    excluded: Counter[str] = field(
+        default_factory=Counter
+    )  # reason -> number of choices that the search has excluded for it
 
     def layouts(self) -> Iterator[ReplicaLayout]:
-        """Yield all layouts without recomputation, in a fixed order. Counts the excluded layouts."""
+        """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""
         for tp in self._tensor_sizes():
             for pp, vpp, last in self._pipeline_sizes():
                 for cp in self._context_sizes():
@@ -165,13 +187,14 @@ class LayoutSpace:
                             yield layout
 
     def engine_tps(self) -> list[int]:
-        """Return the possible numbers of GPUs of one engine: whole nodes or equal parts of one node.
+        """Return the possible numbers of GPUs of one engine.
 
-        The rules are those of mrl/weight_sync/engine_layout.py.
+        An engine uses whole nodes, or one of several equal parts of a node. Further rules come from
+        mrl/weight_sync/engine_layout.py.
         """
         t, gpus_per_node = self.arch.transformer, self.cluster.gpus_per_node
         heads = t["num_attention_heads"]
-        groups = heads if self.arch.is_latent else t["num_query_groups"]
+        groups = heads if self.arch.has_latent_attention else t["num_query_groups"]
         return [
             tp
             for tp in self._allowed("engine_tp", _divisors(heads))
@@ -182,7 +205,7 @@ class LayoutSpace:
         ]
 
     def _mlp_widths(self) -> list[int]:
-        """Return the widths of MLPs and experts; an engine shards each over all of its GPUs."""
+        """Return the widths of MLPs and experts. An engine shards each of them over all its GPUs."""
         t = self.arch.transformer
         moe = [t["moe_ffn_hidden_size"]] if self.arch.num_experts else []
         return self._dense_widths() + moe + self._shared_widths()
@@ -204,13 +227,13 @@ class LayoutSpace:
                 yield tp
 
     def _pipeline_sizes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (pp, vpp, layers of the last stage if it has fewer than the others)."""
+        """Yield (pp, vpp, last_layers); see ReplicaLayout."""
         layers = self.shape.num_layers
         for pp in self._allowed("pp", range(1, min(layers, self.cluster.gpus) + 1)):
             per_stage = -(-layers // pp)
             last = layers - per_stage * (pp - 1)
             if last < 1:
-                self.excluded["too many pipeline stages for the layers"] += 1
+                self.excluded["more pipeline stages than the layers fill"] += 1
             elif last != per_stage:
                 if self.fixed.get("vpp", 1) == 1:
                     yield pp, 1, last
@@ -227,7 +250,7 @@ class LayoutSpace:
                 self.excluded["sequences too short for context parallelism"] += 1
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """Yield (ep, etp). Experts are sharded like all other weights (etp = tp), or not sharded (etp = 1)."""
+        """Yield (ep, etp). Tensor parallelism shards experts like all other weights (etp = tp), or not at all (etp = 1)."""
         if not self.arch.num_experts:
             yield 1, tp
             return
@@ -236,10 +259,10 @@ class LayoutSpace:
                 for ep in self._allowed("ep", _divisors(self.arch.num_experts)):
                     yield ep, etp
             else:
-                self.excluded["experts' width does not divide"] += 1
+                self.excluded["etp does not divide the width of the experts"] += 1
 
     def _allowed(self, name: str, sizes: Iterable[int]) -> list[int]:
-        """Keep the sizes that `fixed` allows."""
+        """Return the sizes that `fixed` allows."""
         return [size for size in sizes if self.fixed.get(name, size) == size]
 
 

@@ -1,7 +1,7 @@
 """Sizes of one model: widths, number of layers, and the shape of every parameter.
 
-The planner computes bytes and seconds from these sizes. They are read once from the conversion table of the model family, so
-that a search can evaluate thousands of layouts quickly.
+The planner computes bytes and seconds from these sizes. ModelShape.of reads them once from the conversion table of the model
+family. A search can then evaluate thousands of layouts quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from models.architecture import Architecture, Family
 from models.conversion.mapping import ParamMapping, VocabMapping
 
 ParameterLocation = Literal["first", "layer", "expert", "last"]
-"""first: embedding; layer: once in each layer; expert: once for each expert of a layer; last: final norm and output layer."""
+"""Location of a parameter in the model.
+
+first: in the embedding. layer: once in each layer. expert: once in each expert of each layer. last: in the final norm or the
+output layer.
+"""
 HeadKind = Literal["vocabulary", "value"]
 
 MODULE_ORDER = (
@@ -42,27 +46,27 @@ MODULE_ORDER = (
     "mlp.linear_fc1.layer_norm_weight",
     "mlp.linear_fc2.",
 )
-"""Order of a layer's parameters in Megatron's flat buffers. It determines at which parameter the shard of each replica begins."""
+"""Order of a layer's parameters in Megatron's flat buffers. The order determines which parameters each rank's shard contains."""
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
+    """Shape of one parameter (or buffer) of a layer, an expert, the embedding, the final norm or the output layer."""
 
     name: str  # Megatron's name within its layer
     location: ParameterLocation
-    shape: tuple[int, ...]  # before tensor parallelism; dim 0 counts the rows of all tensors that it fuses
-    is_sharded: bool  # over (expert) tensor-parallel ranks
-    where: str  # layers that have it: always (all layers), dense or moe
-    is_vocabulary: bool = False  # the number of rows is padded to a multiple of the number of ranks
+    shape: tuple[int, ...]  # without tensor parallelism; a fused parameter has the rows of all its tensors in dim 0
+    is_sharded: bool  # tensor parallelism (for experts: expert tensor parallelism) shards the parameter
+    present_in: str  # the layers that have the parameter: "always" (all layers), "dense" or "moe"
+    is_vocabulary: bool = False  # dim 0 is the vocabulary, padded to a multiple of the number of ranks
 
     @property
     def numel(self) -> int:
-        """Elements before tensor parallelism."""
+        """Number of elements without tensor parallelism."""
         return prod(self.shape)
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements on one of `ranks` tensor-parallel ranks."""
+        """Return the number of elements on one of `ranks` tensor-parallel ranks."""
         if not self.is_sharded:
             return self.numel
         if self.is_vocabulary:
@@ -72,7 +76,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Sizes of one model. Instances are hashed by identity, so that `lru_cache` can use them as keys."""
+    """Sizes of one model. Instances are hashed by identity, so that functions with `lru_cache` can take them as arguments."""
 
     moe: tuple[bool, ...]  # [layers] whether the layer has experts
     hidden: int
@@ -82,27 +86,25 @@ class ModelShape:
     value_dim: int  # width of a value head
     ffn: int  # width of a dense layer's MLP
     num_experts: int
-    topk: int  # experts of one token
+    topk: int  # number of experts that the router chooses for each token
     moe_ffn: int  # width of an expert
     shared_ffn: int  # width of all shared experts together
     vocab: int
     qk_norm: bool
-    q_lora: int = 0  # latent attention: width of the compressed queries; 0: queries are not compressed
-    kv_lora: int = 0  # latent attention: width of the compressed keys and values; 0: attention is not latent
-    rotary_dim: int = (
-        0  # channels of a head with a rotary embedding; in latent attention all heads share one rotary key
-    )
+    q_lora: int = 0  # width of the compressed queries of latent attention; 0 if queries are not compressed
+    kv_lora: int = 0  # width of the compressed keys and values of latent attention; 0 if attention is not latent
+    rotary_dim: int = 0  # channels of a head that have a rotary embedding
     sigmoid_router: bool = False
     router_groups: int = 0  # groups of experts; the router chooses groups first, then experts in these groups
-    tied: bool = False  # the output layer is the embedding
+    tied: bool = False  # the output layer and the embedding share their weights
     gated: bool = True  # MLPs have a gate
     dropout: bool = False
-    parameters: tuple[ParameterShape, ...] = ()  # trainable
-    buffers: tuple[ParameterShape, ...] = ()  # correction biases of routers: float32, no optimizer updates them
+    parameters: tuple[ParameterShape, ...] = ()  # trainable parameters
+    buffers: tuple[ParameterShape, ...] = ()  # float32 correction biases of routers, which no optimizer updates
 
     @classmethod
     def of(cls, family: Family, arch: Architecture) -> ModelShape:
-        """Read the sizes of `arch`."""
+        """Return the sizes of the model `arch`. `family` has the table of its parameters."""
         t, rows = arch.transformer, family.rows(arch)
         return cls(
             moe=tuple(map(arch.is_moe, range(arch.num_layers))),
@@ -134,42 +136,42 @@ class ModelShape:
         return len(self.moe)
 
     @property
-    def is_latent(self) -> bool:
+    def has_latent_attention(self) -> bool:
         return self.kv_lora > 0
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Parameters of all routed experts of all layers."""
+        """Number of parameters of all routed experts in all layers."""
         return sum(self.moe) * self.num_experts * self.parameters_per_expert
 
     @cached_property
     def num_parameters(self) -> int:
-        """Trainable parameters of the model, without padding."""
+        """Number of trainable parameters of the model, without padding."""
         return self.num_weights - sum(self.moe) * sum(p.numel for p in self.buffers)
 
     @cached_property
     def num_weights(self) -> int:
-        """Parameters and correction biases of the model, without padding. Engines receive all of them."""
+        """Number of parameters and correction biases of the model, without padding. Engines receive all of them."""
         return self.dense_weights + self.expert_parameters
 
     @cached_property
     def dense_weights(self) -> int:
-        """All weights except those of routed experts."""
+        """Number of all weights except those of routed experts."""
         ends = sum(p.numel for p in self.parameters if p.location in ("first", "last"))
         return ends + sum(map(self.layer_weights, self.moe))
 
     def layer_weights(self, moe: bool) -> int:
-        """Return the number of weights of one layer without its routed experts.
+        """Return the number of weights of one layer, without routed experts.
 
-        One token needs the same number of multiply-adds in these weights, if norms are neglected.
+        It is also the number of multiply-adds that one token needs in these weights, if norms are neglected.
         """
         return self._layer_weights[moe]
 
     @cached_property
     def _layer_weights(self) -> tuple[int, int]:
-        """Number of weights: (of a dense layer, of a layer with experts). Routed experts are not counted."""
+        """Number of weights without routed experts: (of a dense layer, of a layer with experts)."""
         per_layer = [p for p in (*self.parameters, *self.buffers) if p.location == "layer"]
-        dense, moe = (sum(p.numel for p in per_layer if p.where in ("always", kind)) for kind in ("dense", "moe"))
+        dense, moe = (sum(p.numel for p in per_layer if p.present_in in ("always", kind)) for kind in ("dense", "moe"))
         return dense, moe
 
     @cached_property
@@ -178,24 +180,27 @@ class ModelShape:
 
     @cached_property
     def output_macs(self) -> int:
-        """Multiply-adds of one token in the output layer."""
+        """Number of multiply-adds of one token in the output layer."""
         return self.hidden * self.vocab
 
     @cached_property
     def token_macs(self) -> int:
-        """Multiply-adds of one token in all matrices, without attention scores and their products with values."""
+        """Number of multiply-adds of one token in all weight matrices. The arithmetic of `attention_macs` is not included."""
         layers = sum(self.layer_weights(moe) + moe * self.topk * self.parameters_per_expert for moe in self.moe)
         return layers + self.output_macs
 
     @cached_property
     def attention_macs(self) -> float:
-        """Multiply-adds per squared token in one layer: a causal sequence of L tokens costs `attention_macs * L**2`."""
+        """Number of multiply-adds of attention scores and values in one layer, divided by L**2.
+
+        L is the number of tokens of a causal sequence.
+        """
         return self.num_heads * (self.head_dim + self.value_dim) / 2
 
     @cached_property
     def gathered_kv_width(self) -> int:
-        """Elements of one token's keys and values in one layer, as context-parallel ranks gather them."""
-        if self.is_latent:
+        """Number of elements of keys and values that context-parallel ranks gather for one token in one layer."""
+        if self.has_latent_attention:
             return self.num_heads * (self.head_dim + self.value_dim)
         return 2 * self.num_kv_heads * self.head_dim
 
@@ -218,5 +223,5 @@ def _parameter_shape(row: ParamMapping, arch: Architecture) -> ParameterShape:
         location = "first" if name.startswith("embedding.") else "last"
     assert len(shapes) == 1 or row.axis == 0, f"{row.megatron}: its {len(shapes)} tensors must be stacked along dim 0"
     fused = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if row.axis == 0 else shapes[0]
-    where = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
-    return ParameterShape(name, location, fused, row.axis is not None, where, isinstance(row, VocabMapping))
+    present_in = {"dense_layers": "dense", "moe_layers": "moe"}.get(row.present_in, "always")
+    return ParameterShape(name, location, fused, row.axis is not None, present_in, isinstance(row, VocabMapping))

@@ -257,7 +257,9 @@ def _gpu_phases(
 ) -> Iterator[GpuPhase]:
     limit, reserve = _gpu_limit(config.cluster.hardware), {"context": _reserve(config) * len(pool.demands)}
     shared = len(pool.demands) > 1
-    buckets = {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
+    buckets = (
+        {"buckets": SENDER_BUCKETS * config.weight_sync.bucket_bytes} if engine and "actor" in pool.demands else {}
+    )
     for role in pool.demands:
         if role == "engines":
             assert engine is not None, "a pool has engines only if the run starts them"
@@ -324,7 +326,9 @@ def _host_memory(
     )
 
 
-DEFAULT_MEM_FRACTION = 0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
+DEFAULT_MEM_FRACTION = (
+    0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
+)
 
 
 @dataclass(frozen=True)
@@ -364,7 +368,7 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
     If there are fewer key/value heads than ranks, several ranks have the same head. Latent attention caches one compressed vector
     per token, and every rank has a full copy of it.
     """
-    if shape.is_latent:
+    if shape.has_latent_attention:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
     return shape.num_layers * 2 * _kv_heads(shape, topology) * shape.head_dim * itemsize
 

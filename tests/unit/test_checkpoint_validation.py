@@ -115,7 +115,7 @@ def test_a_file_outside_the_folder_is_not_read(checkpoint):
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).relative_path = "../elsewhere.distcp"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.\./elsewhere\.distcp, expected a file of the folder"):
+    with pytest.raises(ValueError, match=r"\.\./elsewhere\.distcp, expected a file of the same folder"):
         validate_checkpoint(checkpoint)
 
 

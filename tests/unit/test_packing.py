@@ -165,8 +165,8 @@ def test_cu_seqlens_are_set_only_on_request():
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([], r"no empty one, got lengths \[\]"),
-        ([Segment(2), Segment(0)], r"no empty one, got lengths \[2, 0\]"),
+        ([], r"no segment may be empty: got lengths \[\]"),
+        ([Segment(2), Segment(0)], r"no segment may be empty: got lengths \[2, 0\]"),
         ([Segment(2, 0)], "segment 0 continues segment 0, which does not come before it"),
         ([Segment(2), Segment(1, 2), Segment(1)], "segment 1 continues segment 2, which does not come before it"),
         ([Segment(2), Segment(1, -1)], "segment 1 continues segment -1"),
