@@ -30,8 +30,7 @@ SAMPLING_KEYS = (
     "run.seed",
     "rollout",
 )
-"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if these keys
-are unchanged."""
+"""Config keys that decide which samples a run draws and what it learns. The rollout log is used only if all are unchanged."""
 NEUTRAL_KEYS = (
     "critic.parallel",
     "teacher.parallel",

@@ -69,9 +69,7 @@ class CheckpointSaver:
     constant_parts: Mapping[str, Callable[[str], None]]
     schedule: CheckpointSchedule
     notes: Mapping[str, Any]  # model, layout and config of the run, which each checkpoint records
-    discard_rollout_log: Callable[
-        [int], None
-    ]  # removes the steps before the given step, because a resume reads only later ones
+    discard_rollout_log: Callable[[int], None]  # removes the steps before the given step; no resume will read them
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
     failed: int = 0  # checkpoints that could not be written

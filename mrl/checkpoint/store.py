@@ -146,9 +146,8 @@ class CheckpointStore:
         steps = [one.step for one in complete]
         for step in set(steps) - set(steps[-self.keep_last :]) - set(best):
             removed = self._path(step).rename(self.folder / f"{_PARTIAL}{uuid.uuid4().hex[:8]}")
-            shutil.rmtree(
-                removed, ignore_errors=True
-            )  # it is renamed first, so a kill here leaves no incomplete checkpoint
+            # The folder was renamed first, so a kill during its removal leaves no incomplete checkpoint.
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _start_copy(self, path: Path) -> None:
         """Start a thread that copies a complete checkpoint to `copy_to`. Only the end of the run waits for it."""

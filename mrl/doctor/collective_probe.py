@@ -31,9 +31,8 @@ class CollectivePlan:
     address: str  # network address of rank 0
     port: int
     hosts: list[str]  # name of each rank's host, in rank order
-    groups: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # process group -> its ranks; world is tested in addition
+    # process group -> its ranks; the group `world` of all ranks is tested in addition
+    groups: dict[str, list[int]] = field(default_factory=dict)
     single_host: bool = False  # all ranks are on this host, so gloo uses the loopback interface
 
 

@@ -183,9 +183,8 @@ def _exchange_facts(
         own_facts = replace(own.facts, connections=connections, peer_addresses=addresses)
         rendezvous.send("connections", to_plain(own_facts))
         ranks = [host.facts.rank for host in hosts]
-        received = rendezvous.receive(
-            "connections", ranks, options.deadline_s
-        )  # the servers run until all hosts have connected
+        # The servers of this host run until all hosts have tried to connect.
+        received = rendezvous.receive("connections", ranks, options.deadline_s)
     return own.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
 
 

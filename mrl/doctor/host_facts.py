@@ -137,9 +137,8 @@ class HostFacts:
     token: RayToken
     model_checksum: str | None = None  # checksum of the model folder; "": the folder is missing
     cluster_error: str = ""  # why this host cannot connect to cluster.address
-    peer_addresses: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # other host -> addresses to which this host resolves its name
+    # name of another host -> addresses to which this host resolves it
+    peer_addresses: dict[str, list[str]] = field(default_factory=dict)
     connections: list[PeerConnection] = field(default_factory=list)  # connections from this host to the other hosts
 
 

@@ -128,9 +128,8 @@ def gloo_interface(
     named = next((by_address[address] for address in host_addresses if address in by_address), None)
     if named or not any(is_loopback(address) for address in host_addresses):
         return named or by_address.get("127.0.0.1")
-    return next(
-        (one for one in interfaces if is_loopback(one.address)), None
-    )  # the host's name resolves to 127.0.1.1, which no interface has
+    # The host's name resolves to a loopback address that no interface has, such as 127.0.1.1.
+    return next((one for one in interfaces if is_loopback(one.address)), None)
 
 
 def is_loopback(address: str) -> bool:

@@ -145,9 +145,8 @@ def parse_stack_dump(dump: str) -> list[list[StackFrame]]:
         elif stacks and (match := FRAME.match(line)):
             stacks[-1].append(StackFrame(match[1], int(match[2]), match[3]))
     stacks = [stack for stack in stacks if stack]
-    return sorted(
-        stacks, key=lambda stack: stack[-1].function == "_bootstrap"
-    )  # outermost frame of every thread except the main thread
+    # `_bootstrap` is the outermost frame of every thread except the main thread.
+    return sorted(stacks, key=lambda stack: stack[-1].function == "_bootstrap")
 
 
 def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
@@ -158,9 +157,8 @@ def summarize_stacks(stacks: Sequence[list[StackFrame]]) -> StackSummary:
     if main.waits_for == "another thread":
         others = [_summarize(stack) for stack in stacks[1:]]
         helpers = [other for other in others if other.purpose and other.waits_for != "another thread"]
-        return min(
-            helpers, key=lambda other: bool(other.waits_for), default=main
-        )  # a thread that does not wait comes first
+        # A thread that does not wait is preferred.
+        return min(helpers, key=lambda other: bool(other.waits_for), default=main)
     return main
 
 
