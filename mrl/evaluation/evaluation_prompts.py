@@ -15,7 +15,7 @@ from mrl.data.sources import PromptSource
 from mrl.evaluation.response_store import Row
 from mrl.rewards.reward_types import Response, Reward, Score
 from mrl.rewards.scorer import Scorer
-from mrl.rollout.client import Completion, seed_of
+from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
 """Function of (prompts of a file, number of the file).
@@ -29,7 +29,7 @@ class EvaluationPrompt:
     """One prompt of a held-out set, and its position."""
 
     set: str  # name of the held-out set; empty: data.test
-    place: int  # position of the file in its set, from 0
+    file_in_set: int  # position of the file in its set, from 0
     file: str  # name of the file in the config
     file_number: int  # position of the file among all held-out files, from 0
     row: int  # row in the file, from 0; omitted rows are counted
@@ -46,7 +46,7 @@ class EvaluationPrompt:
         files changes no seed.
         """
         name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
-        return seed_of(seed, *name.tolist(), self.place, self.row, sample)
+        return response_seed(seed, *name.tolist(), self.file_in_set, self.row, sample)
 
     def to_row(self, sample: int, completion: Completion, text: str, *, logprobs: bool) -> Row:
         """Return the row of one response, without a score. The columns are those of response_schema."""
@@ -86,13 +86,13 @@ def load_prompts(
     """
     prompts: list[EvaluationPrompt] = []
     files = [placed for source in sources for placed in enumerate(source.split_by_file())]
-    for number, (place, source) in enumerate(files):
+    for number, (file_in_set, source) in enumerate(files):
         data = PromptDataset.load([source], model_path, constraints)
         enforce(data, number)
         prompts += [
             EvaluationPrompt(
                 source.name,
-                place,
+                file_in_set,
                 source.files[0] if source.files else source.target,
                 number,
                 int(data.row_numbers[row]),

@@ -1,1 +1,1 @@
-"""Rollout: the driver's manager, the worker that samples and scores, and the SGLang engines."""
+"""Rollout: the rollout manager of the driver, the rollout worker that samples and scores, and the SGLang engines."""

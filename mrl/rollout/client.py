@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server: token ids in, token ids and log-probabilities out."""
+"""HTTP client of one SGLang server. It sends token ids, and receives token ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "EngineUnreachableError", "SamplingParams"]
 
 TRAINING, HELD_OUT = 0, 1
-"""First element of a seed's path: (TRAINING, number of the response in the run) or (HELD_OUT, row)."""
-BUSY_STATUSES = (408, 425, 429)  # HTTP statuses that, like 5xx, report a fault of the engine and not of the request
+"""First element of the path that identifies a response for `response_seed`.
+
+The path is (TRAINING, number of the response in the run) or (HELD_OUT, row of the held-out set).
+"""
+RETRYABLE_STATUSES = (408, 425, 429)
+"""HTTP statuses below 500 after which a request may be repeated: the engine is at fault, not the request."""
 
 
 class EngineFaultError(EngineError):
-    """The engine failed, not the request: another engine, or the same engine later, may answer the request."""
+    """The engine failed, and the request is valid. Another engine may answer it, or the same engine later."""
 
 
 class EngineUnreachableError(EngineError):
-    """No process listens at the engine's address; the request was not sent."""
+    """No process listens at the engine's address, so the request was not sent."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,15 @@ class SamplingParams:
     """Sampling parameters of one response."""
 
     max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0 is greedy sampling
     top_p: float = 1.0
-    top_k: int = -1  # -1: all tokens
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end of sequence
-    ignore_eos: bool = False  # do not stop at an end of sequence
-    seed: int | None = None  # 63 bits; used only by servers with enable_deterministic_inference, where None means 42
+    top_k: int = -1  # -1 allows all tokens
+    stop_token_ids: tuple[int, ...] = ()  # end the response, in addition to the model's end-of-sequence token
+    ignore_eos: bool = False  # whether sampling goes on after an end-of-sequence token
+    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it, and take None as 42
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of SGLang's sampling_params."""
+        """Return the JSON object `sampling_params` of SGLang's requests."""
         body: dict[str, Any] = dict(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
         if self.top_p != 1.0:
             body["top_p"] = self.top_p
@@ -65,33 +69,33 @@ class SamplingParams:
         return body
 
 
-def seed_of(seed: int, *path: int) -> int:
-    """Return the 63-bit seed of a response. A response that is sampled again gets the same seed.
+def response_seed(seed: int, *path: int) -> int:
+    """Return the seed of a response, 63 bits. A response that is sampled again gets the same seed.
 
-    `seed`: the run's seed. `path` identifies the response (see TRAINING, HELD_OUT). All turns of a response share one seed:
-    SGLang derives the random number of a token from the seed and the token's position, which differs between turns.
+    `seed`: the seed of the run. `path` identifies the response (see TRAINING, HELD_OUT). All turns of a response share one seed.
+    SGLang derives the random number of a token from this seed and from the token's position, which differs between turns.
     """
     return int(np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled response of R tokens."""
+    """One sampled response of R tokens to a prompt of P tokens."""
 
-    token_ids: list[int]  # [R], the end-of-sequence token included
+    token_ids: list[int]  # [R], with the end-of-sequence token
     logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
-    finish_reason: str  # stop, length or abort
+    finish_reason: str  # "stop", "length" or "abort"
     weight_version: str  # version of the weights that sampled the first token; see `versions` for later tokens
-    # [P+R-1, layers, topk] experts of each token of prompt and response except the last, which the engine does not compute.
-    # None if not requested.
+    # [P+R-1, layers, topk] experts of each token of prompt and response, except the last token, which the engine samples but
+    # does not process. None if the request did not ask for them.
     routed_experts: NDArray[np.int16] | None = None
-    cached_tokens: int = 0  # prompt tokens found in the engine's prefix cache
-    # (weight version, tokens) in order, if a weight update came between the tokens; else empty
+    cached_tokens: int = 0  # number of prompt tokens that the engine found in its prefix cache
+    # (weight version, number of tokens that it sampled), in order; empty if `weight_version` sampled all tokens
     versions: tuple[tuple[int, int], ...] = ()
 
 
 class EngineClient(EngineControl):
-    """HTTP client of one server: sampling and the inherited control requests. Safe to use from several threads."""
+    """HTTP client of one server: sampling, and the control requests of EngineControl. Several threads may share it."""
 
     def generate(
         self,
@@ -101,16 +105,16 @@ class EngineClient(EngineControl):
         logprobs: bool = True,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample one response to each prompt, in order, with one request, and wait for it.
+        """Sample one response to each prompt, with one HTTP request, and wait for them. Returns them in the order of prompts.
 
-        For several responses to a prompt, repeat the prompt: SGLang's own parameter `n` first prefills the prompts one by
-        one. `sampling`: one for all prompts, or one for each. `routed_experts`: also return the experts of each token; the server
-        needs a mixture of experts and `enable_return_routed_experts`. Raises EngineError if the
-        server does not return them.
+        For several responses to a prompt, repeat the prompt. (SGLang's parameter `n` is slower: it first prefills the prompts
+        one by one.) `sampling`: parameters of all prompts, or a list with the parameters of each prompt. `routed_experts`:
+        whether the experts of each token are returned. For that, the model must be a mixture of experts, and the server must be
+        started with `enable_return_routed_experts`. Raises EngineError if the server does not return them.
         """
         if not input_ids:
             return []
-        body = _body(input_ids, sampling, logprobs, routed_experts)
+        body = _generate_body(input_ids, sampling, logprobs, routed_experts)
         answers = self._parse("/generate", self._post("/generate", body))
         return [
             self._completion(answer, prompt, routed_experts) for prompt, answer in zip(input_ids, answers, strict=True)
@@ -124,13 +128,13 @@ class EngineClient(EngineControl):
         *,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample like `generate`, for many concurrent requests, and without a deadline.
+        """Sample like `generate`, but asynchronously and without a deadline. Made for many concurrent requests.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
-        import aiohttp  # takes half a second to import; only callers with many concurrent requests need it
+        import aiohttp  # imported here because the import takes half a second and other users of this module do not need it
 
-        body = orjson.dumps(_body(input_ids, sampling, True, routed_experts))
+        body = orjson.dumps(_generate_body(input_ids, sampling, True, routed_experts))
         headers = {"content-type": "application/json"} | authorization()
         try:
             async with http.post(f"{self.url}/generate", data=body, headers=headers) as response:
@@ -139,7 +143,7 @@ class EngineClient(EngineControl):
             raise EngineUnreachableError(f"takes no connections: {error}") from error
         except (OSError, aiohttp.ClientError) as error:
             raise EngineFaultError(f"{self.url}/generate cannot be reached: {type(error).__name__}: {error}") from error
-        if status in BUSY_STATUSES or status >= 500:
+        if status in RETRYABLE_STATUSES or status >= 500:
             raise EngineFaultError(f"{self.url}/generate answered {status}: {content[:200].decode(errors='replace')}")
         answers = self._read("/generate", status, content)
         pairs = zip(answers, input_ids, strict=True)
@@ -155,7 +159,7 @@ class EngineClient(EngineControl):
     async def heartbeat(self, http: aiohttp.ClientSession, timeout_s: float) -> Hashable:
         """Return a value that changes whenever the scheduler has computed something; None if the server does not answer.
 
-        If the server does not report such a value (another version of SGLang), the result changes with every call.
+        Some versions of SGLang do not report such a value. The result then changes with every call, as if the scheduler computed.
         """
         import aiohttp
 
@@ -188,39 +192,39 @@ class EngineClient(EngineControl):
         )
 
     def _routing(self, info: Mapping[str, Any], num_tokens: int) -> NDArray[np.int16] | None:
-        """Decode routed experts [tokens, layers, topk], which SGLang 0.5.23 sends as int32 in base64."""
+        """Return the routed experts [tokens, layers, topk] of a response. SGLang 0.5.23 sends them as int32 in base64."""
         encoded = info.get("routed_experts")
         if encoded is None:
             if info["finish_reason"]["type"] == "abort":
                 return None
             raise EngineError(
-                f"{self.url} reports no routed experts; start it with enable_return_routed_experts=True on a mixture of "
-                "experts."
+                f"{self.url} reports no routed experts; start it with enable_return_routed_experts=True and a model that is "
+                "a mixture of experts."
             )
         flat = np.frombuffer(base64.b64decode(encoded), np.int32)
         shape = (num_tokens, *self._routing_shape)
         if flat.size != num_tokens * shape[1] * shape[2]:
             raise EngineError(
-                f"{self.url} reports {flat.size} routed experts, expected {shape} [tokens, layers, topk]."
+                f"{self.url} reports {flat.size} routed experts; expected the shape {shape} [tokens, layers, topk]."
             )
         return flat.reshape(shape).astype(np.int16)
 
     @cached_property
     def _routing_shape(self) -> tuple[int, int]:
-        """(layers, experts per token) of the engine's model, read from the model folder: the engine does not report them."""
+        """(layers, experts per token) of the engine's model. They are read from the model folder: no request returns them."""
         path = Path(self.model_info()["model_path"]) / "config.json"
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
         return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
-def _body(
+def _generate_body(
     input_ids: Sequence[Sequence[int]],
     sampling: SamplingParams | Sequence[SamplingParams],
     logprobs: bool,
     routed_experts: bool,
 ) -> dict[str, Any]:
-    """Return the JSON body of SGLang's /generate."""
+    """Return the JSON body of a request to SGLang's /generate."""
     params = sampling.body() if isinstance(sampling, SamplingParams) else [each.body() for each in sampling]
     body = dict(input_ids=input_ids, sampling_params=params, return_logprob=logprobs)
     return body | {"return_routed_experts": True} if routed_experts else body

@@ -1,12 +1,11 @@
-"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out of
-service.
+"""The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out of service.
 
-An engine has failed when its processes end, when it answers with errors several times in a row, or when it has requests and
-its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s`. A slow engine still computes, so it has not
-failed. Another engine samples the pending responses of a failed engine.
+An engine has failed if its processes have ended, or if it answered several requests in a row with errors. It has also failed if
+it has requests and its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow engine still
+computes, so it has not failed. Another engine samples the pending responses of a failed engine.
 
-An engine is chosen in one of two ways. A session uses the engine with the fewest faults in a row and, among these, the least
-expected work. `generate_all` and `converse_all` know all their prompts in advance and divide them evenly among the engines.
+`generate` and `converse` choose the engine with the fewest faults in a row and, among these, the least expected work.
+`generate_all` and `converse_all` know all their prompts in advance and divide them evenly among the engines.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 5.0  # or a quarter of `fault_tolerance.engine_stall_timeout_s`, if that is less
-RETRY_PAUSE_S = 0.1  # upper limit of the random pause before the first retry; it doubles with each retry
+MAX_HEARTBEAT_INTERVAL_S = 5.0  # the interval is shorter if `fault_tolerance.engine_stall_timeout_s` is below 20 s
+RETRY_PAUSE_S = 0.1  # the pause before the first retry is random, up to this limit; the limit doubles with each retry
 MAX_RETRY_PAUSE_S = 5.0  # upper limit of the pause before any retry
-CLOSE_TIMEOUT_S = 15.0  # for failed engines to end
+CLOSE_TIMEOUT_S = 15.0  # how long `close` waits until failed engines have ended
 
 
 class NoEngineError(EngineError):
@@ -60,42 +59,41 @@ class PooledEngine:
     """One engine of the pool and its current load."""
 
     client: EngineClient
-    alive: Callable[[], bool]  # whether its processes run, as far as that is known
-    log_source: str  # log file of the engine, or the config key of an external engine; quoted in errors
-    pending: int = 0  # responses that were requested and have not arrived
-    expected_work: float = 0.0  # of the pending responses, in tokens or in number of responses
-    faults: int = 0  # failed requests in a row
+    alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
+    log_source: str  # log file of the engine, or the config key of an external engine; errors quote it
+    pending: int = 0  # number of responses that were requested and have not arrived
+    expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
+    faults: int = 0  # number of failed requests in a row
     failure: str | None = None  # reason why the engine is out of service; None: it is in service
-    requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)
+    requests: set[asyncio.Task[list[Completion]]] = field(default_factory=set)  # pending HTTP requests
 
 
 @dataclass
 class StickySession:
-    """Keeps the turns of a response on one engine, whose prefix cache holds the earlier turns. A retry may change the engine."""
+    """Keeps all turns of a response on one engine, whose prefix cache holds the earlier turns, unless the engine fails."""
 
     engine: PooledEngine
 
 
 class EnginePool:
-    """All engines of one rollout worker. The driver pushes weights to engines that replace failed ones."""
+    """All engines of one rollout worker. The pool replaces failed engines; the driver then pushes weights to the new engines."""
 
     def __init__(self, spec: RolloutSpec) -> None:
-        """Start the engines. Returns at once; `wait_ready` waits for them."""
+        """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # on purpose: meanwhile, an engine that computes nothing has not failed
+        self.paused = False  # whether the driver has paused the engines; they then do not fail by computing nothing
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
         self.submit = self._loop.submit  # runs a coroutine, for example `generate`, in the pool's event loop
         self._http: aiohttp.ClientSession | None = None
-        self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
-        self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}
+        self._heartbeat_interval_s = min(MAX_HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
+        self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}  # the running `_check_heartbeat` of each engine
         self._replacements: set[asyncio.Task[None]] = set()  # running replacements of failed servers
         self._limits: ConcurrencyLimits | None = None  # only for multi-turn responses
         self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
-        self._unreported: dict[
-            str, str
-        ] = {}  # URL -> reason; external engines that failed and recovered before `take_failed`
+        # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
+        self._unreported: dict[str, str] = {}
         self._num_replaced = self._num_retried = self._num_retried_before = 0
 
     @property
@@ -104,7 +102,7 @@ class EnginePool:
         return self._servers.urls
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """Wait until every engine takes requests, and put all engines in service; return their URLs."""
+        """Wait until every engine takes requests, and put all engines in service. Returns the URLs of all engines."""
         self._servers.wait_ready(timeout_s)
         failed = self._unreported_failures()
         in_service = {engine.client.url: engine for engine in self.engines if engine.failure is None}
@@ -123,9 +121,9 @@ class EnginePool:
         return PooledEngine(client, server.alive, "rollout.engine_urls")
 
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
-        """Put exactly these engines in service. Engines that were in service before keep their requests."""
+        """Put these engines in service, and no others. Engines that were in service before keep their requests."""
         if self._http is None and engines:
-            import aiohttp  # its import takes half a second; its requests take a tenth of the CPU time of httpx
+            import aiohttp  # imported here because it takes half a second; a request takes a tenth of the CPU time of httpx
 
             no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
             self._http = aiohttp.ClientSession(**no_limits)
@@ -137,13 +135,13 @@ class EnginePool:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
-        """Replace these engines by new ones and wait for them; return the URLs of all engines."""
+        """Replace these engines by new ones, and wait until every engine takes requests. Returns the URLs of all engines."""
         for url in urls:
             self._servers.replace(url)
         return self.wait_ready(timeout_s)
 
     def open_session(self) -> StickySession:
-        """Open a session with the engine that has the least expected work. Raises NoEngineError."""
+        """Open a session with the engine that has the least expected work. Raises NoEngineError if no engine is in service."""
         return StickySession(self._least_busy())
 
     async def generate(
@@ -155,11 +153,12 @@ class EnginePool:
         session: StickySession | None = None,
         expected_work: float | None = None,
     ) -> list[Completion]:
-        """Sample one completion of each prompt, in order, with one request. Completions in the cache are not sampled again.
+        """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
-        Runs in the event loop (see `submit`). `numbers` identify the responses in the cache. `session` selects the engine;
-        the default is the engine with the least expected work. `expected_work` of the request is by default its number of
-        responses. Raises NoEngineError if no engine is left, and EngineError if the request is refused or fails
+        Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again; `numbers` and the
+        prompts identify them. `session` selects the engine; without a session, the engine with the least expected work is used.
+        `expected_work` is the work that this request adds to the engine; by default, it is the number of responses.
+        Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
         found = {}
@@ -170,9 +169,9 @@ class EnginePool:
         if missing:
             inputs, params = [prompts[index] for index in missing], [sampling[index] for index in missing]
             work = float(len(inputs)) if expected_work is None else expected_work
-            tries = self.spec.fault_tolerance.max_response_attempts
+            max_attempts = self.spec.fault_tolerance.max_response_attempts
             retrying = AsyncRetrying(
-                stop=stop_after_attempt(tries),
+                stop=stop_after_attempt(max_attempts),
                 wait=wait_random_exponential(multiplier=RETRY_PAUSE_S, max=MAX_RETRY_PAUSE_S),
                 retry=retry_if_exception_type(EngineFaultError),
                 reraise=True,
@@ -181,7 +180,7 @@ class EnginePool:
                 completions = await retrying(self._send, session or self.open_session(), inputs, params, work)
             except EngineFaultError as fault:
                 raise EngineError(
-                    f"a request failed {tries} times (fault_tolerance.max_response_attempts); the last: {fault}"
+                    f"a request failed {max_attempts} times (fault_tolerance.max_response_attempts); the last failure: {fault}"
                 ) from fault
             sampled = [numbers[index] for index in missing]
             if cache is not None:
@@ -196,7 +195,7 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         expected_work: float,
     ) -> list[Completion]:
-        """Send one request to the session's engine. If it fails, move the session to another one and raise EngineFaultError."""
+        """Send one request to the session's engine. If it fails, choose another engine and raise EngineFaultError."""
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
@@ -213,16 +212,17 @@ class EnginePool:
                 completions = await task
                 engine.faults = 0
                 return completions
-            except EngineUnreachableError as gone:  # the engine never got the request, so this attempt does not count
-                self._take_out(engine, str(gone), cancel=False)  # its other requests fail on their own
-                continue
+            except EngineUnreachableError as error:
+                # The engine's other requests are not cancelled: they will fail, too.
+                self._take_out_of_service(engine, str(error), cancel=False)
+                continue  # not a failed attempt, because the engine did not get the request
             except EngineFaultError as fault:
                 self._count_fault(engine, fault)
                 reason = f"{fault} ({engine.log_source})"
             except asyncio.CancelledError:
                 current = asyncio.current_task()
                 if engine.failure is None or (current and current.cancelling()):
-                    raise  # the caller was cancelled; the engine has not failed
+                    raise  # the caller was cancelled
                 reason = f"{engine.client.url} {engine.failure}"
             finally:
                 engine.requests.discard(task)
@@ -233,7 +233,10 @@ class EnginePool:
             raise EngineFaultError(reason)
 
     def _least_busy(self) -> PooledEngine:
-        """Return the engine in service with the fewest faults and, among these, the least expected work. Raises NoEngineError."""
+        """Return the engine with the fewest faults in a row and, among these, the least expected work.
+
+        Raises NoEngineError if no engine is in service.
+        """
         if alive := [engine for engine in self.engines if engine.failure is None]:
             return min(alive, key=lambda engine: (engine.faults, engine.expected_work))
         raise NoEngineError("; ".join(f"{engine.client.url} {engine.failure}" for engine in self.engines))
@@ -241,29 +244,29 @@ class EnginePool:
     def _count_fault(self, engine: PooledEngine, fault: EngineFaultError) -> None:
         engine.faults += 1
         if not engine.alive():
-            self._take_out(engine, "its processes have ended")
+            self._take_out_of_service(engine, "its processes have ended")
         elif engine.faults >= self.spec.fault_tolerance.max_response_attempts:
-            self._take_out(engine, f"failed {engine.faults} times in a row; the last: {fault}")
+            self._take_out_of_service(engine, f"failed {engine.faults} times in a row; the last failure: {fault}")
 
     async def _check_heartbeat(self, engine: PooledEngine) -> None:
         """Take the engine out of service when its processes end or its scheduler computes nothing for too long."""
         stall_s = self.spec.fault_tolerance.engine_stall_timeout_s
-        last, since = None, time.monotonic()
+        last, last_change = None, time.monotonic()
         while engine.failure is None:
             await asyncio.sleep(self._heartbeat_interval_s)
             assert self._http is not None, "engines are in service"
             heartbeat = await engine.client.heartbeat(self._http, self._heartbeat_interval_s)
             if not engine.alive():
-                self._take_out(engine, "its processes have ended")
+                self._take_out_of_service(engine, "its processes have ended")
             elif self.paused or not engine.pending or heartbeat not in (None, last):
-                last, since = heartbeat, time.monotonic()
-            elif time.monotonic() - since >= stall_s:
-                self._take_out(
+                last, last_change = heartbeat, time.monotonic()
+            elif time.monotonic() - last_change >= stall_s:
+                self._take_out_of_service(
                     engine, f"has computed nothing for {stall_s:g} s (fault_tolerance.engine_stall_timeout_s)"
                 )
 
-    def _take_out(self, engine: PooledEngine, reason: str, *, cancel: bool = True) -> None:
-        """Take an engine out of service and replace its server. `cancel`: cancel its requests, which are then retried."""
+    def _take_out_of_service(self, engine: PooledEngine, reason: str, *, cancel: bool = True) -> None:
+        """Take an engine out of service and replace its server. If `cancel`, its requests are cancelled and then retried."""
         if engine.failure is not None:
             return
         engine.failure = f"{reason} ({engine.log_source})"
@@ -283,9 +286,10 @@ class EnginePool:
         cache: CompletionCache | None,
         sessions: Sequence[StickySession],
     ) -> list[Trajectory]:
-        """Sample one multi-turn response to each prompt, in order. Runs in the event loop (see `submit`).
+        """Sample one multi-turn response to each prompt. Returns the responses in the order of the prompts.
 
-        If an engine fails during a turn, another engine samples this turn. Earlier turns and their tool calls are not repeated.
+        Must run in the pool's event loop (see `submit`). If an engine fails during a turn, another engine samples this turn.
+        Earlier turns and their tool calls are not repeated. For `cache` and `sessions`, see `generate`.
         """
 
         def generate_turn_of(index: int) -> GenerateTurn:
@@ -301,7 +305,7 @@ class EnginePool:
     def generate_all(
         self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], cache: CompletionCache | None = None
     ) -> list[Completion]:
-        """Sample one completion of each prompt, in order, spread evenly over the engines, and wait. Raises like `generate`."""
+        """Sample like `generate`, but spread the prompts evenly over the engines, and wait for the completions."""
 
         async def run() -> list[Completion]:
             engines = self._in_service()
@@ -325,7 +329,7 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         cache: CompletionCache | None = None,
     ) -> list[Trajectory]:
-        """Sample one multi-turn response to each prompt, in order, spread evenly over the engines, and wait."""
+        """Sample like `converse`, but spread the prompts evenly over the engines, and wait for the responses."""
 
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
@@ -335,12 +339,12 @@ class EnginePool:
         return self._wait(run())
 
     def _in_service(self) -> list[PooledEngine]:
-        """Return the engines that have not failed. Raises NoEngineError if there is none."""
+        """Return the engines that are in service. Raises NoEngineError if there is none."""
         self._least_busy()
         return [engine for engine in self.engines if engine.failure is None]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and wait for it; raises EngineError after `rollout.request_timeout_s`."""
+        """Run a coroutine in the event loop and wait for it. Raises EngineError after `rollout.request_timeout_s`."""
 
         async def run() -> T:
             async with asyncio.timeout(self.spec.request_timeout_s):
@@ -352,7 +356,7 @@ class EnginePool:
             raise deadline_error(self.spec.request_timeout_s) from None
 
     def take_failed(self) -> dict[str, str]:
-        """Return URL -> reason of the engines that failed since the last call."""
+        """Return URL -> reason of failure, for the engines that failed since the last call."""
         failed, self._unreported = self._unreported | self._unreported_failures(), {}
         self._reported |= {engine for engine in self.engines if engine.failure}
         self._num_replaced += len(failed)
@@ -363,19 +367,19 @@ class EnginePool:
         return {engine.client.url: engine.failure for engine in failed if engine.failure}
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of failures since the last call. A failed engine is counted when `take_failed` returns it."""
+        """Return the metrics of failures since the last call. A failed engine counts when `take_failed` returns it."""
         retried, self._num_retried_before = self._num_retried - self._num_retried_before, self._num_retried
         replaced, self._num_replaced = self._num_replaced, 0
         return {"rollout/replaced_engines": float(replaced), "rollout/retried_responses": float(retried)}
 
     def cpu_seconds(self) -> float:
-        """Return the user and system CPU seconds of all engines' process trees."""
+        """Return the CPU seconds, user and system, of all processes of the engines."""
         return self._servers.cpu_seconds()
 
     def close(self) -> None:
         """End every engine that this pool started."""
         if self._http is not None:
-            with suppress(TimeoutError):  # a failed engine may hang at its end; its supervisor then ends it
+            with suppress(TimeoutError):  # a failed engine may hang while it ends; its supervisor then kills it
                 self.submit(self._close_requests()).result(CLOSE_TIMEOUT_S)
         self._loop.close()
         self._servers.stop()
@@ -384,7 +388,7 @@ class EnginePool:
         """Stop the heartbeats, wait until failed engines have ended, and close the HTTP session."""
         await self._set_engines([])
         await asyncio.gather(*self._replacements, return_exceptions=True)
-        assert self._http is not None, "the caller checks"
+        assert self._http is not None, "close() checks this before the call"
         await self._http.close()
 
 
@@ -392,28 +396,28 @@ def deadline_error(deadline_s: float) -> EngineError:
     """Return the error for responses that take longer than `rollout.request_timeout_s`."""
     return EngineError(
         f"not all responses arrived within rollout.request_timeout_s={deadline_s:g}, although the engines kept computing; "
-        "raise it, or lower rollout.max_response_tokens."
+        "raise rollout.request_timeout_s, or lower rollout.max_response_tokens."
     )
 
 
 def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[int]]]:
-    """Split responses evenly over the engines, and each share into requests; return (engine, response indices) of each."""
+    """Spread responses evenly over the engines. Returns (engine, indices of its responses) for each HTTP request."""
     return [
-        (engine, share[start : start + MAX_RESPONSES_PER_REQUEST].tolist())
-        for engine, share in enumerate(np.array_split(np.arange(num_responses), num_engines))
-        for start in range(0, len(share), MAX_RESPONSES_PER_REQUEST)
+        (engine, responses[start : start + MAX_RESPONSES_PER_REQUEST].tolist())
+        for engine, responses in enumerate(np.array_split(np.arange(num_responses), num_engines))
+        for start in range(0, len(responses), MAX_RESPONSES_PER_REQUEST)
     ]
 
 
 class EventLoopThread:
-    """An asyncio event loop in its own thread, which the first coroutine starts."""
+    """An asyncio event loop in its own thread. The first call of `submit` starts the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop. Any other thread may wait for the returned future."""
+        """Run a coroutine in the loop, and return its future. Only other threads may wait for the future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run_loop, name=self._name, daemon=True)

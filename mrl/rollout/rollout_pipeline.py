@@ -1,4 +1,4 @@
-"""The rollout pipeline: samples the groups of prompt requests, scores them, and stores them in the staleness buffer."""
+"""The rollout pipeline: samples a group for each prompt request, scores the group, and stores it in the staleness buffer."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.data.tokenizer import load_tokenizer
 from mrl.hang_report.process_registry import track_activity
-from mrl.rollout.client import TRAINING, SamplingParams, seed_of
+from mrl.rollout.client import TRAINING, SamplingParams, response_seed
 from mrl.rollout.engine_pool import EnginePool, NoEngineError, deadline_error
 from mrl.rollout.rollout_log import CompletionCache
 from mrl.rollout.spec import RolloutSpec
@@ -26,22 +26,23 @@ from mrl.rollout.trajectory import Group, StepGroups, Trajectory
 
 @dataclass(frozen=True)
 class UnscoredGroup:
-    """The G responses to a prompt request, before they are scored."""
+    """The G responses to one prompt request, before they are scored."""
 
     request: PromptRequest
-    prompt: list[int]
-    trajectories: list[Trajectory]
-    greedy: Trajectory | None = None
+    prompt: list[int]  # token ids
+    trajectories: list[Trajectory]  # the G responses
+    greedy: Trajectory | None = None  # the greedy response; None if the advantage needs no greedy response
 
 
 class GroupSampler:
-    """Samples the groups of prompt requests from the engine pool.
+    """Samples the groups of prompt requests with the engine pool.
 
-    This is not part of RolloutWorker: Ray runs calls of an actor concurrently if its class has a coroutine.
+    Its coroutines must not be methods of RolloutWorker: Ray runs the calls of an actor concurrently if the actor's class has a
+    coroutine method.
     """
 
     def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
-        """`cache`: completions in it are not sampled again, and new completions are added to it."""
+        """`cache`: completions that it holds are not sampled again. New completions are added to it."""
         self.spec, self._engines, self._cache = spec, engines, cache
         self._conversation = None
         if spec.agent:
@@ -50,9 +51,9 @@ class GroupSampler:
         self._one_group_per_request = bool(spec.extra_groups or spec.staleness or spec.agent)
 
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
-        """Split prompt requests into HTTP requests, in sending order.
+        """Return the prompt requests of each HTTP request, in the order of sending.
 
-        If a step waits for all groups anyway, several groups share an HTTP request, which costs the engines less.
+        If a step waits for all its groups, several groups share one HTTP request, which costs the engines less CPU.
         """
         if self._one_group_per_request:
             return [
@@ -61,7 +62,7 @@ class GroupSampler:
         return split_over_engines(requests, len(self._engines.urls), self.spec.responses_per_prompt)
 
     async def sample(self, requests: Sequence[PromptRequest]) -> list[UnscoredGroup]:
-        """Sample G responses to each prompt, and a greedy response if the advantage needs one, all on one engine."""
+        """Sample G responses to each prompt. Also sample a greedy response to each prompt if the advantage needs one."""
         size, rows = self.spec.responses_per_prompt, ", ".join(str(request.row) for request in requests)
         prompts = []
         for request in requests:
@@ -92,7 +93,7 @@ class GroupSampler:
         cache: CompletionCache | None = None,
         expected_work: float | None = None,
     ) -> list[Trajectory]:
-        """Sample one response to each prompt, all on the engine with the least expected work."""
+        """Sample one response to each prompt. All prompts go to the engine that has the least expected work."""
         session = self._engines.open_session()
         if self._conversation:
             sessions = [session] * len(prompts)
@@ -103,24 +104,28 @@ class GroupSampler:
     def respond_now(
         self, prompts: list[list[int]], temperature: float, seed_paths: Sequence[tuple[int, ...]]
     ) -> list[Trajectory]:
-        """Sample one response to each prompt, spread over all engines, and wait. Do not call this in the event loop."""
+        """Sample one response to each prompt, spread over all engines, and wait for them.
+
+        `seed_paths`: a path for `response_seed` per prompt. Must not be called in the event loop, which it would block.
+        """
         sampling = self._sampling_params(temperature, seed_paths)
         if self._conversation:
             return self._engines.converse_all(self._conversation, prompts, sampling)
         return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
 
     def _sampling_params(self, temperature: float, seed_paths: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
-        """Return sampling parameters for one response per seed path; with `rollout.deterministic` they include its seed."""
+        """Return the sampling parameters of one response per seed path. They have a seed if `rollout.deterministic` is set."""
         params = SamplingParams(self.spec.max_response_tokens, temperature)
         if not self.spec.deterministic:
             return [params] * len(seed_paths)
-        return [replace(params, seed=seed_of(self.spec.seed, *path)) for path in seed_paths]
+        return [replace(params, seed=response_seed(self.spec.seed, *path)) for path in seed_paths]
 
 
 class RolloutPipeline:
-    """Samples in the event loop of the engine pool and scores in another thread, while the caller does other things.
+    """Samples in the event loop of the engine pool and scores in another thread, while the caller does other work.
 
-    The caller admits prompts, sends their requests and waits for the groups of a step. One thread must call all public methods.
+    The caller adds prompts (`admit`), starts their sampling (`send_requests`) and waits for the groups of a step (`wait_step`).
+    All public methods must be called from the same thread.
     """
 
     def __init__(
@@ -129,32 +134,39 @@ class RolloutPipeline:
         engines: EnginePool,
         sampler: GroupSampler,
         score: Callable[[list[UnscoredGroup]], list[Group]],
-        keep: Callable[[Group], bool],
+        passes_filter: Callable[[Group], bool],
     ) -> None:
-        """`score` and `keep` run in the scoring thread. `keep`: whether a group is trained."""
+        """`score` and `passes_filter` run in the scoring thread. Steps train only groups for which `passes_filter` is true."""
         self.buffer, self._engines, self._sampler = buffer, engines, sampler
-        self._score, self._keep = score, keep
-        self._waited_s = 0.0  # seconds that `wait_step` waited since the last `take_seconds`
-        self._waited_scoring_s = 0.0  # scoring seconds during these waits
-        self._scoring_s = 0.0  # scoring seconds since the start
+        self._score, self._passes_filter = score, passes_filter
+        self._waited_s = 0.0  # seconds that `wait_step` waited since the last call of `take_seconds`
+        self._waited_scoring_s = 0.0  # seconds of scoring during these waits
+        self._scoring_s = 0.0  # seconds of scoring since the start
         self._changed = threading.Condition()  # guards the buffer and the fields below
         self._running: dict[int, Future[None]] = {}  # number of a prompt request -> the coroutine that samples it
-        self._error: BaseException | None = None
-        self._num_restarts = 0  # results from before the last restart are ignored
+        self._error: BaseException | None = None  # error that `wait_step` raises
+        self._num_restarts = 0  # groups that were requested before the last restart are ignored
+        # (`_num_restarts` when the groups were requested, sampled groups); None tells the scoring thread to end
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
-        self._scoring: threading.Thread | None = None
+        self._scoring_thread: threading.Thread | None = None
 
     def admit(self, first: int, rows: Sequence[int], version: int) -> None:
-        """Admit prompts to the buffer; `first` is the number of the first one. Prompts that were admitted before are skipped."""
+        """Add a prompt request for each row to the buffer, unless an earlier call added it.
+
+        `first`: number of the first prompt request. `version`: weight version that the engines serve.
+        """
         with self._changed:
-            self.buffer.admit(rows[max(0, self.buffer.drawn - first) :], version)
+            self.buffer.admit(rows[max(0, self.buffer.num_drawn - first) :], version)
 
     def send_requests(self, version: int) -> None:
-        """Send the admitted requests that are not sent yet. `version`: weight version that the engines serve."""
+        """Send the requests that are not sent yet to the engines. `version`: weight version that the engines serve.
+
+        A request is sent only if `version` has reached its `min_weight_version`.
+        """
         with self._changed:
             self._error = None
-            admitted = [request for request in self.buffer.in_flight.values() if request.admitted_version <= version]
-            new = [request for request in admitted if request.number not in self._running]
+            allowed = [request for request in self.buffer.in_flight.values() if request.min_weight_version <= version]
+            new = [request for request in allowed if request.number not in self._running]
             for requests in self._sampler.split(new) if new else ():
                 running = self._engines.submit(self._sample(list(requests), self._num_restarts))
                 self._running |= dict.fromkeys((request.number for request in requests), running)
@@ -162,8 +174,8 @@ class RolloutPipeline:
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
         """Wait for the groups of a step. Returns None if more prompts may be drawn in place of rejected groups.
 
-        Raises NoEngineError if no engine is left (`send_requests` then sends the requests again), EngineError at the
-        deadline, and the errors of sampling and scoring.
+        Raises NoEngineError if no engine is left; the next call of `send_requests` then sends the requests again. Raises
+        EngineError at the deadline. Also raises the errors of sampling and scoring.
         """
         start, scoring_s = time.monotonic(), self._scoring_s
         with self._changed:
@@ -174,59 +186,62 @@ class RolloutPipeline:
                 if groups is not None:
                     self._cancel(groups.dropped)
                     break
-                if self.buffer.room():
+                if self.buffer.free_capacity():
                     break
-                left = start + timeout_s - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                remaining_s = start + timeout_s - time.monotonic()
+                if remaining_s <= 0 or not self._changed.wait(remaining_s):
                     raise deadline_error(timeout_s)
         self._waited_s += time.monotonic() - start
         self._waited_scoring_s += self._scoring_s - scoring_s
         return groups
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return the seconds that `wait_step` waited for engines, and for scoring, since the last call."""
-        scored = min(self._waited_scoring_s, self._waited_s)
-        waited, self._waited_s, self._waited_scoring_s = self._waited_s, 0.0, 0.0
-        return waited - scored, scored
+        """Return (seconds that `wait_step` waited for engines, seconds that it waited for scoring) since the last call."""
+        scoring_s = min(self._waited_scoring_s, self._waited_s)
+        waited_s, self._waited_s, self._waited_scoring_s = self._waited_s, 0.0, 0.0
+        return waited_s - scoring_s, scoring_s
 
-    def room(self) -> int:
+    def free_capacity(self) -> int:
         """Return the number of prompts that may be drawn now."""
         with self._changed:
-            return self.buffer.room()
+            return self.buffer.free_capacity()
 
-    def waiting(self) -> list[PromptRequest]:
+    def untrained_requests(self) -> list[PromptRequest]:
         """Return the prompt requests that no step has taken."""
         with self._changed:
-            return self.buffer.waiting
+            return self.buffer.untrained_requests
 
     def finished(self) -> dict[int, Group]:
-        """Return the kept groups that wait for a step, by number of their prompt request."""
+        """Return number of the prompt request -> group, for the groups that passed the rollout filter and wait for a step."""
         with self._changed:
             return self.buffer.finished
 
     def has_requests(self, numbers: Sequence[int], rows: Sequence[int]) -> bool:
-        """Return whether these prompt requests are waiting and have these rows. Requests not drawn yet are not compared."""
+        """Return whether the buffer holds prompt requests with these numbers and rows.
+
+        Numbers that were not drawn yet are ignored.
+        """
         with self._changed:
-            waiting = {request.number: request.row for request in self.buffer.waiting}
-            drawn = [pair for pair in zip(numbers, rows, strict=True) if pair[0] < self.buffer.drawn]
-            return all(waiting.get(number) == row for number, row in drawn)
+            row_of = {request.number: request.row for request in self.buffer.untrained_requests}
+            drawn = [pair for pair in zip(numbers, rows, strict=True) if pair[0] < self.buffer.num_drawn]
+            return all(row_of.get(number) == row for number, row in drawn)
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Cancel and remove prompt requests whose groups were trained or rejected already."""
+        """Cancel and remove these prompt requests, because the groups of their step were read from the rollout log."""
         with self._changed:
             self.buffer.remove(numbers)
             self._cancel(numbers)
 
-    def restart(self, drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
-        """Cancel everything, and start over before `step` with these prompt requests. `drawn`: prompts drawn so far."""
+    def restart(self, num_drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
+        """Cancel all running requests, and set the buffer to its state before `step` (see StalenessBuffer.restore)."""
         with self._changed:
             self._num_restarts += 1
             self._cancel(list(self._running))
             self._error = None
-            self.buffer.restore(drawn, requests, step)
+            self.buffer.restore(num_drawn, requests, step)
 
     def close(self) -> None:
-        """Cancel everything and end the scoring thread. The caller ends the engines."""
+        """Cancel all running requests and end the scoring thread. The engines go on; the caller must end them."""
         self.restart(0, [], 0)
         self._unscored.put(None)
 
@@ -234,9 +249,9 @@ class RolloutPipeline:
         """Sample the groups of one HTTP request, and pass them to the scoring thread."""
         try:
             groups = await self._sampler.sample(requests)
-            if self._scoring is None:
-                self._scoring = threading.Thread(target=self._score_all, name="scoring", daemon=True)
-                self._scoring.start()
+            if self._scoring_thread is None:
+                self._scoring_thread = threading.Thread(target=self._score_all, name="scoring", daemon=True)
+                self._scoring_thread.start()
             self._unscored.put((num_restarts, groups))
         except Exception as error:
             with self._changed:
@@ -246,20 +261,21 @@ class RolloutPipeline:
                     self._fail(error)
 
     def _take_unscored(self) -> list[tuple[int, list[UnscoredGroup]] | None]:
-        """Wait for unscored groups and take all that are in the queue. A None among them tells the thread to end."""
+        """Wait until the queue `_unscored` has an entry, and return all its entries."""
         found = [self._unscored.get()]
         while not self._unscored.empty():
             found.append(self._unscored.get())
         return found
 
     def _score_all(self) -> None:
+        """Score the sampled groups until `close` is called. This is the main function of the scoring thread."""
         while None not in (found := self._take_unscored()):
             num_restarts = self._num_restarts
             unscored = [group for entry in found if entry and entry[0] == num_restarts for group in entry[1]]
             start = time.perf_counter()
             try:
                 groups = self._score(unscored) if unscored else []
-                kept = [self._keep(group) for group in groups]
+                passed_filter = [self._passes_filter(group) for group in groups]
             except Exception as error:
                 with self._changed:
                     if num_restarts == self._num_restarts:
@@ -269,19 +285,19 @@ class RolloutPipeline:
                 if num_restarts != self._num_restarts:
                     continue
                 self._scoring_s += time.perf_counter() - start
-                for sampled, group, keep in zip(unscored, groups, kept, strict=True):
+                for sampled, group, passed in zip(unscored, groups, passed_filter, strict=True):
                     self._running.pop(sampled.request.number, None)
-                    self.buffer.finish(sampled.request.number, group, keep)
+                    self.buffer.finish(sampled.request.number, group, passed)
                 self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Make `wait_step` raise this error. Keep the first error; any error replaces a NoEngineError."""
+        """Make `wait_step` raise this error, unless an earlier error is stored. Any error replaces a stored NoEngineError."""
         if self._error is None or isinstance(self._error, NoEngineError):
             self._error = error
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests, unless other prompt requests share them."""
+        """Cancel the HTTP requests of these prompt requests. An HTTP request that also serves other prompt requests goes on."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

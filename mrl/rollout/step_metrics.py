@@ -1,4 +1,4 @@
-"""The groups of one step: the trained groups, the metrics of all groups, and the length bias of the trained groups."""
+"""The sampled groups of one step: which groups are trained, the metrics, and the bias towards short responses."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -10,32 +10,33 @@ from numpy.typing import NDArray
 from mrl.rewards.reward_types import Scores
 from mrl.rollout.trajectory import Group, ResponseUsage, StepGroups
 
-GroupFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether the group is trained
+RolloutFilter = Callable[[NDArray[np.float64]], bool]  # rewards [G] of a group -> whether the group is trained
 
 
 def score_failures(groups: Iterable[Group]) -> list[str | None]:
-    """Return the reason why each response could not be scored; None for a scored response."""
+    """Return, for each response, the reason why it could not be scored; None if it was scored."""
     return [sample.score.failure for group in groups for sample in group.samples]
 
 
 class UnscoredStepError(RuntimeError):
-    """No response of a step could be scored: the reward's service is down, or the reward is wrong."""
+    """No response of a step could be scored, because the service of the reward is down or the reward has a bug."""
 
 
 @dataclass
 class SampledStep:
-    """The groups of one step, and the rounds and seconds of their sampling."""
+    """The sampled groups of one step, how often prompts were drawn for the step, and how long the step waited."""
 
-    kept: list[Group] = field(default_factory=list)
-    filtered: list[Group] = field(default_factory=list)  # rejected by the group filter
-    rounds: int = 1  # how often prompts were drawn
-    engine_s: float = 0.0  # time that the step waited for engines
-    reward_s: float = 0.0  # time that the step waited for decoding and scoring, which run beside sampling
+    kept: list[Group] = field(default_factory=list)  # groups that passed the rollout filter
+    filtered: list[Group] = field(default_factory=list)  # groups that the rollout filter rejected
+    rounds: int = 1  # how often prompts were drawn: once for the step, and again after groups were rejected
+    engine_s: float = 0.0  # seconds that the step waited for engines
+    reward_s: float = 0.0  # seconds that the step waited for decoding and scoring, which mostly run during sampling
 
     def trained_groups(self, num_groups: int) -> list[Group]:
-        """Return the kept groups; if the filter rejected all, `num_groups` rejected groups, so that the step has metrics.
+        """Return the groups that the step trains: those that passed the rollout filter.
 
-        Raises UnscoredStepError if no response could be scored.
+        If the filter rejected all groups, returns `num_groups` rejected groups, so that the step has metrics. Raises
+        UnscoredStepError if no response could be scored.
         """
         self._check_scored()
         return self.kept or self.filtered[:num_groups]
@@ -45,12 +46,12 @@ class SampledStep:
         if reasons and None not in reasons:
             (reason, count), *_ = Counter(reasons).most_common(1)
             raise UnscoredStepError(
-                f"none of the step's {len(reasons)} responses could be scored, and rewards of zero teach nothing; {count} of "
-                f"them: {reason} Is the reward's service up, and does the reward work on a response to this data?"
+                f"none of the step's {len(reasons)} responses could be scored, so the step has nothing to train on; {count} of "
+                f"them: {reason} Check that the service of the reward runs, and that the reward accepts responses to this data."
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of all groups, including rejected groups: they describe the policy, not the selection."""
+        """Return the metrics of the step. They include rejected groups, so that they describe the policy and not the filter."""
         groups = [*self.kept, *self.filtered]
         samples = [sample for group in groups for sample in group.samples]
         usages = [sample.trajectory.usage for sample in samples]
@@ -64,7 +65,7 @@ class SampledStep:
 
 
 def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
-    """Return metrics of multi-turn responses; empty if there are none."""
+    """Return metrics of multi-turn responses. Returns an empty dict if there are no such responses."""
     if not usages:
         return {}
     calls, errors = sum(usage.tool_calls for usage in usages), sum(usage.tool_errors for usage in usages)
@@ -81,18 +82,22 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter trained responses are because steps train the groups that finish first.
 
-    The trained groups of the last steps are compared with equally many consecutive prompt requests, all of which were sampled.
-    The length of a dropped group is unknown. It counts as the longest mean length of its step, which is an underestimate.
+    It compares the trained groups of the last steps with the same number of prompt requests in the order of drawing. The length
+    of a dropped group is unknown. The longest mean length of a trained group in its step stands for it, which is an
+    underestimate.
     """
 
-    num_steps: int = 4  # steps in one comparison
-    _lengths: dict[int, float] = field(default_factory=dict)  # prompt request -> mean length of its sampled group
-    _trained: deque[list[float]] = field(default_factory=deque)  # mean lengths of the last steps' groups
+    num_steps: int = 4  # number of last steps that are compared
+    _lengths: dict[int, float] = field(default_factory=dict)  # number of a prompt request -> mean length of its group
+    _trained: deque[list[float]] = field(
+        default_factory=deque
+    )  # mean lengths of the groups that each last step trained
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
-        """Add a step; return `rollout/length_selected_ratio`: mean trained length over mean drawn length, 1 is unbiased.
+        """Add a step, and return the metric `rollout/length_selected_ratio`.
 
-        `finished`: sampled groups that wait in the buffer, by prompt request.
+        The metric is the mean length of trained responses, divided by the mean length of all drawn responses. Its value is 1 if
+        there is no bias. `finished`: number of the prompt request -> sampled group that waits in the staleness buffer.
         """
         trained = [_mean_length(group) for group in step.groups]
         self._lengths |= dict(zip(step.numbers, trained, strict=True))
@@ -105,7 +110,10 @@ class LengthBias:
         return {"rollout/length_selected_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
-        """Return the lengths of the last `count` requests before the first unsampled one; forget much older ones."""
+        """Return the lengths of the last `count` requests before the first request that is not sampled yet.
+
+        Deletes the lengths of requests that are more than `4 * count` older than that request.
+        """
         end = first = min(self._lengths, default=0)
         while end in self._lengths:
             end += 1

@@ -1,4 +1,4 @@
-"""Trajectories, samples and groups of one step, and their conversion to a token block and control columns."""
+"""Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the columns of the driver."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,34 +16,34 @@ from mrl.rollout.client import Completion
 
 @dataclass(frozen=True)
 class ResponseUsage:
-    """Turns, tool calls and request tokens of one multi-turn response."""
+    """Number of turns, tool calls and input tokens of one multi-turn response."""
 
-    turns: int  # assistant turns
+    turns: int  # number of assistant turns
     tool_calls: int
-    tool_errors: int  # calls that could not be parsed, failed or timed out
-    input_tokens: int  # sum over all requests, one per turn
-    cached_tokens: int  # input tokens found in the engine's prefix cache
+    tool_errors: int  # tool calls that could not be parsed, failed or timed out
+    input_tokens: int  # sum of the input tokens of all requests; each turn is one request
+    cached_tokens: int  # input tokens that the engine found in its prefix cache
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Everything that follows a prompt: the tokens that the policy sampled and, between its turns, the tools' results."""
+    """One response: all tokens after the prompt. The tools' results are between the turns that the policy sampled."""
 
     token_ids: list[int]
-    logprobs: list[float]  # the engine's log-probabilities of the sampled tokens
-    truncated: bool  # ended by the token limit or the turn limit
+    logprobs: list[float]  # log-probabilities of the sampled tokens, as the engine reports them
+    truncated: bool  # whether the token limit or the turn limit ended the response
     weight_version: int  # version of the weights that sampled the first token
-    sampled: list[bool] | None = None  # which tokens the policy sampled; None: all
-    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty for a single turn
-    turn_ends: tuple[int, ...] = ()  # index of each assistant turn's last token, counted in sampled tokens
-    routed_experts: NDArray[np.int16] | None = None  # see Completion
-    usage: ResponseUsage | None = None  # None for a single turn, and in replayed data
-    # (weight version, sampled tokens) in order; empty if `weight_version` sampled all tokens
+    sampled: list[bool] | None = None  # for each token, whether the policy sampled it; None: it sampled all tokens
+    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty if the response has a single turn
+    turn_ends: tuple[int, ...] = ()  # index in `logprobs` of the last token of each assistant turn
+    routed_experts: NDArray[np.int16] | None = None  # see Completion.routed_experts
+    usage: ResponseUsage | None = None  # None if the response has a single turn or is read from a recorded step
+    # (weight version, number of tokens that it sampled), in order; empty if `weight_version` sampled all tokens
     versions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_completion(cls, completion: Completion) -> "Trajectory":
-        """Make a single-turn trajectory. Raises RuntimeError if the completion is empty or was aborted."""
+        """Return a single-turn trajectory. Raises RuntimeError if the completion is empty or was aborted."""
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise RuntimeError(
                 f"an engine returned an empty or aborted response (finish reason {completion.finish_reason})."
@@ -64,14 +64,21 @@ class Trajectory:
 
     @property
     def spans(self) -> list[tuple[bool, list[int]]]:
-        """(sampled, token ids) of each assistant turn and of the text between two of them, in order."""
+        """(whether the policy sampled them, token ids) for each run of consecutive tokens.
+
+        A run is one assistant turn, or the tool results between two assistant turns.
+        """
         if self.sampled is None:
             return [(True, self.token_ids)]
         pairs = zip(self.sampled, self.token_ids, strict=True)
         return [(is_sampled, [token for _, token in part]) for is_sampled, part in groupby(pairs, key=itemgetter(0))]
 
     def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> tuple[Turn, ...]:
-        """Return the turns as text. Replayed data has only tokens; its tool turns include the chat template around results."""
+        """Return the messages of a multi-turn response; empty if the response has a single turn.
+
+        A response from a recorded step has no messages, so its tokens are decoded. The chat template's text around the tool
+        results is then part of these messages.
+        """
         if self.turns or self.sampled is None:
             return self.turns
         texts = decode([ids for _, ids in self.spans])
@@ -81,10 +88,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sample:
-    """One scored response to one row of the data set."""
+    """One scored response to the prompt in one row of the data set."""
 
     row: int
-    prompt: list[int]
+    prompt: list[int]  # token ids
     trajectory: Trajectory
     score: Score
 
@@ -94,37 +101,37 @@ class Group:
     """The G responses to one prompt."""
 
     samples: list[Sample]
-    greedy: Score | None = None  # score of the greedy response, if the advantage needs one
+    greedy: Score | None = None  # score of the greedy response; None if the advantage needs no greedy response
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """Rewards [G]."""
+        """Rewards of the responses, [G]."""
         return np.array([sample.score.value for sample in self.samples])
 
     @property
     def row(self) -> int:
-        """Row of the data set that the prompt comes from."""
+        """Row of the data set that holds the prompt."""
         return self.samples[0].row
 
 
 @dataclass(frozen=True)
 class StepGroups[T]:
-    """The groups that one step took from the staleness buffer. T is Group, except in simulations."""
+    """The groups that one step took from the staleness buffer. T is Group in runs and None in simulations."""
 
-    numbers: list[int]  # prompt requests of the trained groups, in the order of drawing
-    groups: list[T]
-    filtered_numbers: list[int]  # prompt requests of the groups that the group filter rejected
-    filtered: list[T]
-    dropped: list[int]  # prompt requests that were dropped because they would be too old for the next step
+    numbers: list[int]  # numbers of the prompt requests of `groups`, ascending
+    groups: list[T]  # the groups that the step trains
+    filtered_numbers: list[int]  # numbers of the prompt requests of `filtered`
+    filtered: list[T]  # the groups that the rollout filter rejected
+    dropped: list[int]  # numbers of the prompt requests that were dropped: they would be too old for the next step
 
     @property
     def all_numbers(self) -> list[int]:
-        """Prompt requests that left the buffer with this step."""
+        """Numbers of all prompt requests that this step removed from the staleness buffer."""
         return [*self.numbers, *self.filtered_numbers, *self.dropped]
 
 
 def to_block(groups: Sequence[Group]) -> TokenBlock:
-    """Lay out the tokens of all groups, group after group."""
+    """Return the tokens of all groups as one block, group after group."""
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [sample.trajectory for sample in samples]
     routing = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
@@ -143,7 +150,7 @@ def to_block(groups: Sequence[Group]) -> TokenBlock:
 def block_trajectories(
     block: TokenBlock, truncated: NDArray[np.bool_], versions: NDArray[np.int64]
 ) -> list[Trajectory]:
-    """Cut a token block back into trajectories, in the order of its sequences."""
+    """Return one trajectory for each sequence of a token block: the inverse of `to_block`. `truncated`, `versions`: [B]."""
     ends = np.cumsum(block.sampled_lengths)[:-1]
     spans = zip(block.cu_seqlens[:-1], block.prompt_lengths, block.cu_seqlens[1:], strict=True)
     trajectories = [
@@ -166,12 +173,12 @@ def block_trajectories(
 
 
 def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the index of each assistant turn's last token, counted in sampled tokens."""
+    """Return the index, among the sampled tokens, of the last token of each assistant turn."""
     return tuple(end - 1 for end in accumulate(len(ids) for is_sampled, ids in trajectory.spans if is_sampled))
 
 
 def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
-    """Return the columns [B] that the driver sees: rows of the data set, group numbers, truncated, weight_versions."""
+    """Return the columns [B] that the driver sees: `rows` of the data set, `groups`, `truncated`, `weight_versions`."""
     samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
     return dict(
         rows=np.array([sample.row for _, sample in samples]),
@@ -182,18 +189,21 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
 
 
 def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
-    """Return [M, 3]: (response, weight version, number of tokens) for each version that sampled tokens of a response."""
-    samples = [sample.trajectory for group in groups for sample in group.samples]
-    lines = [
-        (number, version, tokens)
-        for number, trajectory in enumerate(samples)
+    """Return the number of tokens of each response that each weight version sampled, in the order of sampling.
+
+    The result has one row (index of the response, weight version, number of tokens) per response and version.
+    """
+    trajectories = [sample.trajectory for group in groups for sample in group.samples]
+    spans = [
+        (index, version, tokens)
+        for index, trajectory in enumerate(trajectories)
         for version, tokens in trajectory.versions or [(trajectory.weight_version, trajectory.num_sampled)]
     ]
-    return np.array(lines, np.int64).reshape(-1, 3)
+    return np.array(spans, np.int64).reshape(-1, 3)
 
 
 def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
-    """Return rewards and lengths of all groups, in the order of `to_block`."""
+    """Return the rewards and lengths of all responses, in the order in which `to_block` lays out the responses."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
     greedy = [group.greedy.value for group in groups for _ in group.samples if group.greedy is not None]
@@ -211,7 +221,10 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
 
 
 def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-    """Return [R] each turn's reward at the turn's last token; None if no response has rewards per turn."""
+    """Return a reward for each sampled token, [R]. It is 0 except at the last token of a turn, which has the turn's reward.
+
+    A response without rewards per turn has its whole reward at its last token. Returns None if no response has rewards per turn.
+    """
     if not any(sample.score.turn_values for sample in samples):
         return None
     columns = []

@@ -103,7 +103,7 @@ def test_a_request_that_fails_on_every_engine_raises(serve):
     """Each engine fails only once, so all of them stay in service."""
     servers = [serve(statuses=(500,)) for _ in range(3)]
     message = (
-        r"a request failed 3 times \(fault_tolerance.max_response_attempts\); the last: "
+        r"a request failed 3 times \(fault_tolerance.max_response_attempts\); the last failure: "
         r".*answered 500.*rollout.engine_urls"
     )
     with engine_pool(*servers) as pool, pytest.raises(EngineError, match=message):

@@ -168,7 +168,7 @@ class Conversation:
                     results.append(await run_call(self.agent.tools, call, self.agent.tool_timeout_s))
             response.tool_calls += len(results)
             response.tool_errors += sum(result.failed for result in results)
-            result_ids = self._frame_results(completion, results)
+            result_ids = self._tokenize_results(completion, results)
             if len(result_ids) >= response.tokens_left:  # no tokens are left for another turn
                 return response.to_trajectory(completion, truncated=True)
             response.add_tool_results(results, result_ids)
@@ -179,7 +179,7 @@ class Conversation:
             return []
         return self.agent.parser(self.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False))
 
-    def _frame_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
+    def _tokenize_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
         """Return the token ids between this turn and the next: the results, with the chat template around them.
 
         They begin with the template's end of turn if the turn stopped at a token of the tool parser instead.

@@ -17,8 +17,8 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-_ROTATION_ATTRIBUTE = "_mrl_rotation"
-"""Attribute of a RotaryEmbedding that caches (its cos_sin_cache, the table that `_rotation` computed from it)."""
+_TABLE_ATTRIBUTE = "_mrl_rotation"
+"""Attribute of a RotaryEmbedding that caches (its cos_sin_cache, the table that `_rotation_table` computed from it)."""
 
 
 def rms_norm(
@@ -51,16 +51,16 @@ def rotary(
     plain = query.dtype == torch.float32 and self.is_neox_style and self.rotary_dim == self.head_size
     if not plain or offsets is not None or fused_set_kv_buffer_arg is not None:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
-    cos, sin = _rotation(self).index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = _rotation_table(self).index_select(0, positions.flatten()).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(query, cos, sin, self.head_size), _rotate(key, cos, sin, self.head_size)
 
 
-def _rotation(rope: RotaryEmbedding) -> Tensor:
+def _rotation_table(rope: RotaryEmbedding) -> Tensor:
     """Return [positions, 2 * D]: the cosines of both halves, then the sines; those of the first half are negated."""
-    cached = rope.__dict__.get(_ROTATION_ATTRIBUTE)
+    cached = rope.__dict__.get(_TABLE_ATTRIBUTE)
     if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
-        cached = rope.__dict__[_ROTATION_ATTRIBUTE] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
+        cached = rope.__dict__[_TABLE_ATTRIBUTE] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
     return cached[1]
 
 

@@ -92,17 +92,21 @@ def serve(fields: dict[str, Any]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    HookRegistry.register(f"{SERVER_ARGS}.PortArgs.init_new", note_shared_memory, HookType.AFTER)
+    HookRegistry.register(f"{SERVER_ARGS}.PortArgs.init_new", list_shared_memory_file, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
-    HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_listening, HookType.BEFORE)
+    HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_until_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
         import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported once, before the fork
         from mrl.rollout.cpu.sglang_platform import murmur_hash32
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
-        HookRegistry.register(f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_paused, HookType.AFTER)
-        HookRegistry.register(f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", keep_kernels, HookType.REPLACE)
-        HookRegistry.register("torch.get_device_module", cpu_module, HookType.REPLACE)
+        HookRegistry.register(
+            f"{SCHEDULER}._record_scheduler_state_for_paused_engine", sleep_while_paused, HookType.AFTER
+        )
+        HookRegistry.register(
+            f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, HookType.REPLACE
+        )
+        HookRegistry.register("torch.get_device_module", get_cpu_module, HookType.REPLACE)
         HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
         for child in ("run_scheduler_process", "run_detokenizer_process"):
             HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
@@ -127,11 +131,11 @@ def reset_signals(*_: object) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def keep_kernels(*_: object) -> None:
+def skip_batch_invariant_kernels(*_: object) -> None:
     """Replace SGLang's switch to batch-invariant kernels, which need Triton. On a CPU, `deterministic` only seeds sampling."""
 
 
-def cpu_module(*_: object) -> Any:
+def get_cpu_module(*_: object) -> Any:
     """Replace torch.get_device_module, which returns torch.cuda even without a GPU.
 
     A scheduler that releases its memory calls `synchronize()` of the returned module; that of torch.cuda raises without a GPU.
@@ -141,12 +145,12 @@ def cpu_module(*_: object) -> Any:
     return torch.cpu
 
 
-def sleep_paused(result: None, scheduler: Any) -> None:
+def sleep_while_paused(result: None, scheduler: Any) -> None:
     """Hook in the loop of a paused scheduler: wait for a request. SGLang would busy-wait on a core that weight sync needs."""
     scheduler.maybe_sleep_on_idle()
 
 
-def wait_listening(server_args: Any) -> None:
+def wait_until_listening(server_args: Any) -> None:
     """Hook before SGLang sends a request to its own HTTP server: wait until the socket listens, because there was no warm-up."""
     deadline = time.monotonic() + LISTEN_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -155,7 +159,7 @@ def wait_listening(server_args: Any) -> None:
         time.sleep(0.05)
 
 
-def note_shared_memory(ports: Any, *_: object, **__: object) -> None:
+def list_shared_memory_file(ports: Any, *_: object, **__: object) -> None:
     """Hook after SGLang chose its ports: tell the supervisor which file in /dev/shm to remove if the scheduler is killed."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
