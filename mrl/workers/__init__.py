@@ -1,1 +1,1 @@
-"""Trainer ranks: Megatron processes, one per GPU."""
+"""Trainer ranks: the Megatron processes that train a model, one on each GPU."""

@@ -1,4 +1,4 @@
-"""The actor on one trainer rank: a language model trained with a policy loss, or with cross-entropy."""
+"""The actor on one trainer rank: a language model that is trained with a policy loss or with cross-entropy."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from parallel.megatron_layers import gather_sequence
 
 
 class MegatronActor(MegatronModel):
-    """One rank's part of the policy; the reference and the teacher are actors too."""
+    """One rank's part of the policy, or of the teacher, which is not trained."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="vocabulary")
@@ -33,10 +33,11 @@ class MegatronActor(MegatronModel):
         lrs: Sequence[float],
         temperature: float = 1.0,
     ) -> list[UpdateReport]:
-        """Run one optimizer step per mini-batch on this replica's rows; gradients are summed over replicas.
+        """Run one optimizer step for each mini-batch, on this replica's rows. Gradients are summed over replicas.
 
-        Log-probabilities are those of logits / temperature. Without a column old_logprobs, the current log-probabilities are used
-        instead, which is correct if there is one optimizer step per rollout. Raises NonFiniteGradientError.
+        Log-probabilities are computed from logits / temperature. If the block has no column old_logprobs, the current
+        log-probabilities take its place. This is correct if a rollout has only one optimizer step. Raises NonFiniteGradientError
+        if a gradient is not finite.
         """
         head = partial(self.head, temperature=temperature, entropy_gradient=loss.uses_entropy)
         reports = []
@@ -50,11 +51,11 @@ class MegatronActor(MegatronModel):
         return reports
 
     def compute_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
-        """Return log-probabilities [R] of the sampled tokens of each micro-batch; empty except on the last pipeline stage."""
+        """Return for each micro-batch the log-probabilities [R] of its sampled tokens. Only the last pipeline stage has them."""
         return self.compute_column(block, batch, partial(self.head, temperature=temperature))
 
     def compute_reference_logprobs(self, block: TokenBlock, batch: RankBatch, temperature: float = 1.0) -> list[Tensor]:
-        """Return log-probabilities [R] under the reference policy's weights, as `compute_logprobs`."""
+        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
         with self.reference_weights():
             return self.compute_logprobs(block, batch, temperature)
 
@@ -67,7 +68,7 @@ class MegatronActor(MegatronModel):
         temperature: float,
         entropy_gradient: bool = False,
     ) -> Tensor:
-        """Return [2, local R]: log-probabilities of the sampled tokens, and the entropies of their distributions."""
+        """Return [2, local R]: log-probability of each sampled token, and entropy of the distribution at its position."""
         selected = gather_sequence(hidden, self.spec.dims.sequence_parallel).index_select(0, micro.predictor_index)
         weight = output_layer.get_parameter("weight") if output_weight is None else output_weight
         logprobs, entropies = linear_logprobs(
@@ -84,7 +85,7 @@ class MegatronActor(MegatronModel):
 
 
 def policy_loss(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss and its statistics; `output` [2, local R] comes from MegatronActor.head."""
+    """Return the micro-batch's part of the loss, and its statistics. `output` [2, local R] comes from MegatronActor.head."""
     logprobs, entropy = output
     inputs = LossInputs(
         logprobs,

@@ -1,4 +1,4 @@
-"""The critic on one trainer rank: a model that predicts the return from each token. Its layout may differ from the actor's."""
+"""The critic on one trainer rank: a value model, which is trained to predict returns."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from parallel.megatron_layers import gather_sequence
 
 
 class MegatronCritic(MegatronModel):
-    """One rank's part of the value function: a decoder whose head predicts one number per token."""
+    """One rank's part of the critic: a decoder whose head predicts one number per token."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec, head="value")
@@ -24,9 +24,9 @@ class MegatronCritic(MegatronModel):
     def update(
         self, block: TokenBlock, batches: Sequence[RankBatch], loss: ValueLoss, lrs: Sequence[float]
     ) -> list[UpdateReport]:
-        """Run one optimizer step per mini-batch on this replica's rows, with the column `returns` as the target.
+        """Run one optimizer step for each mini-batch, on this replica's rows. The target is the column `returns`.
 
-        Raises NonFiniteGradientError.
+        Raises NonFiniteGradientError if a gradient is not finite.
         """
         reports = []
         for number, (batch, lr) in enumerate(zip(batches, lrs, strict=True)):
@@ -39,19 +39,19 @@ class MegatronCritic(MegatronModel):
         return reports
 
     def compute_values(self, block: TokenBlock, batch: RankBatch) -> list[Tensor]:
-        """Return values [R] before each sampled token of each micro-batch; empty except on the last pipeline stage."""
+        """Return for each micro-batch the value before each sampled token: [R]. Only the last pipeline stage returns them."""
         return self.compute_column(block, batch, self.head)
 
     def head(
         self, hidden: Tensor, output_layer: torch.nn.Module, output_weight: Tensor | None, micro: MicroBatch
     ) -> Tensor:
-        """Return [1, local R] values from hidden states [L, H]."""
+        """Return the values [1, local R] that follow from hidden states [L, H]."""
         gathered = gather_sequence(hidden, self.spec.dims.sequence_parallel, replicated=True)
         return output_layer(gathered.index_select(0, micro.predictor_index))[None]
 
 
 def value_loss(output: Tensor, micro: MicroBatch, loss: ValueLoss) -> tuple[Tensor, MicroBatchStatistics]:
-    """Return the micro-batch's part of the loss and its statistics; `output` [1, local R] comes from MegatronCritic.head."""
+    """Return the micro-batch's part of the loss, and its statistics. `output` [1, local R] comes from MegatronCritic.head."""
     values, returns = output[0], micro.columns["returns"]
     weights = micro.weights.to(values.dtype)
     total = (loss(values, returns, micro.columns.get("values", values.detach())) * weights).sum()

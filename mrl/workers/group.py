@@ -1,4 +1,4 @@
-"""Worker group: all trainer ranks of one model. Partitions a batch, calls every rank, and combines the reports."""
+"""Worker group: all trainer ranks of one model. It partitions batches, calls every rank, and combines the reports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +18,9 @@ from mrl.workers.worker import TrainWorker, must_be_loaded_first
 from parallel.dims import ParallelDims
 
 RANK_TIMEOUT_MARGIN_S = 60.0
-"""Ranks wait this much longer for each other than the driver waits for a call, so that its hang report sees them waiting."""
+"""Seconds by which ranks wait longer for each other than the driver waits for a call.
+
+When the driver makes its hang report, the ranks are therefore still waiting."""
 
 
 def _do_nothing(role: str) -> None:
@@ -26,10 +28,10 @@ def _do_nothing(role: str) -> None:
 
 
 class WorkerGroup:
-    """`dims.world_size` Ray actors. Every call has a deadline of `timeout_s` seconds.
+    """The `dims.world_size` Ray actors of a model. Every call has a deadline of `timeout_s` seconds.
 
-    Any call raises StalledError when its deadline passes, RankLostError when a rank has died (see mrl.hang_report), and the error
-    that a rank raised.
+    A call raises StalledError if its deadline passes, and RankLostError if a rank has died (see mrl.hang_report). If a rank
+    raises an error, the call raises the same error.
     """
 
     def __init__(
@@ -41,11 +43,11 @@ class WorkerGroup:
         model: str = "",
         before_device_use: Callable[[str], object] = _do_nothing,
     ) -> None:
-        """Ask Ray for the processes; return at once.
+        """Ask Ray for the processes, without waiting for them.
 
-        `options` returns the Ray actor options of every rank; it is called again at every restart. `model` is empty for the
-        actor. Each rank logs to `run_dir`/logs/, ranks of another model to a subfolder with the model's name. `before_device_use`
-        is called with the role (model name, or "actor") before each call that needs the model on its device.
+        `options` returns the Ray actor options of every rank. It is called again at every restart. `model` is the name of the
+        model, and is empty for the actor. Each rank logs to the folder `run_dir`/logs/`model`. `before_device_use` is called
+        with the role before each call that needs the model on its device. The role is "actor" or the name of the model.
         """
         self.dims, self.timeout_s, self.before_device_use = dims, timeout_s, before_device_use
         self.role = model or "actor"
@@ -60,22 +62,22 @@ class WorkerGroup:
     # Life cycle.
 
     def create_workers(self) -> list[Any]:
-        """Ask Ray for the actor of every rank; tests may return other objects whose methods have a `remote`."""
+        """Ask Ray for the actor of every rank. Tests override this to return other objects."""
         remote = ray.remote(TrainWorker)
         return [
             remote.options(**options).remote(rank, *self._actor_args) for rank, options in enumerate(self._options())
         ]
 
     def start(self, spec: ModelSpec, seed: int, timeout_s: float, critic: bool = False) -> None:
-        """Start building the model on every rank; `wait_ready` waits for it."""
+        """Start to build the model on every rank. `wait_ready` waits until it is built."""
         rank_timeout_s = max(timeout_s, self.timeout_s) + RANK_TIMEOUT_MARGIN_S
-        address = self.workers[0].rendezvous_address.remote()  # a future; Ray passes its value to setup()
+        address = self.workers[0].rendezvous_address.remote()  # a future, whose value Ray passes to setup()
         self._ready = [w.setup.remote(spec, seed, address, rank_timeout_s, critic) for w in self.workers]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every rank has built its model; raises the first rank's error, or StalledError.
+        """Wait until every rank has built its part of the model.
 
-        Raises StartError if a rank cannot build the model of its spec.
+        Raises StartError if Megatron refuses the model or the layout.
         """
         try:
             self._waiter.get(self._ready, timeout_s, f"the start of {self._description}", starting=True)
@@ -85,7 +87,7 @@ class WorkerGroup:
             raise
 
     def restart(self) -> None:
-        """Kill every process and ask Ray for new ones; `start` comes next."""
+        """Kill every process and ask Ray for new ones. Call `start` afterwards."""
         for worker in self.workers:
             ray.kill(worker)
         self._unregister()
@@ -100,15 +102,15 @@ class WorkerGroup:
         return True
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let every process close, then kill it."""
-        with suppress(ray.exceptions.RayError, TimeoutError):  # a rank that is stuck or dead is killed below
+        """Ask every process to close, then kill all processes."""
+        with suppress(ray.exceptions.RayError, TimeoutError):  # a rank that hangs is killed below
             ray.get([w.close.remote() for w in self.workers], timeout=timeout_s)
         for worker in self.workers:
             ray.kill(worker)
         self._unregister()
 
     def _unregister(self) -> None:
-        """Remove ranks that were ended on purpose, or that an earlier start left in this folder, from hang reports."""
+        """Remove ranks from hang reports that have been ended on purpose, or that an earlier run of this folder has left."""
         unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
 
     # Calls.
@@ -116,9 +118,9 @@ class WorkerGroup:
     def call[W: TrainWorker, **P, R](
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call a method of TrainWorker on every rank with the same arguments; return the results by rank.
+        """Call a method of TrainWorker on every rank with the same arguments, and return the results by rank.
 
-        Handles among the arguments reach the method as the objects that they refer to.
+        If an argument is a handle, the method receives the object to which the handle refers.
         """
         return self._call_ranks(method, args, kwargs)
 
@@ -136,10 +138,10 @@ class WorkerGroup:
         workers: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on these ranks (default: all) and wait; return the results by rank.
+        """Call a method on `workers` (default: all ranks), wait, and return the results by rank.
 
-        Batches go in as a handle of one list with those of all replicas: they share columns [B], so together they are little
-        larger than one.
+        Every rank receives the batches of all replicas, as one list behind a handle. The batches share their columns [B], so
+        the list is little larger than one batch.
         """
         name = method.__name__
         if must_be_loaded_first(method):
@@ -156,15 +158,15 @@ class WorkerGroup:
     # Training.
 
     def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows; return handles of the replicas' parts."""
+        """Compute log-probabilities [R] of all rows. Returns one handle for each replica, to its part of the column."""
         return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] under the reference policy's weights; return handles of the replicas' parts."""
+        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
         return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
-        """Compute a critic's values [R] of all rows; return handles of the replicas' parts."""
+        """Compute values [R] of all rows. Returns one handle for each replica, to its part of the column."""
         return self._compute(TrainWorker.compute_values, batch, packing, {})
 
     def _compute(
@@ -184,10 +186,10 @@ class WorkerGroup:
         max_response_tokens: int | None = None,
         **options: Any,
     ) -> list[UpdateReport]:
-        """Run one optimizer step per mini-batch, each partitioned over replicas and micro-batches.
+        """Run one optimizer step for each mini-batch in `steps`, partitioned over replicas and micro-batches.
 
-        All `steps` are rows of the same block, with the same columns. `max_response_tokens`: see `partition_step`. `options`:
-        loss and temperature.
+        All mini-batches have rows of the same block, and the same columns. `max_response_tokens`: see `partition_step`.
+        `options` are further arguments of the model's own `update`: loss and temperature.
         """
         partitions = [partition_step(step, self.dims, packing, aggregation, max_response_tokens) for step in steps]
         by_replica = list(zip(*(partition.rank_batches for partition in partitions), strict=True))
@@ -199,8 +201,8 @@ class WorkerGroup:
     def _combine(self, reports: Sequence[UpdateReport], partition: StepPartition) -> UpdateReport:
         """Combine the reports of all ranks on one optimizer step.
 
-        Sums are taken over one tensor-parallel rank per group, because all ranks of a group know the same loss. Only ranks of the
-        last pipeline stage report sums.
+        Only ranks of the last pipeline stage report sums. All ranks of a tensor-parallel group report the same sums, so those of
+        one rank are added up.
         """
         sums: dict[str, list[float]] = {}
         maxima: dict[str, list[float]] = {}
@@ -218,11 +220,11 @@ class WorkerGroup:
     # Parity checks.
 
     def trace_step(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
-        """Trace one optimizer step, with one batch per replica; `options`: loss, lr, temperature, folder."""
+        """Trace one optimizer step, with one batch for each replica. `options`: loss, lr, temperature, folder."""
         return StepTrace.merge(self._call_ranks(TrainWorker.trace_step, (block, ray.put(list(rank_batches))), options))
 
     def trace_layers(self, block: TokenBlock, rank_batches: Sequence[RankBatch], **options: Any) -> StepTrace:
-        """Trace a step up to its gradients, layer by layer; `options`: loss, temperature, folder."""
+        """Trace a step up to its gradients, layer by layer. `options`: loss, temperature, folder."""
         return StepTrace.merge(
             self._call_ranks(TrainWorker.trace_layers, (block, ray.put(list(rank_batches))), options)
         )
@@ -230,7 +232,7 @@ class WorkerGroup:
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], *, temperature: float
     ) -> dict[int, Any]:
-        """Return row -> [R of the row] log-probabilities or values under the current weights."""
+        """Return row -> log-probabilities or values of its sampled tokens, under the current weights."""
         options = dict(temperature=temperature)
         parts = self._call_ranks(TrainWorker.forward_outputs, (block, ray.put(list(rank_batches))), options)
         return {row: column for part in parts for row, column in part.items()}
@@ -238,7 +240,7 @@ class WorkerGroup:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, except that of the weights if `keep_weights`.
+        """Release device memory, except that of the weights if `keep_weights` is true.
 
         Returns the largest number of bytes that a rank still occupies.
         """
@@ -248,10 +250,10 @@ class WorkerGroup:
         """Load the whole model to its devices again, unchanged."""
         self.call(TrainWorker.load_to_device)
 
-    # Checkpoints; see mrl.checkpoint.saver. Ranks watch the deadline of a checkpoint themselves.
+    # Checkpoints, see mrl.checkpoint.saver. Each rank itself checks the deadline of a checkpoint.
 
     def begin_save(self, folder: str, asynchronous: bool, timeout_s: float) -> None:
-        """Take a snapshot of the model's state and start writing it."""
+        """Take a snapshot of the model's state and start to write it into `folder`."""
         deadline_s = timeout_s + RANK_TIMEOUT_MARGIN_S
         self._call_ranks(TrainWorker.begin_save, (folder, asynchronous), {}, timeout_s=deadline_s)
 
@@ -260,9 +262,9 @@ class WorkerGroup:
         return all(self.call(TrainWorker.save_finished))
 
     def finish_save(self, timeout_s: float) -> None:
-        """Wait until every rank has written its part; raises the error of a rank that failed."""
+        """Wait until every rank has written its part. Raises the error of a rank that failed."""
         self._call_ranks(TrainWorker.finish_save, (timeout_s,), {}, timeout_s=timeout_s + RANK_TIMEOUT_MARGIN_S)
 
     def abandon_save(self) -> None:
-        """Stop the current save, if any."""
+        """Stop writing the current checkpoint. Does nothing if none is being written."""
         self.call(TrainWorker.abandon_save)

@@ -1,6 +1,6 @@
 """One trainer rank's part of a Megatron model: forward and backward passes, optimizer, offload, weight export, checkpoints.
 
-MegatronActor and MegatronCritic add the head and the loss.
+MegatronActor and MegatronCritic derive from it, and add the head and the loss.
 """
 
 import math
@@ -38,7 +38,7 @@ from parallel.packing import pack
 from parallel.schedule import LossFunction, OutputHead, run_forward_backward
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
-FP8_MULTIPLE = 16  # fp8 matrix products need a multiple of this many tokens
+FP8_MULTIPLE = 16  # in fp8, the number of tokens must be a multiple of this
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class MicroBatchStatistics:
     """Scalars that a loss reports about one micro-batch, by name."""
 
     sums: dict[str, Tensor]  # summed over micro-batches, ranks and replicas
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # the largest value over micro-batches and ranks is kept
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # reduced to the maximum over micro-batches and ranks
 
 
 def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[str, float]) -> UpdateReport:
-    """Combine the statistics of all micro-batches of an optimizer step; `maxima`: further statistics of the whole step."""
+    """Combine the statistics of all micro-batches of an optimizer step. `maxima` are further statistics of this step."""
     sums: dict[str, float] = {}
     for micro in statistics:
         for name, value in micro.sums.items():
@@ -62,7 +62,7 @@ def reduce_statistics(statistics: Sequence[MicroBatchStatistics], maxima: dict[s
 
 
 class MegatronModel:
-    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before building a model."""
+    """Base class of actor and critic. Initialise torch.distributed and parallel.groups before you create an object."""
 
     def __init__(self, spec: ModelSpec, head: HeadKind) -> None:
         self.spec = spec
@@ -75,7 +75,7 @@ class MegatronModel:
         self.bridge.load(HFWeights(spec.model_path))
         if spec.optimizer is None:
             for chunk in chunks:
-                chunk.requires_grad_(False)  # saves the gradient buffers
+                chunk.requires_grad_(False)  # then Megatron allocates no gradient buffers
         self.chunks = wrap_ddp(chunks)
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(self.chunks, spec.optimizer)
@@ -95,14 +95,15 @@ class MegatronModel:
     # Forward and backward passes.
 
     def micro_batches(self, block: TokenBlock, batch: RankBatch) -> list[MicroBatch]:
-        """Build this rank's part of each micro-batch of the replica's rows."""
+        """Build this rank's part of each micro-batch in `batch`."""
         reduce = partial(all_reduce_sum, group=groups.cp_group())
         return [MicroBatch.build(block, rows, batch, self._pack, reduce) for rows in batch.micro_batches]
 
     def compute_column(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
-        """Run a forward pass without gradients; return the first row [R] of the head's output for each micro-batch.
+        """Run a forward pass without gradients. Returns row 0 of the head's output for each micro-batch: [R].
 
-        The parts [local R] of the context-parallel ranks are combined. Empty except on the last pipeline stage.
+        This row joins the parts [local R] of all context-parallel ranks. Only the last pipeline stage returns columns; the
+        other stages return an empty list.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -122,9 +123,9 @@ class MegatronModel:
         return columns
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
-        """Join the columns [R] of all micro-batches, on one rank of the replica; return None on its other ranks.
+        """Join the columns [R] of all micro-batches. Only one rank of the replica returns them, the other ranks None.
 
-        That rank is on the last pipeline stage and has tensor-parallel rank 0 and context-parallel rank 0.
+        This rank is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
         """
         if not (groups.tp_group().rank() == 0 and groups.cp_group().rank() == 0 and groups.is_last_stage()):
             return None
@@ -140,9 +141,9 @@ class MegatronModel:
         batch: RankBatch,
         all_reduce: bool = False,
     ) -> list[MicroBatchStatistics]:
-        """Clear the gradients, and accumulate those of the summed losses of all micro-batches.
+        """Clear the gradients. Then run all micro-batches, and accumulate the gradients of their losses.
 
-        `all_reduce`: leave the complete gradients on every replica, so that they can be exported.
+        If `all_reduce` is true, every replica has the complete gradients afterwards, so that they can be exported.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -158,9 +159,10 @@ class MegatronModel:
         )
 
     def optimizer_step(self, lr: float, mini_batch: int = 0) -> float:
-        """Apply the accumulated gradients; return their norm before clipping.
+        """Apply the accumulated gradients, and return their norm before clipping.
 
-        Raises NonFiniteGradientError with the number `mini_batch` on every rank; the weights are then unchanged.
+        If the norm is not finite, all ranks raise NonFiniteGradientError, which contains the number `mini_batch`. The weights
+        are then unchanged.
         """
         set_learning_rate(self.optimizer, lr)
         # Without a loss scale, Megatron 0.19 does not check the gradients before the step: a NaN would reach every weight.
@@ -173,31 +175,31 @@ class MegatronModel:
         return float(norm)
 
     def reset_optimizer(self, settings: OptimConfig) -> None:
-        """Replace the optimizer by a new one for the current weights (between the supervised stage and RL)."""
+        """Replace the optimizer by a new one for the current weights. Used between the warm start and RL."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
     # Memory.
 
     def offload(self, keep_weights: bool) -> int:
-        """Release device memory, but keep the weights on the device if `keep_weights`; all ranks call this.
+        """Release device memory, except that of the weights if `keep_weights` is true. All ranks call this.
 
         Returns the bytes that this process still occupies on the device.
         """
         return self.offloader.move_to(OffloadLevel.WEIGHTS_LOADED if keep_weights else OffloadLevel.FULLY_OFFLOADED)
 
     def load_to_device(self) -> None:
-        """Load everything to the device again, bit-exact except for the gradients; all ranks call this."""
+        """Load the whole model to the device again. Only the gradients are lost. All ranks call this."""
         self.offloader.move_to(OffloadLevel.FULLY_LOADED)
 
     # Reference policy.
 
     def copy_weights_to_reference(self) -> None:
-        """Copy the current weights to the host as the reference policy's weights."""
+        """Copy the current weights to the host. The copy becomes the reference policy."""
         self._reference = [tensor.to("cpu", copy=True) for tensor in self._weights()]
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Use the reference policy's weights in the context; the current weights are restored bit-exact."""
+        """Context in which the model has the weights of the reference policy. Afterwards it has its own weights again."""
         assert self._reference is not None, "copy_weights_to_reference() comes first"
         self._swap_weights(self._reference)
         try:
@@ -218,14 +220,17 @@ class MegatronModel:
     # Export and weight sync.
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of the current weights.
+        """Yield the current weights as pairs (name of the Hugging Face tensor, whole tensor).
 
-        All ranks for which `participates_in_export` is true must iterate to the end.
+        All ranks with `participates_in_export` must iterate to the end.
         """
         return self.bridge.export()
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole gradient) after `accumulate_gradients(all_reduce=True)`; iterate as in `export`."""
+        """Yield the gradients as pairs (name of the Hugging Face tensor, whole gradient).
+
+        Call `accumulate_gradients(all_reduce=True)` before. All ranks with `participates_in_export` must iterate to the end.
+        """
         return self.bridge.export(_gradient, torch.float32)
 
     @property
@@ -234,28 +239,28 @@ class MegatronModel:
         return self.bridge.participates_in_export(torch.distributed.get_rank())
 
     def consume_on_rank_0[T](self, consume: Callable[[NamedTensors], T]) -> T | None:
-        """Gather all whole tensors and call `consume` with them on rank 0; all ranks call this.
+        """Gather all tensors, and call `consume` with them on rank 0. All ranks call this.
 
-        Returns the result of `consume` on rank 0, None elsewhere.
+        Rank 0 returns the result of `consume`, the other ranks None.
         """
         tensors = self.export() if self.participates_in_export else iter(())
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
-            # The other ranks iterate over all tensors. So does rank 0, even after a failure: the others wait in the gathers.
+            # All ranks iterate to the end, rank 0 even after an error, because the other ranks wait for it in each gather.
             for _ in tensors:
                 pass
 
     def export_hf(self, folder: str | Path, notes: dict[str, str]) -> None:
-        """Write a Hugging Face folder with the current weights, the tokenizer, and `notes` (file name -> text)."""
+        """Write a Hugging Face folder with the current weights and the tokenizer. `notes` are further files: name -> text."""
         self.consume_on_rank_0(lambda tensors: self.write_hf(tensors, folder, notes))
 
     def write_hf(self, tensors: NamedTensors, folder: str | Path, notes: dict[str, str] | None = None) -> None:
-        """Write whole tensors as a Hugging Face folder, with the other files of the folder that the model was loaded from."""
+        """Write a Hugging Face folder with these tensors, and with the other files of the folder that the model came from."""
         write_export(tensors, self.spec.model_path, folder, notes or {}, self.spec.family)
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> LiveSync | DiskSync:
-        """Open a weight sync session with these engines; all ranks call this."""
+        """Open a weight sync session with these engines. All ranks call this."""
         layout_of = partial(EngineLayout.of, self.bridge.family, self.bridge.arch)
         if settings.transport == Transport.disk:
             return DiskSync(urls, Path(folder), self, layout_of, settings.timeout_s)
@@ -266,61 +271,64 @@ class MegatronModel:
     def save(self, folder: str | Path) -> None:
         """Write a Megatron distributed checkpoint: weights, optimizer state and random number generators.
 
-        A model of any layout can load it. `folder` gets its name only when it is complete.
+        A model of any layout can load the checkpoint. The folder has another name until the checkpoint is complete.
         """
         checkpoint.save(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def load(self, folder: str | Path) -> bool:
-        """Load a checkpoint that any layout wrote; return whether the random number generators were restored, too.
+        """Load a checkpoint that was written under any layout. Returns whether random number generators were restored, too.
 
-        The generators are restored only under the layout that saved them. Raises ValueError, before any weight changes, if
-        `folder` is not a complete checkpoint of such a model.
+        The generators are restored only if this layout wrote the checkpoint. Raises ValueError if `folder` is not a complete
+        checkpoint of such a model. No weight has changed then.
         """
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
     def begin_save(self, folder: str | Path, asynchronous: bool) -> None:
-        """Start writing a checkpoint into `folder`; training may continue. There is at most one save at a time.
+        """Start to write a checkpoint into `folder`. Call `finish_save` before the next one.
 
-        Raises CheckpointSaveError on all ranks.
+        If `asynchronous` is true, training may continue during the write. If a rank fails, all ranks raise CheckpointSaveError.
         """
         assert self._save is None, "finish_save() comes first"
         self._save = checkpoint.begin_save(folder, self.chunks, self.optimizer, self.spec.dims, asynchronous)
 
     def save_finished(self) -> bool:
-        """Return whether this rank's part has been written or has failed; asks no other rank."""
+        """Return whether this rank has written its part, or has failed to. This does not wait for other ranks."""
         return self._save is None or self._save.is_written()
 
     def finish_save(self, timeout_s: float) -> None:
-        """Wait until every rank has written its part; the folder is then complete and on the disk.
+        """Wait until every rank has written its part. The folder is then a complete checkpoint on the disk.
 
-        Raises CheckpointSaveError on all ranks, with folder and cause; the folder is then not a checkpoint.
+        If a rank fails, all ranks raise CheckpointSaveError with folder and cause. The folder is then not a checkpoint.
         """
         assert self._save is not None, "begin_save() comes first"
         save, self._save = self._save, None
         save.finish(timeout_s)
 
     def abandon_save(self) -> None:
-        """Stop the current save, if any; its folder stays incomplete."""
+        """Stop writing the current checkpoint, and leave its folder incomplete. Does nothing if none is being written."""
         if self._save is not None:
             self._save.abandon()
         self._save = None
 
     def save_reference(self, folder: str | Path) -> None:
-        """Write the reference policy's weights; `folder` gets its name when it is complete. All ranks call this."""
+        """Write the reference policy's weights to `folder`, which has another name until it is complete. All ranks call this."""
         with self.reference_weights():
             checkpoint.save_weights(folder, self.chunks)
 
     def load_reference(self, folder: str | Path) -> None:
-        """Load the reference policy's weights from `folder`, which any layout may have written. All ranks call this."""
+        """Load the reference policy's weights, which may have been written under any layout. All ranks call this."""
         self.copy_weights_to_reference()
         with self.reference_weights():
             checkpoint.load_weights(folder, self.chunks)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Load only the weights of a checkpoint that any layout wrote; the optimizer's master weights are set to them."""
+        """Load only the weights of a checkpoint, which may have been written under any layout.
+
+        The optimizer's master weights become equal to them.
+        """
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.reload_model_params()
 
 
 def _gradient(param: Tensor) -> Tensor:
-    return param.main_grad  # type: ignore[missing-attribute]  # Megatron's buffers add it
+    return param.main_grad  # type: ignore[missing-attribute]  # Megatron adds this attribute

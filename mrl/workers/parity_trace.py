@@ -1,4 +1,4 @@
-"""Traces of one optimizer step on a trainer rank, for parity checks and replays."""
+"""Traces one optimizer step on a trainer rank, for parity checks and replays. A trace records the numbers of the step."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -37,10 +37,10 @@ def trace_step(
     lr: float,
     temperature: float,
 ) -> StepTrace:
-    """Record log-probabilities or values, then run and record one optimizer step; all ranks call this.
+    """Trace the outputs (log-probabilities or values) and one optimizer step. All ranks call this.
 
-    A critic needs no loss. The block should have a column old_logprobs: without it the ratio is 1, and the loss does not depend
-    on the model's outputs.
+    `loss` is None for a critic. The block should have a column old_logprobs. Without this column the probability ratio is
+    always 1, and the loss would be the same for all outputs.
     """
     outputs = forward_outputs(model, block, batch, temperature)
     total = _accumulate(model, block, batch, loss, temperature)
@@ -55,9 +55,9 @@ def trace_step(
 def trace_layers(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
 ) -> StepTrace:
-    """Record everything that precedes the optimizer step, and the hidden states between layers; all ranks call this.
+    """Trace everything before the optimizer step, and the hidden states between layers. All ranks call this.
 
-    Continues if numbers are not finite. The gradient norm is that of the complete gradients, on rank 0.
+    Numbers that are not finite raise no error. The gradient norm is computed on rank 0, from the complete gradients.
     """
     with ActivationHooks(model.chunks, model.spec.dims.sequence_parallel) as hooks:
         outputs = forward_outputs(model, block, batch, temperature)
@@ -70,7 +70,7 @@ def trace_layers(
 def forward_outputs(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, temperature: float
 ) -> dict[int, NDArray]:
-    """Return row -> log-probabilities or values on one rank of the replica, an empty dict on the others."""
+    """Return row -> log-probabilities or values. Only one rank of the replica returns them, the others an empty dict."""
     if isinstance(model, MegatronCritic):
         columns = model.compute_values(block, batch)
     else:
@@ -82,9 +82,9 @@ def forward_outputs(
 def _accumulate(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
 ) -> float:
-    """Accumulate complete gradients on every replica.
+    """Accumulate the complete gradients on every replica, and return the loss of the replica's micro-batches.
 
-    Returns the loss of this rank's micro-batches, on one tensor-parallel rank of the last stage; 0 on the others.
+    Only one tensor-parallel rank of the last pipeline stage returns the loss; the other ranks return 0.
     """
     if isinstance(model, MegatronCritic):
         head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
@@ -99,7 +99,7 @@ def _accumulate(
 
 
 def _gather(model: MegatronModel, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, NDArray]:
-    """Gather all tensors on rank 0; returns an empty dict on the other ranks."""
+    """Return all tensors on rank 0, and an empty dict on the other ranks."""
     if not model.participates_in_export:
         return {}
     gathered = {}
@@ -110,21 +110,23 @@ def _gather(model: MegatronModel, tensors: Iterable[tuple[str, Tensor]]) -> dict
 
 
 class ActivationHooks:
-    """Forward hooks that sketch the hidden states of this rank's layers while the context is open.
+    """Context with forward hooks that sketch the hidden states after each of this rank's layers.
 
-    Between layers, hidden states are complete in H under every layout. Turn off activation recomputation: a recomputed
-    state could not be assigned to its tokens.
+    Between layers, a rank has all H elements of a hidden state under every layout. Turn off activation recomputation, because a
+    recomputed state could not be assigned to its tokens.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], sequence_parallel: bool) -> None:
-        """`sequence_parallel`: each tensor-parallel rank has a part of the tokens; otherwise all have the same tokens."""
+        """`sequence_parallel`: each tensor-parallel rank has other tokens. Without it, all of them have the same tokens."""
         self._models: list[Any] = [chunk.module for chunk in chunks]
         self._num_parts = groups.tp_group().size() if sequence_parallel else 1
         self._part = groups.tp_group().rank() if sequence_parallel else 0
         self._is_duplicate = not sequence_parallel and groups.tp_group().rank() > 0
         self._hooks: list[Any] = []
         self._sketches: list[ActivationSketch] = []
-        self._tokens = np.empty(0, np.int64)  # [local L] indices in the block of the current micro-batch; -1: padding
+        self._tokens = np.empty(
+            0, np.int64
+        )  # [local L] index in the block of each token of the micro-batch; -1: padding
 
     def __enter__(self) -> "ActivationHooks":
         for model in self._models:
@@ -142,7 +144,7 @@ class ActivationHooks:
             hook.remove()
 
     def sketches(self) -> tuple[ActivationSketch, ...]:
-        """Return one sketch for each depth on this rank; empty if another rank has the same states."""
+        """Return one sketch for each depth on this rank. The result is empty if another rank sketches the same states."""
         return merge_sketches(self._sketches)
 
     def _add_hook(self, module: torch.nn.Module, depth: int) -> None:
@@ -151,7 +153,7 @@ class ActivationHooks:
 
     def _begin_micro_batch(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         micro: MicroBatch = kwargs["output_processor_context"]
-        self._tokens = np.split(micro.origin, self._num_parts)[self._part]
+        self._tokens = np.split(micro.block_index, self._num_parts)[self._part]
 
     def _sketch_output(self, depth: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -165,8 +167,8 @@ class ActivationHooks:
 
 @torch.no_grad()
 def sketch(hidden: Tensor) -> Tensor:
-    """Return [n, 1 + K] float32 sketches of hidden states [n, H]."""
+    """Return the sketches, float32 [n, 1 + K], of hidden states [n, H]. The first column is the norm."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(hidden.size(1), NUM_PROJECTIONS, generator=generator, dtype=torch.float64).to(hidden.device)
-    wide = hidden.double()  # so that round-off of the sketch itself is negligible
+    wide = hidden.double()  # float64, so that the round-off of the sketch is negligible
     return torch.cat([wide.norm(dim=1, keepdim=True), wide @ vectors], dim=1).float()

@@ -1,8 +1,9 @@
-"""Traces of one optimizer step, and their comparison between layouts; for `mrl certify`, `mrl replay` and the parity tests.
+"""Traces of one optimizer step, and the comparison of traces under two layouts.
 
-An activation sketch represents the hidden state of a token. It consists of the state's norm and its products with K random
-vectors, which are the same everywhere. For the difference d of two states, the mean square of the products is about |d|^2
-(Johnson and Lindenstrauss 1984). So sketches show the distance of two states, with K + 1 numbers instead of H.
+`mrl certify`, `mrl replay` and the parity tests use them. A trace contains activation sketches. A sketch represents the hidden
+state of one token by K + 1 numbers instead of H: the norm of the state, and its products with K random vectors. These vectors
+are the same for all tokens, ranks and layouts. For the difference d of two hidden states, the mean square of the K products is
+about |d|^2 (Johnson and Lindenstrauss 1984). So the distance of two hidden states can be computed from their sketches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +20,13 @@ from mrl.core.types import TokenBlock
 Tensors = Mapping[str, NDArray]
 
 NUM_PROJECTIONS = 8  # K
-EMBEDDING, FINAL_NORM = 0, 10**6  # depths; a layer's depth is its number, from 1
+EMBEDDING, FINAL_NORM = 0, 10**6  # depths of these modules; the depth of layer n is n, counted from 1
 OUTPUTS = "log-probabilities or values"
 OUTPUTS_AFTER_STEP = "the same after the step"
 
 
 class TensorFile(Mapping):
-    """Tensors of a safetensors file by name, read one at a time."""
+    """Name -> tensor of a safetensors file. Each access reads one tensor from the file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -45,20 +46,20 @@ class TensorFile(Mapping):
 
 @dataclass(frozen=True)
 class ActivationSketch:
-    """Sketches of the hidden states of n tokens at one depth of the model."""
+    """Sketches of the hidden states of n tokens at one depth of the model, see the docstring of the module."""
 
-    depth: int
-    tokens: NDArray[np.int64]  # [n] indices in the block
-    values: NDArray[np.float32]  # [n, 1 + K] norm, products
+    depth: int  # EMBEDDING, number of a layer, or FINAL_NORM
+    tokens: NDArray[np.int64]  # [n] index of each token in the block
+    values: NDArray[np.float32]  # [n, 1 + K] column 0: norm; columns 1 to K: products
 
     @property
     def name(self) -> str:
-        """The part of the model that computed the states; layers are counted from 0, as in Hugging Face names."""
+        """Name of the module that computed the hidden states. Layers are counted from 0, as in Hugging Face names."""
         return {EMBEDDING: "embedding", FINAL_NORM: "final norm"}.get(self.depth, f"layer {self.depth - 1}")
 
 
 def merge_sketches(sketches: Iterable[ActivationSketch]) -> tuple[ActivationSketch, ...]:
-    """Merge all sketches of a depth into one; return them in the order of the forward pass."""
+    """Merge all sketches of each depth into one. Returns one sketch for each depth, in the order of the forward pass."""
     by_depth: dict[int, list[ActivationSketch]] = {}
     for sketch in sketches:
         by_depth.setdefault(sketch.depth, []).append(sketch)
@@ -70,28 +71,33 @@ def merge_sketches(sketches: Iterable[ActivationSketch]) -> tuple[ActivationSket
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Trace of a step on one rank; `StepTrace.merge` merges the traces of all ranks."""
+    """Trace of one optimizer step on one rank. `StepTrace.merge` merges the traces of all ranks."""
 
     loss: float = 0.0
     grad_norm: float = 0.0
-    # Row of the block -> [R of the row] log-probabilities or values
+    # Row of the block -> log-probabilities or values of its sampled tokens.
     outputs: dict[int, NDArray] = field(default_factory=dict)
-    gradients: Tensors = field(default_factory=dict)  # by Hugging Face name, on rank 0
-    weights: Tensors = field(default_factory=dict)  # after the step, on rank 0
-    updates: Tensors = field(default_factory=dict)  # change of the weights in the step, on rank 0
-    after: dict[int, NDArray] = field(default_factory=dict)  # outputs under the updated weights, from every replica
-    sketches: tuple[ActivationSketch, ...] = ()  # of the hidden states on this rank
+    # Only rank 0 has gradients, weights and updates: name of a Hugging Face tensor -> array.
+    gradients: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)  # weights after the step
+    updates: Tensors = field(default_factory=dict)  # weights after the step minus weights before it
+    outputs_after_step: dict[int, NDArray] = field(default_factory=dict)  # as `outputs`, under the new weights
+    sketches: tuple[ActivationSketch, ...] = ()  # sketches of the hidden states on this rank
 
     @classmethod
     def merge(cls, traces: Sequence["StepTrace"]) -> "StepTrace":
-        """Merge the traces of all ranks, rank 0's first, into the trace of the whole step."""
-        outputs, after = ({k: v for t in traces for k, v in getattr(t, name).items()} for name in ("outputs", "after"))
+        """Merge the traces of all ranks into the trace of the whole step. The first trace is that of rank 0."""
+        outputs = {row: values for trace in traces for row, values in trace.outputs.items()}
+        outputs_after_step = {row: values for trace in traces for row, values in trace.outputs_after_step.items()}
         sketches = merge_sketches(sketch for trace in traces for sketch in trace.sketches)
         loss = sum(trace.loss for trace in traces)
-        return replace(traces[0], loss=loss, outputs=outputs, after=after, sketches=sketches)
+        return replace(traces[0], loss=loss, outputs=outputs, outputs_after_step=outputs_after_step, sketches=sketches)
 
-    def stored(self, folder: str | Path) -> "StepTrace":
-        """Write rank 0's tensors to files in `folder`; return the trace with readers of those files, for another process."""
+    def store(self, folder: str | Path) -> "StepTrace":
+        """Write the tensors to files in `folder`, and return the trace with a TensorFile in place of each dict of tensors.
+
+        The returned trace is small, so it can be sent to another process.
+        """
         tensors = [name for name in ("gradients", "weights", "updates") if getattr(self, name)]
         files = {}
         for name in tensors:
@@ -104,35 +110,36 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences that a layout may have from one process."""
+    """Largest differences that a step under a layout may have from the same step in one process."""
 
-    outputs: float  # largest absolute difference, in nats
-    numbers: float  # relative difference of loss and gradient norm
-    gradients: float  # relative to the largest element of each tensor
-    weights: float  # relative to the largest element of each tensor
-    updates: float  # as weights; large, because Adam normalises gradients and thereby amplifies their round-off
-    layers: float  # distance of a token's hidden states, relative to their norm
+    outputs: float  # absolute difference of log-probabilities (in nats) or values
+    scalars: float  # relative difference of the loss, and of the gradient norm
+    gradients: float  # difference of two elements, relative to the largest element of the tensor
+    weights: float  # difference of two elements, relative to the largest element of the tensor
+    updates: float  # as `weights`, but larger: Adam normalises gradients and thereby amplifies their round-off
+    layers: float  # distance of two hidden states of a token, relative to their norm
 
 
 TOLERANCES = {
     "float32": Tolerances(1e-5, 2e-5, 2e-5, 2e-5, 5e-2, 1e-5),
-    # Round-off of 2**-8 propagates through every layer, and sometimes sends a token to another expert. bfloat16 and float32 in
-    # one process differ by about as much.
+    # A relative round-off of 2**-8 propagates through all layers, and sometimes routes a token to another expert. A step in
+    # bfloat16 and the same step in float32, both in one process, differ by about as much.
     "bfloat16": Tolerances(0.3, 0.1, 0.4, 2e-3, float("inf"), 0.1),
 }
 
 
 @dataclass(frozen=True)
 class ParityDifference:
-    """One line of a parity report: the difference of two traces in one quantity."""
+    """Difference of two traces in one quantity, such as one tensor. It is one line of a parity report."""
 
-    name: str
-    absolute: float  # largest difference of two elements
-    relative: float  # the same, divided by the largest element of the reference
-    tolerance: float  # of `absolute` for log-probabilities and values, of `relative` for everything else
+    name: str  # name of the quantity
+    absolute: float  # largest absolute difference of two elements
+    relative: float  # `absolute`, divided by the largest element of the reference
+    tolerance: float  # limit of `absolute` for log-probabilities and values, limit of `relative` for everything else
 
     @property
     def within(self) -> bool:
+        """Whether the difference is within its tolerance."""
         is_output = self.name in (OUTPUTS, OUTPUTS_AFTER_STEP)
         return (self.absolute if is_output else self.relative) <= self.tolerance
 
@@ -140,21 +147,26 @@ class ParityDifference:
 def compare_traces(
     reference: StepTrace, other: StepTrace, tolerances: Tolerances = TOLERANCES["float32"]
 ) -> list[ParityDifference]:
-    """Compare whole steps, in the order of computation. The difference of a missing row or tensor is infinite."""
+    """Compare whole steps, in the order of computation. If only one trace has a row or tensor, the difference is infinite."""
     return [
         *compare_gradients(reference, other, tolerances),
         *_compare_tensors("weight", reference.weights, other.weights, tolerances.weights),
         *_compare_tensors("update", reference.updates, other.updates, tolerances.updates),
-        _difference(OUTPUTS_AFTER_STEP, _flat(reference.after), _flat(other.after), 5 * tolerances.outputs),
+        _difference(
+            OUTPUTS_AFTER_STEP,
+            _flat(reference.outputs_after_step),
+            _flat(other.outputs_after_step),
+            5 * tolerances.outputs,
+        ),
     ]
 
 
 def compare_gradients(reference: StepTrace, other: StepTrace, tolerances: Tolerances) -> list[ParityDifference]:
-    """Compare everything that precedes the optimizer step, as `compare_traces`."""
+    """Compare everything that precedes the optimizer step, in the same way as `compare_traces`."""
     return [
         _difference(OUTPUTS, _flat(reference.outputs), _flat(other.outputs), tolerances.outputs),
-        _difference("loss", np.array([reference.loss]), np.array([other.loss]), tolerances.numbers),
-        _difference("gradient norm", np.array([reference.grad_norm]), np.array([other.grad_norm]), tolerances.numbers),
+        _difference("loss", np.array([reference.loss]), np.array([other.loss]), tolerances.scalars),
+        _difference("gradient norm", np.array([reference.grad_norm]), np.array([other.grad_norm]), tolerances.scalars),
         *_compare_tensors("gradient", reference.gradients, other.gradients, tolerances.gradients),
     ]
 
@@ -179,31 +191,33 @@ def _difference(name: str, reference: NDArray, other: NDArray, tolerance: float)
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """Difference of two layouts in the hidden states at one depth, or in the outputs."""
+    """Difference of two layouts in the hidden states at one depth, or in the log-probabilities of the tokens."""
 
-    name: str
-    largest: (
-        float  # largest distance of a token's states, relative to the reference's norm; of log-probabilities: in nats
-    )
-    token: int  # index in the block of the token with this distance; -1: none
+    name: str  # name of the module, or of the output
+    # Largest difference of a token. For hidden states: their distance divided by the norm of the reference's state. For
+    # log-probabilities: the absolute difference in nats.
+    largest: float
+    token: int  # index in the block of the token with the largest difference; -1: no token was compared
     compared: int  # number of tokens that both layouts computed
-    nonfinite: int  # first token that is not finite under the examined layout; -1: none
-    reference_nonfinite: int  # the same under the reference
-    tolerance: float
+    nonfinite: int  # first token whose numbers are not finite under the examined layout; -1: all are finite
+    reference_nonfinite: int  # first token whose numbers are not finite under the reference layout; -1: all are finite
+    tolerance: float  # limit of `largest`
 
     @property
     def within(self) -> bool:
+        """Whether the difference is within its tolerance."""
         return self.largest <= self.tolerance
 
     @property
     def finite(self) -> bool:
+        """Whether all numbers are finite under both layouts."""
         return self.nonfinite < 0 and self.reference_nonfinite < 0
 
 
 def compare_sketches(
     reference: Sequence[ActivationSketch], other: Sequence[ActivationSketch], tolerance: float
 ) -> list[LayerDifference]:
-    """Compare the sketches at each depth that either side has; the difference is infinite if one side lacks the depth."""
+    """Compare the sketches of two layouts at each depth. If only one layout has a depth, the difference is infinite."""
     no_tokens = np.empty(0, np.int64), np.empty((0, 1 + NUM_PROJECTIONS), np.float32)
     by_depth = [{sketch.depth: sketch for sketch in side} for side in (reference, other)]
     differences = []
@@ -225,7 +239,7 @@ def _compare_sketch(reference: ActivationSketch, other: ActivationSketch, tolera
 def layer_difference(
     name: str, tokens: NDArray, differences: NDArray, nonfinite: tuple[int, int], tolerance: float
 ) -> LayerDifference:
-    """Summarise `differences` [n] of `tokens` [n]. The largest is infinite if there are none, or if one is NaN."""
+    """Summarise the differences [n] of `tokens` [n]. The largest is infinite if n is 0 or a difference is not finite."""
     sizes = np.where(np.isfinite(differences), differences, np.inf)
     index = int(sizes.argmax()) if len(sizes) else -1
     largest, token = (float(sizes[index]), int(tokens[index])) if len(sizes) else (float("inf"), -1)
@@ -233,12 +247,12 @@ def layer_difference(
 
 
 def first_nonfinite(tokens: NDArray, values: NDArray) -> int:
-    """Return the first token with a value that is not finite, -1 if there is none; `values` [n, ...]."""
+    """Return the first of `tokens` [n] with a value that is not finite in `values` [n, ...]; -1 if there is none."""
     wrong = tokens[~np.isfinite(values.reshape(len(tokens), -1)).all(axis=1)] if len(tokens) else tokens
     return int(wrong.min()) if len(wrong) else -1
 
 
 def row_and_position(block: TokenBlock, token: int) -> tuple[int, int]:
-    """Return (row, position in the row) of a token of the block."""
+    """Return (row of the block, position in this row) of the token with index `token` in the block."""
     row = int(np.searchsorted(block.cu_seqlens, token, side="right")) - 1
     return row, token - int(block.cu_seqlens[row])

@@ -1,4 +1,4 @@
-"""Ray actor of one trainer rank: starts the process, and passes token blocks from the object store to the model."""
+"""Ray actor of one trainer rank. It passes token blocks from Ray's object store to the rank's part of the model."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OffloadLevel, OptimConfig
 
 DUMPED_BATCH, DUMPED_WEIGHTS = "batch.npz", "weights"
-"""Parts of a step dump that trainer ranks write: a file, and a Hugging Face folder."""
+"""What trainer ranks write into a step dump: the name of a file, and the name of a Hugging Face folder."""
 
 
 class _HasModel(Protocol):
@@ -33,9 +33,9 @@ def requires_on_device[W: _HasModel, **P, R](
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Declare how much of the model a worker method needs on its device.
 
-    The driver loads the model before it calls such a method (WorkerGroup.call). `loaded_by_scheduler`: the driver does not,
-    because the memory scheduler has already arranged the memory of trainer and engines. The method raises RuntimeError if the
-    model is offloaded, because it would compute on released memory.
+    Before a call of such a method, the driver loads the model (WorkerGroup.call). If `loaded_by_scheduler` is true, the driver
+    does not, because the memory scheduler has already loaded what the method needs. If the model is offloaded, the method raises
+    RuntimeError, because it would compute on released memory.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -57,7 +57,7 @@ def requires_on_device[W: _HasModel, **P, R](
 
 
 def required_level(method: Callable) -> OffloadLevel:
-    """Return the level that `requires_on_device` declared for a worker method; fully offloaded for an undecorated method."""
+    """Return the level that `requires_on_device` declared for a worker method, or FULLY_OFFLOADED if it declared none."""
     return getattr(method, "required_level", OffloadLevel.FULLY_OFFLOADED)
 
 
@@ -69,17 +69,20 @@ def must_be_loaded_first(method: Callable) -> bool:
 class TrainWorker:
     """Ray actor of one trainer rank. WorkerGroup calls each method on all ranks of the layout at once.
 
-    `rank_batches` holds one batch for each data-parallel replica; a rank takes the batch of its own replica.
+    `rank_batches` has one batch for each data-parallel replica. Each rank takes the batch of its own replica.
     """
 
     def __init__(self, rank: int, dims: ParallelDims, run_dir: str, model: str = "") -> None:
-        """Start the heavy imports; does not wait for other ranks. `model`: name of a model other than the actor."""
+        """Import torch and set up logging, without waiting for other ranks.
+
+        `model` is the name of the rank's model, such as "critic". It is empty for the actor.
+        """
         logging.basicConfig(
             filename=Path(run_dir) / "logs" / model / f"trainer_{rank}.log",
             level=logging.INFO,
             format="%(asctime)s %(name)s %(message)s",
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs a line for every request
         self.rank, self.dims = rank, dims
         self._sync: Any = None
         self.model: Any = None
@@ -92,7 +95,7 @@ class TrainWorker:
         device.set_threads()
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Return this node's address and a port that is free now; rank 0 will listen there for the other ranks."""
+        """Return the address of this node and a port that is free now. Rank 0 will wait there for the other ranks."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -111,7 +114,10 @@ class TrainWorker:
         self.model = MegatronCritic(spec) if critic else MegatronActor(spec)
 
     def load_supervised_dataset(self, path: str, tokenizer: str, max_tokens: int, chat: ChatTemplate) -> dict[str, Any]:
-        """Tokenise a supervised data set into the object store; return its handle and [rows] lengths."""
+        """Tokenise a supervised data set into Ray's object store.
+
+        Returns the handle of the token block, and three arrays [rows]: `lengths`, `response_lengths` and `sampled_lengths`.
+        """
         from mrl.data.supervised_dataset import SftDataset  # imports the tokenizer library
 
         data = SftDataset.load(path, tokenizer, max_tokens, chat)
@@ -122,10 +128,10 @@ class TrainWorker:
     # Memory.
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Release device memory, but keep the weights if `keep_weights`; return the bytes that are still occupied.
+        """Release device memory, except that of the weights if `keep_weights` is true. Returns the bytes still occupied.
 
-        Until `load_to_device()`, methods that need the released memory raise RuntimeError. An asynchronous checkpoint that is
-        being written is not affected.
+        Until `load_to_device()`, methods that need the released memory raise RuntimeError. A checkpoint that is being written
+        asynchronously is not affected.
         """
         with track_activity("offloading the model"):
             return self.model.offload(keep_weights)
@@ -144,32 +150,32 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def copy_weights_to_reference(self) -> None:
-        """Copy the current weights to the host as the reference policy's."""
+        """Copy the current weights to the host. The copy becomes the reference policy."""
         self.model.copy_weights_to_reference()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
-        """Compute this replica's log-probabilities [R]; return a handle on one rank of the replica, None on the others."""
+        """Compute log-probabilities [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
         with track_activity("computing log-probabilities"):
-            batch = self._own(rank_batches)
+            batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_logprobs(block, batch, temperature), batch)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_reference_logprobs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> Handle | None:
-        """Compute log-probabilities [R] under the reference policy's weights, as `compute_logprobs`."""
+        """Do the same as `compute_logprobs`, under the weights of the reference policy."""
         with track_activity("computing reference log-probabilities"):
-            batch = self._own(rank_batches)
+            batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_reference_logprobs(block, batch, temperature), batch)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def compute_values(self, block: TokenBlock, rank_batches: Sequence[RankBatch]) -> Handle | None:
-        """Compute a critic's values [R], as `compute_logprobs`."""
+        """Compute values [R] of this replica's rows. One rank of the replica returns a handle, the others None."""
         with track_activity("computing values"):
-            batch = self._own(rank_batches)
+            batch = self._own_batch(rank_batches)
             return self._put_column(self.model.compute_values(block, batch), batch)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
@@ -180,12 +186,13 @@ class TrainWorker:
         columns: Mapping[str, Column] | None = None,
         **options: Any,
     ) -> list[UpdateReport]:
-        """Run one optimizer step on this replica's rows of each mini-batch. Ray has resolved the handles of block and columns.
+        """Run one optimizer step for each mini-batch, on this replica's rows.
 
-        `options`: further arguments of the model's own `update`.
+        `rank_batches` has one list of batches for each replica, with one batch for each mini-batch. `options` are further
+        arguments of the model's own `update`.
         """
         with track_activity("updating the weights"):
-            return self.model.update(block.with_columns(**columns or {}), self._own(rank_batches), **options)
+            return self.model.update(block.with_columns(**columns or {}), self._own_batch(rank_batches), **options)
 
     # Parity checks and step dumps.
 
@@ -199,32 +206,35 @@ class TrainWorker:
         temperature: float,
         folder: str,
     ) -> Any:
-        """Trace one optimizer step for a parity check, with the tensors in `folder`; `loss` is None for a critic."""
+        """Trace one optimizer step for a parity check, and store its tensors in `folder`. `loss` is None for a critic."""
         from mrl.workers.parity_trace import trace_step
 
-        return trace_step(self.model, block, self._own(rank_batches), loss, lr, temperature).stored(folder)
+        return trace_step(self.model, block, self._own_batch(rank_batches), loss, lr, temperature).store(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def trace_layers(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], loss: Loss | None, temperature: float, folder: str
     ) -> Any:
-        """Trace a step up to its gradients, layer by layer, with the tensors in `folder`."""
+        """Trace a step up to its gradients, layer by layer, and store its tensors in `folder`."""
         from mrl.workers.parity_trace import trace_layers
 
-        return trace_layers(self.model, block, self._own(rank_batches), loss, temperature).stored(folder)
+        return trace_layers(self.model, block, self._own_batch(rank_batches), loss, temperature).store(folder)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def forward_outputs(
         self, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
     ) -> dict[int, Any]:
-        """Return row -> log-probabilities or values on one rank of the replica, an empty dict on the others."""
+        """Return row -> log-probabilities or values. Only one rank of the replica returns them, the others an empty dict."""
         from mrl.workers.parity_trace import forward_outputs
 
-        return forward_outputs(self.model, block, self._own(rank_batches), temperature)
+        return forward_outputs(self.model, block, self._own_batch(rank_batches), temperature)
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def dump_step(self, block: TokenBlock, columns: Mapping[str, Column] | None, folder: str, weights: bool) -> None:
-        """Write this rank's part of a step dump: RNG states, on rank 0 the batch, and the current weights if `weights`."""
+        """Write this rank's part of a step dump: the states of its random number generators (RNG).
+
+        Rank 0 also writes the batch. If `weights` is true, all ranks together export the current weights.
+        """
         from parallel import checkpoint  # imports Megatron
 
         path = Path(folder)
@@ -233,15 +243,15 @@ class TrainWorker:
             (path / checkpoint.rng_file_name(self.rank)).write_bytes(checkpoint.rng_snapshot(self.dims))
             if self.rank == 0:
                 block.with_columns(**columns or {}).save(path / DUMPED_BATCH)
-        finally:  # also on a rank that failed to write: the other ranks wait for it in the gathers of the export
+        finally:  # also after an error on this rank, because the other ranks wait for it in the export
             if weights:
                 self.model.export_hf(path / DUMPED_WEIGHTS, {})
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load_step_dump(self, folder: str, weights_folder: str | None) -> bool:
-        """Restore the RNG states of a step dump, and the weights of the checkpoint in `weights_folder` if it is given.
+        """Load a step dump: its RNG states, and the weights of the checkpoint in `weights_folder` if it is given.
 
-        Returns whether the RNG states were restored. Under another layout they are not usable and stay unchanged.
+        Returns whether the RNG states were restored. They are not restored if the dump was written under another layout.
         """
         from parallel import checkpoint  # imports Megatron
 
@@ -255,11 +265,12 @@ class TrainWorker:
     # Weight sync and export.
 
     def connect_engines(self, urls: list[str], settings: WeightSyncConfig, folder: str) -> dict[str, str]:
-        """Open a weight sync session with these engines in place of the last one.
+        """Close the last weight sync session, and open one with these engines.
 
-        `folder`: where the disk transport writes. Returns the engines that failed, URL -> reason; then no session is open.
+        `folder` is the folder into which the disk transport writes. Returns URL -> reason for each engine that failed. If one
+        has failed, no session is open.
         """
-        from mrl.weight_sync.engine_control import WeightSyncError  # not needed by the driver
+        from mrl.weight_sync.engine_control import WeightSyncError  # imported here because the driver does not need it
 
         if self._sync is not None:
             self._sync.close()
@@ -275,7 +286,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED, loaded_by_scheduler=True)
     def push_weights(self, version: int, engines_offloaded: bool = False) -> SyncReport:
-        """Push the current weights to the engines as `version`; return what this rank sent.
+        """Push the current weights to the engines as `version`, and report what this rank sent.
 
         `engines_offloaded`: the engines had released their weights. They stay paused, because they have no KV cache yet.
         """
@@ -284,28 +295,28 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
     def export_hf(self, folder: str, notes: dict[str, str] | None = None) -> None:
-        """Write the current weights as a Hugging Face folder, with `notes` (file name -> text)."""
+        """Write the current weights as a Hugging Face folder. `notes` are further files: name -> text."""
         self.model.export_hf(folder, notes or {})
 
     # Checkpoints.
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def save(self, folder: str) -> None:
-        """Write a distributed checkpoint; the folder gets its name when it is complete."""
+        """Write a distributed checkpoint. The folder has another name until the checkpoint is complete."""
         self.model.save(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint; return whether RNG states were restored, too (only under the same layout)."""
+        """Load a distributed checkpoint. Returns whether RNG states were restored, too; another layout cannot restore them."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def begin_save(self, folder: str, asynchronous: bool) -> None:
-        """Start writing a distributed checkpoint into `folder`; `finish_save` completes it."""
+        """Start to write a distributed checkpoint into `folder`. `finish_save` completes it."""
         self.model.begin_save(folder, asynchronous)
 
     def save_finished(self) -> bool:
-        """Return whether this rank's part has been written or has failed."""
+        """Return whether this rank has written its part of the checkpoint, or has failed to."""
         return self.model.save_finished()
 
     def finish_save(self, timeout_s: float) -> None:
@@ -313,7 +324,7 @@ class TrainWorker:
         self.model.finish_save(timeout_s)
 
     def abandon_save(self) -> None:
-        """Stop the save that `begin_save` started, if any."""
+        """Stop writing the checkpoint that `begin_save` started. Does nothing if there is none."""
         self.model.abandon_save()
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
@@ -329,7 +340,7 @@ class TrainWorker:
     # The process.
 
     def cpu_seconds(self) -> float:
-        """Return the user and system CPU seconds of this process; for benchmarks."""
+        """Return the CPU seconds that this process has used, in user and system mode. Benchmarks report them."""
         times = os.times()
         return times.user + times.system
 
@@ -345,7 +356,7 @@ class TrainWorker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _own[T](self, rank_batches: Sequence[T]) -> T:
+    def _own_batch[T](self, rank_batches: Sequence[T]) -> T:
         """Return the batch of this rank's replica."""
         return rank_batches[self.dims.coords(self.rank).dp]
 

@@ -106,7 +106,7 @@ def check(expected, found, dtype: str = "float32") -> None:
 
     assert len(found.outputs) == len(expected.outputs) > 0
     assert len(found.gradients) == len(expected.gradients) > 0
-    assert len(found.updates) == len(found.weights) > 0 and len(found.after) == len(found.outputs)
+    assert len(found.updates) == len(found.weights) > 0 and len(found.outputs_after_step) == len(found.outputs)
     zero = [name for name, gradient in expected.gradients.items() if not gradient.any()]
     assert not zero, f"a gradient of zero proves nothing: {zero[:5]}"
     wrong = [d for d in compare_traces(expected, found, TOLERANCES[dtype]) if not d.within]

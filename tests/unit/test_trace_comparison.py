@@ -30,7 +30,7 @@ REFERENCE = StepTrace(
     gradients={"a.0.w": np.array([[0.1, -0.4]]), "a.1.w": np.array([0.0, 0.2])},
     weights={"a.0.w": np.array([[1.0, 2.0]]), "a.1.w": np.array([3.0, 4.0])},
     updates={"a.0.w": np.array([[1e-4, 1e-4]]), "a.1.w": np.array([1e-4, -1e-4])},
-    after={0: np.array([-1.1, -2.1]), 3: np.array([-0.6])},
+    outputs_after_step={0: np.array([-1.1, -2.1]), 3: np.array([-0.6])},
 )
 
 
@@ -57,7 +57,7 @@ def test_equal_traces_do_not_differ():
         (dict(gradients={**REFERENCE.gradients, "b.w": np.array([1.0])}), "gradient b.w"),
         (dict(weights={"a.0.w": np.array([[1.0, 2.0]]), "a.1.w": np.array([3.0])}), "weight a.1.w"),
         (dict(updates={"a.0.w": np.zeros((1, 2)), "a.1.w": np.array([1e-4, -1e-4])}), "update a.0.w"),
-        (dict(after={0: np.array([-1.1, -2.1]), 3: np.array([-0.7])}), OUTPUTS_AFTER_STEP),
+        (dict(outputs_after_step={0: np.array([-1.1, -2.1]), 3: np.array([-0.7])}), OUTPUTS_AFTER_STEP),
     ],
 )
 def test_the_first_difference_in_order_of_computation_is_named(change, name):
@@ -73,9 +73,9 @@ def test_differences_within_the_tolerance_are_accepted():
 
 
 def test_stored_tensors_equal_the_originals(tmp_path):
-    stored = REFERENCE.stored(tmp_path)
+    stored = REFERENCE.store(tmp_path)
     assert isinstance(stored.gradients, TensorFile) and set(stored.weights) == {"a.0.w", "a.1.w"}
-    assert first_difference(stored) == "" and StepTrace().stored(tmp_path) == StepTrace()
+    assert first_difference(stored) == "" and StepTrace().store(tmp_path) == StepTrace()
 
 
 def test_the_printed_table_has_a_row_for_each_kind_of_tensor(capsys):
