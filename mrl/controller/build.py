@@ -1,4 +1,4 @@
-"""Builds the Trainer of `mrl train` and the jobs of `mrl certify` and `mrl replay` from their plans; starts their processes."""
+"""Builds the objects that run `mrl train`, `mrl certify` and `mrl replay` from plans, and starts their processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,7 +40,7 @@ from parallel.dims import ParallelDims
 def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
     """Compare one training step under the plan's layout with the same step in one process.
 
-    `loss`: loss of the actor; None: the model is a critic.
+    `loss` is the actor's loss. None means that the model is a critic.
     """
     config = plan.config
     run_dir = Path(config.run.dir).resolve()
@@ -53,17 +53,17 @@ def certify(plan: ModelPlan, loss: Loss | None) -> list[ParityDifference]:
             aggregation=config.algorithm.aggregation,
             temperature=config.rollout.temperature,
             folder=str(run_dir),
-            balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
-            routing=config.rollout.routing_replay,
-            start=partial(_trainer_ranks, plan, config.certify.dtype, options=options, critic=loss is None),
+            has_balancing_loss=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
+            routing_replay=config.rollout.routing_replay,
+            start_ranks=partial(_trainer_ranks, plan, config.certify.dtype, options=options, critic=loss is None),
         )
         return job.run(plan.dims)
 
 
 def replay(
-    plan: ModelPlan, dump: StepDump, weights: WeightsLocation, loss: Loss, against: ParallelDims
+    plan: ModelPlan, dump: StepDump, weights: WeightsLocation, loss: Loss, reference_dims: ParallelDims
 ) -> ReplayResult:
-    """Repeat a dumped step under the plan's layout and under the layout `against`, and compare the results."""
+    """Repeat a dumped step under the plan's layout and under the layout `reference_dims`, and compare the results."""
     config = plan.config
     (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)
     with ray_cluster(config.cluster.address) as options:
@@ -74,24 +74,25 @@ def replay(
             loss=loss,
             dtype=config.model.dtype,
             folder=str(Path(config.run.dir).resolve()),
-            balanced=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
-            start=partial(_trainer_ranks, plan, config.model.dtype, options=options, critic=False),
+            has_balancing_loss=config.megatron.get("moe_router_load_balancing_type", "none") != "none",
+            start_ranks=partial(_trainer_ranks, plan, config.model.dtype, options=options, critic=False),
         )
-        return job.run(plan.dims, against)
+        return job.run(plan.dims, reference_dims)
 
 
 @contextmanager
 def _trainer_ranks(
     plan: ModelPlan, dtype: str, dims: ParallelDims, options: dict[str, Any], critic: bool
 ) -> Iterator[WorkerGroup]:
-    """Start trainer ranks of the plan's model under the layout `dims`; they end when the context exits."""
+    """Start trainer ranks for the plan's model under the layout `dims`. The ranks end when the context exits."""
     config = plan.config
     group = WorkerGroup(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
     )
     try:
-        # The first step of Adam divides each gradient by its own size. A large eps keeps round-off from becoming a full step.
-        assert plan.optimizer is not None, "the job takes one optimizer step"
+        # In its first step, Adam divides each gradient by that gradient's absolute value. A gradient that is only round-off
+        # would become a full step. A large eps prevents this.
+        assert plan.optimizer is not None, "the job needs an optimizer, because it takes one optimizer step"
         optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
         if dims.world_size == 1:
@@ -105,7 +106,10 @@ def _trainer_ranks(
 
 @contextmanager
 def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]:
-    """Start the processes of a run, restore its state, and yield its Trainer. All processes end when the context exits."""
+    """Start the processes of a run, restore the run's state, and yield its Trainer.
+
+    All processes end when the context exits.
+    """
     config, checkpoint = plan.config, plan.resume.checkpoint
     preemption.may_abandon = lambda: True  # no step is running yet, so no work is lost
     with run_processes(plan) as processes:
@@ -140,7 +144,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
                 placement_metrics=processes.scheduler.metrics,
                 schedule=_schedule(plan),
             )
-            recovery.initial = built.state_dict()
+            recovery.initial_state = built.state_dict()
             if checkpoint:
                 if not plan.resume.of_another_run:
                     saver.restart_from(checkpoint)
@@ -150,7 +154,7 @@ def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]
 
 
 def _check_no_newer_checkpoint(resume: ResumePoint, store: CheckpointStore) -> None:
-    """Raise StartError if the run directory has a newer checkpoint than the plan found."""
+    """Raise StartError if another checkpoint was written to the run directory after the plan was made."""
     newest, planned = store.latest(), None if resume.of_another_run else resume.checkpoint
     if newest and (planned is None or newest.step != planned.step):
         raise StartError(f"{newest.path} was written while this run was planned; start the command again.")
@@ -167,10 +171,10 @@ def _schedule(plan: TrainPlan) -> TrainingSchedule:
 
 
 def _sinks(config: Config, last_step: int) -> list[Sink]:
-    """Build the sinks of the metrics. Existing files keep their lines up to `last_step`."""
+    """Build the sinks that receive the metrics. Files that exist already keep their lines up to step `last_step`."""
     folder, run = Path(config.run.dir), config.run
     metrics = JsonlSink(folder / "metrics.jsonl", last_step=last_step)
-    # A run that starts at step 0 evaluates it again, so its line is removed.
+    # A run that starts at step 0 evaluates the initial weights again, so the line of step 0 is removed.
     evaluations = JsonlSink(folder / "eval.jsonl", evaluations=True, last_step=last_step or -1)
     curve = CurveSink(folder / "curve.png", title=run.name)
     curve.read_logs([folder / "metrics.jsonl", folder / "eval.jsonl"])
@@ -182,11 +186,11 @@ def _sinks(config: Config, last_step: int) -> list[Sink]:
 
 
 class _Models(NamedTuple):
-    """Driver-side objects that train and score with the worker groups."""
+    """Objects in the driver that train and score through the worker groups."""
 
     actor: ActorTrainer
     critic: CriticTrainer | None
-    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # column [R] -> function that computes it
+    scorers: dict[str, Callable[[Rollouts], list[Handle]]]  # name of a column [R] -> function that computes the column
 
 
 def _build_models(plan: TrainPlan, processes: RunProcesses, store: CheckpointStore) -> _Models:
@@ -258,14 +262,15 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
 
 def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpRecorder:
     config = plan.config
-    initial = plan.warm_start.output if plan.warm_start else plan.model_path  # None: the warm start is not stored
+    # None: the run does not store its warm start.
+    initial_weights = plan.warm_start.output if plan.warm_start else plan.model_path
 
     def latest_weights() -> WeightsLocation | None:
-        """Return the newest weights on disk: those of the newest checkpoint, else the initial weights."""
+        """Return the location of the newest weights on disk; None if the run has no weights on disk."""
         if checkpoint := store.latest():
             folder = str(checkpoint.path / "actor")
             return WeightsLocation(folder, checkpoint.step, checkpoint=True, hf_folder=plan.model_path)
-        return WeightsLocation(str(Path(initial).resolve()), 0) if initial else None
+        return WeightsLocation(str(Path(initial_weights).resolve()), 0) if initial_weights else None
 
     return StepDumpRecorder(
         folder=Path(config.run.dir).resolve() / "step_dumps",

@@ -1,9 +1,10 @@
 """Time-shares GPUs between colocated models and engines.
 
-A role is the actor, the critic, the teacher or the engines. Its peers are the roles that share its devices. Before a role is
-used, the scheduler offloads its peers and loads the role. A role without peers always stays on its devices.
+A role is the actor, the critic, the teacher or the engines. The peers of a role are the other roles that use the same devices.
+Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its
+devices.
 
-Offloaded engines lose their weights, so loading them needs a push:
+Offloaded engines lose their weights, so the trainer ranks push the weights when the engines are loaded again:
 
 1. The scheduler offloads the engines' peers. Only the actor's weights stay on its devices.
 2. The engines allocate memory for weights, and the trainer ranks push.
@@ -18,14 +19,14 @@ from typing import Any, Protocol
 
 ACTOR, ENGINES = "actor", "engines"
 ColocatedRoles = frozenset[frozenset[str]]
-"""Sets of roles that share devices."""
+"""Each inner set contains roles that share devices."""
 
 
 class OffloadableModel(Protocol):
     """Trainer ranks of one model. Both calls are idempotent."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Free the model's device memory, except for its weights if `keep_weights`; returns the bytes still allocated."""
+        """Free the model's device memory; if `keep_weights`, the weights stay. Returns the bytes that are still allocated."""
         ...
 
     def load_to_device(self) -> None:
@@ -37,7 +38,7 @@ class OffloadableEngines(Protocol):
     """All engines of a run. Every call is idempotent."""
 
     def offload(self) -> int:
-        """Pause the engines and free their device memory; returns the bytes still allocated."""
+        """Pause the engines and free their device memory. Returns the bytes that are still allocated."""
         ...
 
     def load_weights(self) -> None:
@@ -49,23 +50,24 @@ class OffloadableEngines(Protocol):
         ...
 
     def resync(self) -> None:
-        """Load the engines, and push the current weight version to them again. Uses `during_push`."""
+        """Load the engines by pushing the current weight version to them inside `MemoryScheduler.during_push`."""
         ...
 
 
 class MemoryState(Enum):
-    """Where the memory of a role is."""
+    """Whether the memory of a role is on its devices."""
 
-    NOT_STARTED = "not started"  # no processes: not started yet, or ended
+    NOT_STARTED = "not started"  # the role has no processes: they have not started yet, or they have ended
     ON_DEVICE = "on device"
     OFFLOADED = "offloaded"
-    TRANSITIONING = "transitioning"  # partly on the device, or a transition failed
+    TRANSITIONING = "transitioning"  # a part of the memory is on the device, or a transition has failed
 
 
 class MemoryScheduler:
     """Loads each role before its use and offloads the peers that share its devices.
 
-    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call repeats it.
+    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call repeats the
+    transition.
     """
 
     def __init__(self, colocated_roles: ColocatedRoles) -> None:
@@ -93,9 +95,9 @@ class MemoryScheduler:
         return [other for other in self._states if other in shared and other != role]
 
     def load(self, role: str) -> None:
-        """Offload the peers of this role, then load the role. Does nothing if this is done already.
+        """Offload the peers of this role, then load the role. Does nothing if all of them are in the right state already.
 
-        A role that is not started counts as loaded: its processes start on the device.
+        A role without processes counts as loaded, because its processes will start on the device.
         """
         resident = self._state_is(role, MemoryState.ON_DEVICE, MemoryState.NOT_STARTED)
         if not self.peers(role) or (resident and self._peers_are_offloaded(role)):
@@ -115,10 +117,10 @@ class MemoryScheduler:
 
     @contextmanager
     def during_push(self) -> Iterator[bool]:
-        """Return a context for a push, in which the engines and the actor's weights are on their devices.
+        """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
-        Yields whether the engines were offloaded; if they were, their memory holds no weights yet. If the push raises, the roles
-        stay TRANSITIONING. Otherwise the engines are on their devices after the context.
+        Yields True if the engines were offloaded. In this case their memory holds no weights before the push. If the push
+        raises, the actor and the engines stay TRANSITIONING. Otherwise the engines are on their devices after the context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)
@@ -126,7 +128,7 @@ class MemoryScheduler:
             return
         engines, actor = self._registered_engines, self._models[ACTOR]
         with self._timed():
-            self._offload([ENGINES])  # the KV cache makes room for the actor's weights
+            self._offload([ENGINES])  # the actor's weights need the memory of the KV cache
             self._offload([peer for peer in self.peers(ENGINES) if peer != ACTOR])
             self._offload(self.peers(ACTOR))
             actor_stays = ACTOR not in self.peers(ENGINES) and self._state_is(ACTOR, MemoryState.ON_DEVICE)
@@ -148,7 +150,7 @@ class MemoryScheduler:
         self._states |= dict.fromkeys(roles, MemoryState.NOT_STARTED)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `placement/*` since the last call; {} if no roles share devices."""
+        """Return the metrics placement/* for the time since the last call, or {} if no roles share devices."""
         metrics = {
             "placement/switch_s": self._seconds,
             "placement/switches": float(self._switches),

@@ -1,4 +1,4 @@
-"""Estimates the memory of a run from its config: whether the run fits, and the smallest changes that make it fit."""
+"""Estimates from the config how much memory a run needs, and finds the smallest changes that make the run fit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mrl.controller.plan_train import TrainPlan, plan_training
 from mrl.placement.resource_pools import check_capacity, gpus_of_nodes, with_node_count
 from mrl.planner.activation_bytes import CPU_KERNELS, GPU_KERNELS
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, RoleModel, RunMemory, run_memory, trainer_settings
 from mrl.weight_sync.engine_layout import Topology
 
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """Estimates the memory of a run. Reads the models once, so that many variants of the config can be estimated."""
+    """Estimates the memory of a run. It reads the models once, so that many variants of the config can be estimated."""
 
     config: Config
     models: dict[str, ModelPlan]  # by role
     has_reference: bool
-    topology: Topology | None  # of one engine; None if the run starts no engines
+    topology: Topology | None  # parallel sizes of one engine; None if the run starts no engines
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
@@ -60,7 +60,7 @@ class MemoryEstimator:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
     def estimate(self, config: Config) -> RunMemory:
-        """Estimate the memory of a variant of the config with the same models. Raises ValueError for an impossible layout."""
+        """Estimate the memory for a config with the same models. Raises ValueError if its layout is impossible."""
         models = {role: self._model(config, role) for role in self.models}
         topology = engine_topology(config, self.models["actor"]) if self.topology else None
         pools = build_pools(config, {role: model.dims for role, model in models.items()})
@@ -96,7 +96,10 @@ def check_memory(plan: TrainPlan) -> None:
 
 
 def plan_fitting_run(config: Config) -> TrainPlan:
-    """Plan a training run, and check its memory and its GPUs if the hardware is known. Raises ValueError."""
+    """Plan a training run. If the hardware is known, also check that the run's memory and GPUs suffice.
+
+    Raises ValueError if the config has a mistake or the run does not fit.
+    """
     plan, cluster = plan_training(config), config.cluster
     check_memory(plan)
     if cluster.scheduler and not cluster.address and cluster.gpus_per_node:
@@ -109,14 +112,14 @@ def plan_fitting_run(config: Config) -> TrainPlan:
 
 
 MAX_CHANGES = 4  # largest number of changes in one set
-BEAM_WIDTH = 6  # number of sets that are extended by one change: those nearest to fitting
+BEAM_WIDTH = 6  # number of sets that the search extends by one change; these sets are the nearest to fitting
 MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 EstimateMemory = Callable[[Config], RunMemory]
 """Estimates the memory of a config; raises ValueError if its layout is impossible."""
 ChangedConfig = tuple[tuple[str, ...], Config]
-"""(command-line overrides, the config with these overrides)"""
+"""A pair: command-line overrides, and the config with these overrides."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class MemoryAdvice:
 
 
 def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
-    """Return the smallest sets of changes that make the run fit; sets with the fewest GPUs come first.
+    """Return the smallest sets of changes that make the run fit. Sets with the fewest GPUs come first.
 
     This is a beam search over sets of at most MAX_CHANGES changes. Returns an empty list if no visited set fits.
     """
@@ -146,7 +149,7 @@ def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
 def _extend(
     beam: list[MemoryAdvice], estimate: EstimateMemory, visited: set[tuple[str, ...]]
 ) -> Iterator[MemoryAdvice]:
-    """Extend each set of `beam` by one change; yields the new sets. Impossible layouts are skipped."""
+    """Yield each set of `beam` extended by one change. Impossible layouts are skipped."""
     for before in beam:
         for override, config in single_changes(before.config):
             overrides = (*_without_keys_of(override, before.overrides), *override)
@@ -159,7 +162,7 @@ def _extend(
 
 
 def _without_keys_of(later: tuple[str, ...], overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `overrides` without those whose key `later` sets again."""
+    """Return `overrides` without the entries whose key is also set by `later`."""
     keys = {text.split("=")[0] for text in later}
     return tuple(text for text in overrides if text.split("=")[0] not in keys)
 
@@ -174,7 +177,7 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
     if config.trainer.logprob_chunk > 256:
         yield _set_values(config, "trainer", logprob_chunk=config.trainer.logprob_chunk // 2)
     yield from _layout_changes(config)
-    fraction = config.sglang.get("mem_fraction_static") or MEM_FRACTION
+    fraction = config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION
     for other in (round(fraction - 0.1, 2), round(fraction + 0.1, 2)):
         if 0.2 <= other <= 0.9:
             sglang = dict(config.sglang) | dict(mem_fraction_static=other)
@@ -186,12 +189,12 @@ def single_changes(config: Config) -> Iterator[ChangedConfig]:
 
 
 def _layout_changes(config: Config) -> Iterator[ChangedConfig]:
-    """Yield layouts in which one parallel axis is doubled: on as many GPUs with half the replicas, or on twice the GPUs."""
+    """Yield layouts in which one parallel axis is doubled, with half the replicas or with twice the GPUs."""
     p = config.parallel
     for axis in ("tp", "pp", "cp", "ep"):
         sizes = {axis: vars(p)[axis] * 2}
         if axis == "tp" and p.etp is None and p.ep > 1:
-            sizes["etp"] = 1  # experts are spread over ranks, not sharded
+            sizes["etp"] = 1  # ranks hold whole experts, which are not sharded
         if p.world_size is not None or axis == "ep":
             yield _set_values(config, "parallel", **sizes)
         if p.dp and p.dp % 2 == 0 and axis != "ep":

@@ -52,10 +52,10 @@ def plan_parity(config: Config) -> ModelPlan:
     return plan_model(config, config.model.path)
 
 
-def plan_replay(config: Config, model_path: str, dims: ParallelDims, against: ParallelDims) -> ModelPlan:
+def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
     """Check the config of `mrl replay`; returns its plan. Both layouts must be able to shard the model in `model_path`."""
     model = plan_model(config, model_path)
-    for layout in (dims, against):
+    for layout in (dims, reference_dims):
         model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))
     return replace(model, dims=dims)
 
@@ -78,7 +78,7 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
 
 
 def plan_placement(config: Config, weights: bool = True) -> Pools:
-    """Return the resource pools of an RL run. Without `weights` only config.json of each model's folder is read."""
+    """Return the resource pools of an RL run. If `weights` is False, only config.json is read from each model's folder."""
     needs = build_algorithm(config).needs
     make_input_files(config)
     models = plan_models(config, needs, weights=weights)

@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 COLUMN_OF_CHECKPOINT_PART = {"critic": "values", "reference": "ref_logprobs"}
-"""Part of a checkpoint, other than the actor -> the column that it computes."""
+"""Part of a checkpoint -> the column [R] that it computes. A checkpoint has this part if the algorithm needs the column."""
 
 
 @dataclass(frozen=True)
 class TrainPlan(ModelPlan):
-    """An RL run: the actor's plan, and every other part of the run, built or checked."""
+    """Plan of an RL run: the fields of the actor's ModelPlan, and all other parts of the run, built or checked."""
 
     algorithm: AlgorithmParts
     reward: Reward
@@ -57,7 +57,7 @@ class TrainPlan(ModelPlan):
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """Plans by role: the actor, and critic and teacher if the run has them."""
+        """Plans of the run's models, by role: the actor, and the critic and the teacher if the run has them."""
         models = dict(actor=self, critic=self.critic, teacher=self.teacher)
         return {role: model for role, model in models.items() if model}
 
@@ -114,7 +114,10 @@ def plan_training(config: Config) -> TrainPlan:
 
 
 def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if engines share devices, so that they are offloaded, but a setting needs their memory to stay."""
+    """Raise ValueError if engines share devices and a setting needs their memory to stay on the devices.
+
+    Engines that share devices are offloaded, so their memory does not stay.
+    """
     sync, saver = config.weight_sync, "enable_memory_saver"
     if not any("engines" in roles for roles in colocated_roles):
         return
@@ -187,7 +190,7 @@ def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource],
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
-    device = config.sglang.get("device")  # of the engines: this process may run on a node without a GPU
+    device = config.sglang.get("device")  # a run can set it, because this process may run on a node without a GPU
     defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
@@ -196,7 +199,7 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
         defaults[DETERMINISTIC] = True
     if config.rollout.agent:
         defaults["disable_radix_cache"] = False  # the request of each turn repeats all earlier turns
-    # in_place keeps KV cache that older weights computed; new requests must not reuse its prefixes.
+    # pause_mode=in_place keeps the KV cache that older weights computed. New requests must not reuse it.
     if config.weight_sync.pause_mode == "in_place":
         if config.sglang.get("disable_radix_cache") is False:
             raise ValueError(
@@ -214,7 +217,7 @@ def check_supervised_data(config: Config, model: ModelPlan) -> None:
     data.check_vocabulary(model.arch.vocab_size)
 
 
-WARM_START_SETTINGS = "mrl_sft.json"  # in a warm start's folder: the settings that decided its weights
+WARM_START_SETTINGS = "mrl_sft.json"  # file in a warm start's folder with the settings that decided the weights
 
 
 def warm_start_settings(config: Config) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def find_finished_warm_start(config: Config) -> str:
     needed = json.loads(json.dumps(warm_start_settings(config)))
     if made_with != needed:
         raise ValueError(
-            f"sft.output={folder}: was made from other settings ({made_with}), now wanted: {needed}; remove the folder to "
-            "make it again, name another sft.output, or set sft.train=null to train model.path as it is."
+            f"sft.output={folder}: was made from other settings ({made_with}) than this run needs ({needed}); remove the folder "
+            "to make it again, name another sft.output, or set sft.train=null to train model.path as it is."
         )
     return folder

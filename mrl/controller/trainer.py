@@ -29,15 +29,15 @@ class RolloutSource(Protocol):
         ...
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute advantages [R] from rewards and the scored `columns` [R] of the last `generate`."""
+        """Compute advantages [R] for the last `generate`, from its rewards and from the scored `columns` [R]."""
         ...
 
     def evaluate(self, temperature: float) -> Metrics:
-        """Return the mean reward on the held-out prompts: by name of the test set, and of all prompts under ""."""
+        """Return the mean reward on each held-out set, by name of the set. The name "" stands for all held-out prompts."""
         ...
 
     def state_dict(self) -> State:
-        """Return the prompts that are drawn and not trained yet."""
+        """Return the prompts that were drawn and that no step has trained yet."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -49,11 +49,11 @@ class PolicyUpdater(Protocol):
     """Optimizer steps of the actor."""
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Train on the rollouts; `step` counts the actor's own updates."""
+        """Train on the rollouts. `step` is the number of earlier updates of the actor."""
         ...
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
-        """Return, for each optimizer step of `update`, the weight [B] in the loss of one token of each response."""
+        """Return an array [B] for each optimizer step of `update`: the weight of one token of each response in the loss."""
         ...
 
 
@@ -69,26 +69,27 @@ class WeightPusher(Protocol):
     """Weight sync from the actor to all engines."""
 
     def push(self, version: int) -> Metrics:
-        """Push the actor's weights; returns when every engine serves them as `version`."""
+        """Push the actor's weights, and return when every engine serves them as `version`."""
         ...
 
 
-class LossRecovery(Protocol):
+class LostProcessRecovery(Protocol):
     """Restarts lost processes."""
 
-    initial: State  # state before the first step, for a run without a checkpoint
+    initial_state: State  # state before the first step, for a run without a checkpoint
 
-    def __call__(self, error: ProcessesLostError, boundary: State | None) -> State:
-        """Restart the lost processes; returns the run's state that matches the trainers' weights.
+    def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
+        """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
-        `boundary`: state after the last finished step; None: the weights of that step may be lost. It is returned if it is given
-        and the trainers are alive; otherwise the state of the last checkpoint is. Raises an error if the run cannot continue.
+        `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If the
+        trainers are alive, this state is returned. Otherwise the trainers load the last checkpoint, and the state in that
+        checkpoint is returned. Raises an error if the run cannot continue.
         """
         ...
 
 
 WEIGHT_CHANGING = ("update", "weight_sync")
-"""Phases that change the trainers' weights. After a failure in one of them the weights of the last step may be lost."""
+"""Phases that change the trainers' weights. After a failure in such a phase, the weights of the last step may be lost."""
 ABANDONABLE = ("rollout", "score", "advantage", "evaluate")
 """Phases that a preempted run may abandon: they change no weights."""
 
@@ -98,22 +99,22 @@ class TrainingSchedule:
     """When training ends, when it evaluates, and when the actor begins to learn."""
 
     max_steps: int
-    stop_reward: float | None = None  # mean reward of the last `stop_window` steps that ends the run
+    stop_reward: float | None = None  # the run ends when the mean reward of the last `stop_window` steps reaches this
     stop_window: int = 5
     eval_every: int = 0  # steps; 0: evaluate only before and after training
-    critic_steps: int = 0  # number of first steps that train only the critic
+    critic_steps: int = 0  # number of steps at the start of the run that train only the critic
 
 
 @dataclass
 class TrainingProgress:
-    """Progress of a run."""
+    """Progress of a run. Checkpoints contain all fields except the last two."""
 
-    step: int = 0  # finished steps; the trainers hold this weight version
-    window: list[float] = field(default_factory=list)  # mean rewards of the last steps
-    before: Metrics = field(default_factory=dict)  # eval/* of the initial weights
-    after: Metrics = field(default_factory=dict)  # eval/* of the current weights, if they were evaluated
+    step: int = 0  # number of finished steps; the trainers hold this weight version
+    window: list[float] = field(default_factory=list)  # mean reward of each of the last `stop_window` steps
+    before: Metrics = field(default_factory=dict)  # metrics eval/* of the initial weights
+    after: Metrics = field(default_factory=dict)  # metrics eval/* of the current weights; {} if they were not evaluated
     step_s: float | None = None  # duration of the last step
-    boundary: State = field(default_factory=dict)  # the run's state after the last finished step
+    state_after_step: State = field(default_factory=dict)  # the run's state after the last finished step
 
 
 @dataclass(frozen=True)
@@ -121,24 +122,24 @@ class TrainingResult:
     """Result of a run."""
 
     steps: int
-    reward: float  # mean over the last window
-    before: Metrics = field(default_factory=dict)  # eval/* of the initial weights
-    after: Metrics = field(default_factory=dict)  # eval/* of the final weights
+    reward: float  # mean reward of the last `stop_window` steps
+    before: Metrics = field(default_factory=dict)  # metrics eval/* of the initial weights
+    after: Metrics = field(default_factory=dict)  # metrics eval/* of the final weights
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of one training step."""
 
-    values: Metrics  # all of them, by name
+    values: Metrics  # all metrics by name, except those that need the duration of the step
     mean_reward: float
-    num_tokens: float  # sampled by the policy
+    num_tokens: float  # tokens that the policy sampled
     num_samples: float
-    worker_s: float  # time in engines, Megatron and rewards; the rest of the step is the controller's
+    worker_s: float  # seconds spent in engines, Megatron and rewards; the rest of the step is spent in the controller
 
     @classmethod
     def of(cls, values: Metrics) -> Self:
-        """Pick the typed fields from the metrics of a step."""
+        """Return the metrics `values` of a step together with the typed fields, which are taken from them."""
         spent = ("engine", "sync_engine", "megatron", "critic", "reward")
         worker_s = values["time/score_s"] + sum(values.get(f"spent/{name}_s", 0.0) for name in spent)
         return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
@@ -155,11 +156,11 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Trains one policy with RL; built by mrl.controller.build."""
+    """Trains one policy with RL. mrl.controller.build builds it."""
 
     prompts: PromptStream
     rollout: RolloutSource
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # column [R] that the algorithm needs -> function
+    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # name of a column [R] -> function that computes it
     actor: PolicyUpdater
     critic: ValueUpdater | None
     kl: KLControl
@@ -168,27 +169,27 @@ class Trainer:
     tracker: Tracker
     ledger: SampleLedger
     saver: CheckpointSaver
-    recover: LossRecovery
+    recover: LostProcessRecovery
     preemption_requested: Callable[[], bool]  # whether the run must end after this step (it is started again later)
     schedule: TrainingSchedule
-    placement_metrics: Callable[[], Metrics] = dict  # of colocated roles, since the last call
+    placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def step(self, step: int) -> StepMetrics:
-        """Train on fresh samples of the current weights: N prompts x G responses -> one weight version."""
-        with self.phase("rollout"):  # SGLang engines sample, rewards are given; tokens stay in the object store
+        """Sample N prompts x G responses, train on them, and push the new weight version to the engines."""
+        with self.phase("rollout"):  # engines sample, rewards score the responses; tokens stay in Ray's object store
             rollouts = self.rollout.generate(self.prompts, step)  # B = N * G responses
         metrics = rollouts.metrics(version=step)
 
-        with self.phase("score"):  # Megatron workers: log-probabilities and values [R] that the algorithm needs
+        with self.phase("score"):  # trainer ranks compute the log-probabilities and values [R] that the algorithm needs
             columns = {name: compute(rollouts) for name, compute in self.scorers.items()}
 
-        with self.phase("advantage"):  # in the rollout worker, next to the tokens: [R]
+        with self.phase("advantage"):  # the rollout worker, which holds the tokens, computes advantages [R]
             estimates = self.rollout.estimate(columns, self.kl.coef("reward"), step)
         metrics |= {**estimates.metrics, **self.kl.metrics()}
 
         token_weights: Sequence[NDArray[np.float64]] = ()
-        with self.phase("update"):  # Megatron workers fetch their rows and train
+        with self.phase("update"):  # trainer ranks fetch their rows and train
             if self.critic:
                 metrics |= self.critic.update(rollouts, estimates, step)
             if (actor_step := step - self.schedule.critic_steps) >= 0:
@@ -196,26 +197,26 @@ class Trainer:
                 token_weights = self.actor.token_weights(rollouts, estimates)
                 self.kl.adapt(metrics, len(rollouts.groups))
 
-        with self.phase("weight_sync"):  # Megatron shards -> Hugging Face names -> SGLang
+        with self.phase("weight_sync"):  # trainer ranks send the shards of their weights to the engines
             metrics |= self.weight_sync.push(version=step + 1)
 
         self.ledger.record(step + 1, rollouts, self.prompts.drawn, token_weights)
         return StepMetrics.of(metrics | self.phase.seconds() | self.placement_metrics())
 
     def fit(self) -> TrainingResult:
-        """Train until the schedule ends; evaluate before and after. Recovers from lost processes.
+        """Train until the schedule ends, and evaluate before and after training. Recovers from lost processes.
 
-        Raises PreemptedError if the run was preempted, after it has written a checkpoint.
+        If the run is preempted, writes a checkpoint and then raises PreemptedError.
         """
-        self.progress.boundary = self.state_dict()
+        self.progress.state_after_step = self.state_dict()
         while True:
             try:
                 return self._train()
             except ProcessesLostError as error:
-                intact = self.phase.interrupted not in WEIGHT_CHANGING
-                self.load_state_dict(self.recover(error, self.progress.boundary if intact else None))
+                weights_intact = self.phase.interrupted not in WEIGHT_CHANGING
+                self.load_state_dict(self.recover(error, self.progress.state_after_step if weights_intact else None))
             except PreemptedError:
-                self.saver.save_now(self.progress.boundary)
+                self.saver.save_now(self.progress.state_after_step)
                 raise
 
     def _train(self) -> TrainingResult:
@@ -224,9 +225,9 @@ class Trainer:
         while True:
             if self._evaluation_due() and not progress.after:
                 metrics |= self.evaluate()
-            progress.boundary = self.state_dict()
+            progress.state_after_step = self.state_dict()
             with self.phase("checkpoint"):
-                self.saver.between_steps(progress.boundary, metrics)
+                self.saver.between_steps(progress.state_after_step, metrics)
             if self._done():
                 break
             if self.preemption_requested():
@@ -234,22 +235,25 @@ class Trainer:
             start = time.perf_counter()
             result = self.step(progress.step)
             metrics = self._finish_step(result, time.perf_counter() - start)
-        self.saver.finish(progress.boundary)
+        self.saver.finish(progress.state_after_step)
         reward = float(np.mean(progress.window)) if progress.window else float("nan")
         return TrainingResult(progress.step, reward, progress.before, progress.after)
 
     def _finish_step(self, result: StepMetrics, seconds: float) -> Metrics:
-        """Count a finished step and log its metrics; returns those that do not need its duration."""
+        """Record a finished step and log its metrics. Returns the metrics that do not need the step's duration."""
         progress = self.progress
         progress.step += 1
         progress.window = [*progress.window, result.mean_reward][-self.schedule.stop_window :]
         progress.after, progress.step_s = {}, seconds
-        progress.boundary = self.state_dict()
+        progress.state_after_step = self.state_dict()
         self.tracker.log(progress.step, result.with_duration(seconds))
         return dict(result.values)
 
     def evaluate(self) -> Metrics:
-        """Measure and log the accuracy on held-out prompts, at temperature 1 and greedy; returns {} without a test set."""
+        """Measure and log the accuracy on held-out prompts, at temperature 1 and with greedy decoding.
+
+        Returns {} if the run has no held-out set.
+        """
         accuracy: Metrics = {}
         with self.phase("evaluate"):
             for name, temperature in {"eval/accuracy_sampled": 1.0, "eval/accuracy_greedy": 0.0}.items():
@@ -264,25 +268,28 @@ class Trainer:
     def should_abandon_step(self, grace_s: float) -> bool:
         """Return whether a preempted run with `grace_s` seconds left abandons the running step.
 
-        It abandons a phase that changes no weights, if the last step took longer than `grace_s` or there was no step yet.
+        It does so if the current phase changes no weights, and the last step took longer than `grace_s` seconds or no step has
+        finished yet.
         """
         step_s = self.progress.step_s
         return self.phase.current in ABANDONABLE and (step_s is None or step_s > grace_s)
 
     def state_dict(self) -> State:
-        """Return all state of the driver as plain values. The models' own state is with the trainers."""
-        progress = {name: value for name, value in vars(self.progress).items() if name not in ("boundary", "step_s")}
+        """Return all state of the driver as plain values. The trainer ranks hold the state of the models."""
+        progress = {
+            name: value for name, value in vars(self.progress).items() if name not in ("state_after_step", "step_s")
+        }
         parts = dict(prompts=self.prompts, rollouts=self.rollout, kl=self.kl)
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state of this run, or of another run with the same data. Removes log lines of later steps."""
+        """Restore a state of this run, or of another run with the same data. Later steps are removed from the logs."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])
         self.rollout.load_state_dict(state["rollouts"])
         self.kl.load_state_dict(state["kl"])
-        self.progress.boundary = dict(state)
+        self.progress.state_after_step = dict(state)
         self.tracker.rewind(self.progress.step, evaluated=bool(self.progress.after))
         self.ledger.rewind(self.progress.step)
 
@@ -298,11 +305,11 @@ class Trainer:
 
 
 class Phases:
-    """Times the phases of a step, and knows which phase is running or was interrupted."""
+    """Measures the duration of each phase of a step, and records which phase is running or was interrupted."""
 
     def __init__(self) -> None:
         self.current: str | None = None
-        self.interrupted: str | None = None  # the last phase, if an exception ended it
+        self.interrupted: str | None = None  # the phase that is running, or that an exception has ended
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -317,6 +324,6 @@ class Phases:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self) -> Metrics:
-        """Return `time/<phase>_s` of the phases since the last call."""
+        """Return the metrics time/<phase>_s for the time since the last call."""
         seconds, self._seconds = self._seconds, {}
         return {f"time/{name}_s": value for name, value in seconds.items()}

@@ -1,6 +1,6 @@
 """ModelGroups: starts the worker groups of a run's models (actor, critic, teacher) from their plans.
 
-The actor's worker group also runs supervised training: that of `mrl sft`, or the warm start before reinforcement learning.
+The actor's worker group also runs supervised training, for `mrl sft` and for the warm start before reinforcement learning.
 """
 
 import json
@@ -33,7 +33,7 @@ from parallel.trainer_config import OptimConfig
 def model_spec(plan: ModelPlan, routing_replay: bool = False) -> ModelSpec:
     """Return the spec from which every trainer rank builds its model.
 
-    `routing_replay`: the trainer routes each token to the experts that the engine chose.
+    If `routing_replay` is True, the trainer routes each token to the experts that the engine chose.
     """
     config = plan.config
     return ModelSpec(
@@ -54,18 +54,18 @@ class ModelGroups:
     def __init__(
         self,
         plans: Mapping[str, ModelPlan],
-        places: Mapping[str, RolePlacement],
+        placements: Mapping[str, RolePlacement],
         scheduler: MemoryScheduler,
         startup: Startup,
         stack: ExitStack,
     ) -> None:
-        """`plans`, `places`: by role, the actor first. `stack` closes every group."""
+        """`plans` and `placements` are by role, with the actor first. Closing `stack` closes every group."""
         self._plans, self._scheduler, self._startup = plans, scheduler, startup
         self.groups: dict[str, WorkerGroup] = {}
         for role, plan in plans.items():
             config, name = plan.config, "" if role == ACTOR else role
             run_dir, timeout_s = str(Path(config.run.dir).resolve()), config.trainer.timeout_s
-            group = WorkerGroup(plan.dims, run_dir, timeout_s, places[role].options, name, scheduler.load)
+            group = WorkerGroup(plan.dims, run_dir, timeout_s, placements[role].options, name, scheduler.load)
             stack.callback(group.close)
             scheduler.register_model(role, group)
             self.groups[role] = group
@@ -77,7 +77,7 @@ class ModelGroups:
 
     @property
     def others(self) -> list[str]:
-        """Roles other than the actor: critic and teacher, if the run has them."""
+        """Roles other than the actor: the critic and the teacher, if the run has them."""
         return [role for role in self.groups if role != ACTOR]
 
     @property
@@ -86,7 +86,7 @@ class ModelGroups:
         return {role: group for role, group in self.groups.items() if self._plans[role].optimizer is not None}
 
     def start(self, role: str, model_path: str | None = None) -> None:
-        """Begin to build the model on every rank, from the weights in `model_path` if given; returns at once."""
+        """Start building the model on every rank, and return at once. `model_path` replaces the folder in the model's plan."""
         plan = self._plans[role]
         config = plan.config
         spec = model_spec(plan, routing_replay=role == ACTOR and config.rollout.routing_replay)
@@ -104,7 +104,7 @@ class ModelGroups:
                 self._startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
 
     def start_others(self, critic_path: str | None) -> None:
-        """Build critic and teacher, and wait for them. Models that share devices start one after another."""
+        """Build the critic and the teacher, and wait for them. Models that share devices are built one after another."""
         for role in self.others:
             self._scheduler.make_room(role)
             self.start(role, critic_path if role == "critic" else None)
@@ -134,7 +134,7 @@ def stored_warm_start(plan: TrainPlan) -> str | None:
 
 
 def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig) -> float:
-    """Train the actor on the rows of `sft.train`; returns the loss of the last step, in nats per response token."""
+    """Train the actor on the rows of `sft.train`. Returns the loss of the last step, in nats per response token."""
     assert sft.train, "only called for a config with a supervised stage"
     optim = replace(sft.optim, lr_decay_steps=sft.optim.lr_decay_steps or sft.steps)
     actor.call(TrainWorker.reset_optimizer, **vars(optim))
@@ -178,13 +178,13 @@ def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """Optimizer steps on a data set that is in Ray's object store."""
+    """Supervised training: optimizer steps on a data set that is in Ray's object store."""
 
     group: WorkerGroup
-    block: Handle  # TokenBlock of the data set
+    block: Handle  # handle of a TokenBlock with all rows of the data set
     lengths: np.ndarray  # [rows] tokens
     response_lengths: np.ndarray  # [rows] tokens
-    sampled_lengths: np.ndarray  # [rows] tokens in the loss: responses without their tool results
+    sampled_lengths: np.ndarray  # [rows] response tokens in the loss; tool results are not in the loss
     steps: int
     batch_size: int  # rows per step
     optim: OptimConfig
@@ -192,7 +192,7 @@ class SupervisedStage:
     seed: int
 
     def run(self, tracker: Tracker) -> float:
-        """Train; returns the loss of the last step, in nats per response token."""
+        """Train, and return the loss of the last step, in nats per response token."""
         stream = PromptStream(len(self.lengths), self.batch_size, seed=self.seed, shuffle=True)
         prompt_lengths = self.lengths - self.response_lengths
         loss = float("nan")

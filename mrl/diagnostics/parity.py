@@ -20,7 +20,7 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """Job of `mrl certify`; mrl.controller.build makes it."""
+    """One parity check of `mrl certify`. mrl.controller.build creates it."""
 
     settings: CertifyConfig
     arch: Architecture
@@ -28,15 +28,15 @@ class ParityCheck:
     loss: Loss | None  # None: the model is a critic
     aggregation: str
     temperature: float
-    folder: str  # for the tensors of the traces
-    balanced: bool  # the loss includes a load-balancing loss, which depends on the packs
-    routing: bool  # tokens are routed to the experts that the engine chose
-    start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
+    folder: str  # where the tensors of the traces are written
+    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
+    routing_replay: bool  # whether tokens are routed to the experts that the engine chose
+    start_ranks: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]  # starts trainer ranks under a layout
 
     def run(self, dims: ParallelDims) -> list[ParityDifference]:
-        """Return the differences of all quantities, in the order of their computation."""
+        """Return the difference of each compared quantity, in the order in which a step computes the quantities."""
         block, groups = random_groups(self.settings, self.arch.vocab_size)
-        if self.routing:
+        if self.routing_replay:
             block = replace(block, routed_experts=random_experts(block, self.arch))
         rng = np.random.default_rng(1)
         advantages = rng.normal(size=len(groups)).astype(np.float32).repeat(block.sampled_lengths)
@@ -44,21 +44,21 @@ class ParityCheck:
         step = TrainBatch.of(block, groups)
         partition = partition_step(step, dims, self.packing, self.aggregation, self.settings.response_tokens)
         reference_batch = self._reference_batch(step, partition)
-        with self.start(dims.single_process()) as group:
+        with self.start_ranks(dims.single_process()) as group:
             outputs = group.forward_outputs(block, [reference_batch], temperature=self.temperature)
             logprobs = np.concatenate([outputs[row] for row in range(len(outputs))])
             block = self._make_off_policy(block, logprobs, groups, rng)
             expected = self._trace(group, block, [reference_batch], "one_process")
-        with self.start(dims) as group:
+        with self.start_ranks(dims) as group:
             actual = self._trace(group, block, partition.rank_batches, "layout")
         return compare_traces(expected, actual, TOLERANCES[self.settings.dtype])
 
     def _make_off_policy(
         self, block: TokenBlock, logprobs: Column, groups: NDArray[np.int64], rng: np.random.Generator
     ) -> TokenBlock:
-        """Make the block off-policy, as if older weights had sampled it: adds noise to the log-probabilities `logprobs` [R].
+        """Return the block as if older weights had sampled it, with all columns that the loss needs.
 
-        Adds the columns that the loss needs.
+        Each column of log-probabilities is `logprobs` [R] plus noise.
         """
         loss, advantages = self.loss, block.columns["advantages"]
 
@@ -73,8 +73,11 @@ class ParityCheck:
         return block.with_columns(**columns)
 
     def _reference_batch(self, step: TrainBatch, partition: StepPartition) -> RankBatch:
-        """Return the batch of the single process: one pack without shared prompts, unless the loss depends on the packs."""
-        if self.balanced:
+        """Return the batch for the single process: one pack without shared prompts.
+
+        If the loss depends on the packs, the batch has the packs of all replicas of the layout instead.
+        """
+        if self.has_balancing_loss:
             return merge_rank_batches(partition)
         plain = replace(self.packing, share_prompts=False, max_tokens=10**9)
         return partition_step(
@@ -95,7 +98,7 @@ class ParityCheck:
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
     """Return random experts [S, layers, topk] in the form in which an engine sends them.
 
-    They differ from the router's choice. Equal tokens at equal positions have equal experts, because shared prompts need this.
+    The router would choose other experts. Equal tokens at equal positions get equal experts, because shared prompts need this.
     """
     rng = np.random.default_rng(2)
     topk, num_patterns = arch.transformer["moe_router_topk"], 997
@@ -105,7 +108,7 @@ def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
 
 
 def random_groups(settings: CertifyConfig, vocab_size: int) -> tuple[TokenBlock, np.ndarray]:
-    """Return (block, groups [B]): prompts and responses of random tokens and lengths; the seed is fixed."""
+    """Return `(block, groups [B])` with random tokens and lengths. The seed is fixed."""
     rng = np.random.default_rng(0)
     prompts, responses = [], []
     for _ in range(settings.prompts):

@@ -32,26 +32,26 @@ LOGPROBS = "log-probabilities"
 
 @dataclass(frozen=True)
 class TokenLocation:
-    """A layer, and a token at which it differs or is not finite."""
+    """A layer, and a token for which the layer's output differs or is not finite."""
 
     layer: str
-    row: int  # -1: no token, only one of the layouts has the layer
-    position: int  # in the row, prompt included
+    row: int  # row of the block; -1: there is no token, because only one of the layouts has the layer
+    position: int  # position of the token in its row, from 0 at the start of the prompt
     token: int  # token id
     in_prompt: bool
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Comparison of one step between a layout and a reference layout."""
+    """Result of comparing one step under a layout with the same step under a reference layout."""
 
     layers: list[LayerDifference]  # in forward order; the last entry compares the log-probabilities
     differences: list[ParityDifference]  # log-probabilities, loss, gradient norm, gradients
-    grad_norms: tuple[float, float]  # of the layout, of the reference
-    losses: tuple[float, float]  # of the layout, of the reference
+    grad_norms: tuple[float, float]  # (under the layout, under the reference layout)
+    losses: tuple[float, float]  # (under the layout, under the reference layout)
     first_different: TokenLocation | None
     first_nonfinite: TokenLocation | None
-    nonfinite_gradients: list[str]  # names of the layout's gradients that are not finite, in forward order
+    nonfinite_gradients: list[str]  # names of the gradients that are not finite under the layout, in forward order
 
     @property
     def equal(self) -> bool:
@@ -61,29 +61,37 @@ class ReplayResult:
 
 @dataclass(frozen=True)
 class StepReplay:
-    """Job of `mrl replay`; mrl.controller.build makes it."""
+    """One replay of `mrl replay`. mrl.controller.build creates it."""
 
     dump: StepDump
-    checkpoint: str | None  # Megatron checkpoint of the weights; None: the ranks start with these weights
+    checkpoint: str | None  # Megatron checkpoint with the weights; None: the ranks load the weights when they start
     packing: Packing
     loss: Loss
     dtype: str
-    folder: str  # for the tensors of the traces
-    balanced: bool  # the loss includes a load-balancing loss, which depends on the packs
-    start: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]
+    folder: str  # where the tensors of the traces are written
+    has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
+    start_ranks: Callable[[ParallelDims], AbstractContextManager[WorkerGroup]]  # starts trainer ranks under a layout
 
-    def run(self, dims: ParallelDims, against: ParallelDims) -> ReplayResult:
-        """Replay the dumped mini-batch under `dims` and under `against`, and compare; the weights do not change."""
+    def run(self, dims: ParallelDims, reference_dims: ParallelDims) -> ReplayResult:
+        """Replay the dumped mini-batch under `dims` and under `reference_dims`, and compare the results.
+
+        The weights do not change.
+        """
         block, description = self.dump.block(), self.dump.description
         batch = self.dump.batch(block)
         step = partition_step(batch, dims, self.packing, description.aggregation, description.max_response_tokens)
         actual = self._trace(block, dims, step.rank_batches, "layout")
-        reference_batches = [merge_rank_batches(step)] if self.balanced else self._reference_batches(batch, against)
-        expected = self._trace(block, against, reference_batches, "against")
+        reference_batches = (
+            [merge_rank_batches(step)] if self.has_balancing_loss else self._reference_batches(batch, reference_dims)
+        )
+        expected = self._trace(block, reference_dims, reference_batches, "against")
         return compare_step_traces(block, expected, actual, self.dtype)
 
     def _reference_batches(self, batch: TrainBatch, dims: ParallelDims) -> list[RankBatch]:
-        """Partition the batch for the reference layout, without shared prompts: so errors of shared prompts are found too."""
+        """Partition the batch for the reference layout, without shared prompts.
+
+        So the comparison also finds errors in the computation of shared prompts.
+        """
         packing, description = replace(self.packing, share_prompts=False), self.dump.description
         return partition_step(
             batch, dims, packing, description.aggregation, description.max_response_tokens
@@ -91,7 +99,7 @@ class StepReplay:
 
     def _trace(self, block: TokenBlock, dims: ParallelDims, batches: list[RankBatch], name: str) -> StepTrace:
         temperature, folder = self.dump.description.temperature, f"{self.folder}/{name}"
-        with self.start(dims) as group:
+        with self.start_ranks(dims) as group:
             group.call(TrainWorker.load_step_dump, str(self.dump.path), self.checkpoint)
             return group.trace_layers(block, batches, loss=self.loss, temperature=temperature, folder=folder)
 
@@ -116,7 +124,7 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
 
 
 def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
-    """Compare the log-probabilities of the sampled tokens. The result is like that of a layer."""
+    """Compare the log-probabilities of the sampled tokens. The result has the same form as that of a layer."""
     rows = sorted(reference.outputs.keys() & other.outputs.keys())
     indices = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
     tokens = np.concatenate([np.empty(0, np.int64), *(indices[row] for row in rows)])
@@ -126,7 +134,7 @@ def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, 
 
 
 def _locate(block: TokenBlock, layer: str, token: int) -> TokenLocation:
-    """Locate a token of the block. `token`: index in the block; -1: no token."""
+    """Return the location of a token. `token` is its index in the block, or -1 if there is no token."""
     if token < 0:
         return TokenLocation(layer, -1, -1, -1, False)
     row, position = row_and_position(block, token)

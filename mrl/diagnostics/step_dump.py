@@ -1,8 +1,8 @@
-"""Step dumps: a training step in a folder, with all its inputs and without pickles. `mrl replay` repeats it under any layout.
+"""Step dumps: a training step in a folder, with all its inputs and no pickles. `mrl replay` repeats the step under any layout.
 
 step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of every file
-                batch.npz             tokens and columns of all rows, as the trainer ranks had them
-                mini_batches.npz      groups, and for each mini-batch the trained rows and the rows that the loss counts
+                batch.npz             tokens and columns of all rows, as the trainer ranks received them
+                mini_batches.npz      groups; for each mini-batch, its trained rows and the rows in the loss's denominators
                 rng_00000.safetensors states of the random number generators, one file per rank
                 weights/              Hugging Face folder of the weights before the mini-batch, if the dump has them
 
@@ -34,7 +34,7 @@ class WeightsLocation:
     """Where the weights of a step are stored."""
 
     path: str  # relative to the step dump, or an absolute path
-    step: int  # number of steps that these weights have been trained for
+    step: int  # number of steps that have trained these weights
     checkpoint: bool = False  # True: a Megatron checkpoint; False: a Hugging Face folder
     hf_folder: str = ""  # for a Megatron checkpoint: a Hugging Face folder of the same model
 
@@ -44,18 +44,18 @@ class StepDescription:
     """Description of a dumped step, which the driver writes."""
 
     step: int
-    reason: str  # why it was dumped: requested, a spike, a gradient that is not finite
-    weights: WeightsLocation | None  # None: they are not on disk
+    reason: str  # why the step was dumped: on request, because of a spike, or because a gradient is not finite
+    weights: WeightsLocation | None  # where the weights before the mini-batch are; None: they are not on disk
     mini_batch: int  # index of the mini-batch that starts from `weights`
     lrs: list[float]  # learning rate of each mini-batch
     aggregation: str
     max_response_tokens: int
     temperature: float
-    kl_coef: float | None  # coefficient of the loss's KL term; None: the loss has none
+    kl_coef: float | None  # coefficient of the KL term in the loss; None: the loss has no KL term
     grad_norms: list[float]  # of the mini-batches that the run finished
     losses: list[float]  # of the mini-batches that the run finished
     layout: dict[str, Any]  # parallel layout of the trainer ranks
-    config: dict[str, Any]  # composed config of the run; the objective is built from it
+    config: dict[str, Any]  # composed config of the run; `mrl replay` builds the loss from it
 
     @property
     def dims(self) -> ParallelDims:
@@ -69,7 +69,7 @@ class StepDump:
 
     path: Path
     description: StepDescription
-    versions: dict[str, str]
+    versions: dict[str, str]  # versions of Python and of packages in the run that wrote the dump
 
     @classmethod
     def read(cls, path: Path) -> "StepDump":

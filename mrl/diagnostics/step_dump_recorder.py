@@ -1,4 +1,4 @@
-"""Recorder of step dumps. It dumps requested steps, steps whose gradient is not finite, and steps with a gradient spike."""
+"""Dumps steps of a run: requested steps, steps whose gradient is not finite, and steps with a spike of the gradient norm."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ from mrl.workers.model_trainers import UpdateRequest
 from mrl.workers.worker import DUMPED_WEIGHTS, TrainWorker
 
 logger = logging.getLogger(__name__)
-SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with these words if the step is a spike
+SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with these words if the step has a spike
 
 
 @dataclass
 class StepDumpRecorder:
-    """Watches the actor's updates, and dumps some of their steps.
+    """Watches the actor's updates, and dumps some of the steps.
 
-    The trainer ranks write the dumps: they fetch tokens from Ray's object store, so no token passes through the driver.
+    The trainer ranks write the dumps. They fetch the tokens from Ray's object store, so no token passes through the driver.
     """
 
     folder: Path  # RUN/step_dumps
@@ -39,7 +39,7 @@ class StepDumpRecorder:
     latest_weights: Callable[[], WeightsLocation | None]  # newest weights on disk
     first_step: int = 0  # number of steps before the actor's first update
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
-    _num_spikes: int = field(init=False)  # spikes dumped so far, also before a resume
+    _num_spikes: int = field(init=False)  # number of spikes that were dumped so far, also before a resume
 
     def __post_init__(self) -> None:
         self._norms = deque(maxlen=self.settings.spike_window)
@@ -74,9 +74,9 @@ class StepDumpRecorder:
     def _dump_nonfinite(
         self, group: WorkerGroup, update: UpdateRequest, description: StepDescription, error: NonFiniteGradientError
     ) -> FloatingPointError:
-        """Dump the step with the current weights, and return the error to raise.
+        """Dump the step with the current weights, which are the weights before the failed mini-batch.
 
-        The current weights are the weights before the failed mini-batch.
+        Returns the error that the caller must raise.
         """
         cause: NonFiniteGradientError = getattr(error, "cause", error)  # Ray 2.60 wraps the error in another class
         reason = f"the gradient of mini-batch {cause.mini_batch} is not finite (norm {cause.norm})"
@@ -111,9 +111,9 @@ class StepDumpRecorder:
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
-        """Return the reason why the step is a spike.
+        """Return the reason why the step has a spike, or "" if it must not be dumped as a spike.
 
-        Returns "" if it is not a spike, if the median is not yet known, or if enough spikes have been dumped.
+        It is not dumped if it has no spike, if too few steps came before, or if enough spikes have been dumped.
         """
         factor, known = self.settings.spike_factor, len(self._norms)
         too_early = known < max(1, self.settings.spike_window // 2)
@@ -142,7 +142,7 @@ class StepDumpRecorder:
         self._complete(description)
 
     def _try_to_write(self, description: StepDescription, write: Callable[[], None]) -> bool:
-        """Call `write`; if it fails, e.g. on a full disk, remove the dump and let the run continue. Returns success."""
+        """Call `write`, and return whether it succeeded. If it fails, e.g. on a full disk, the dump is removed."""
         try:
             write()
         except ProcessesLostError:

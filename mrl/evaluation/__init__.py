@@ -1,1 +1,1 @@
-"""`mrl generate` and `mrl evaluate`: resumable sampling of a data set, and pass@k, maj@k and mean score of the samples."""
+"""`mrl generate` samples responses to a data set. `mrl evaluate` computes pass@k, maj@k and the mean score of the responses."""

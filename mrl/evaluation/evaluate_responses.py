@@ -1,4 +1,4 @@
-"""`mrl evaluate`: scores and summarises the responses of a finished generation, and writes the report files."""
+"""`mrl evaluate`: scores and summarises the responses of a finished `mrl generate`, and writes the report files."""
 
 import json
 import logging
@@ -33,10 +33,10 @@ class Evaluation:
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
-    """Summarise the responses of a generation; score them first if they have no scores or if evaluate.rescore is set.
+    """Summarise the responses in the output folder of `mrl generate`.
 
-    Raises ValueError if the folder contains no finished generation, if evaluate.k exceeds the number of responses to a
-    prompt, or if the reward is invalid.
+    The responses are scored first if they have no scores or if evaluate.rescore is set. Raises ValueError if the folder
+    contains no finished generation, if evaluate.k exceeds the number of responses to a prompt, or if the reward is invalid.
     """
     settings, rows = read_responses(folder)
     ks = choose_k(config.evaluate.k, settings["generate.samples"])
@@ -64,7 +64,10 @@ def checked_reward(config: Config) -> Reward:
 
 
 def _stored_reward(node: dict[str, Any], folder: Path) -> Reward | None:
-    """Return the reward of the stored scores (maj@k needs its `answer` method); None if it can no longer be built."""
+    """Return the reward that gave the stored scores, because maj@k needs its `answer` method.
+
+    Returns None if the reward can no longer be built.
+    """
     try:
         return instantiate_callable(node, f"{folder}: reward")
     except ValueError as error:
@@ -90,7 +93,7 @@ def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> No
 
 
 def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
-    """Write position, score and answer of each response. Every reported number can be recomputed from this file."""
+    """Write the position, score and answer of each response. The reported pass@k, maj@k and mean scores can be recomputed from this file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -116,8 +119,8 @@ def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title:
         for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
             ks, values = list(estimates), list(estimates.values())
             axes.plot(ks, [e.value for e in values], style, color=colour, label=f"{summary.name}, {name}", markersize=5)
-            ends = [e.low or 0.0 for e in values], [1.0 if e.high is None else e.high for e in values]
-            axes.fill_between(ks, *ends, color=colour, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
+            bounds = [e.low or 0.0 for e in values], [1.0 if e.high is None else e.high for e in values]
+            axes.fill_between(ks, *bounds, color=colour, alpha=0.15 if name == "pass@k" else 0.07, linewidth=0)
     axes.set_xscale("log", base=2)
     ks = list(summaries[0].pass_at)
     axes.set_xticks(ks, [str(k) for k in ks])

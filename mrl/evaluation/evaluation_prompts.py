@@ -18,9 +18,9 @@ from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
-"""Function of (prompts of a file, number of the file).
+"""A function that takes the prompts of a file and the number of the file.
 
-Raises ValueError if rows were left out although data.bad_rows or data.overlong is `error`, or if no row is left.
+It raises ValueError if rows were omitted although data.bad_rows or data.overlong is `error`, or if no row remains.
 """
 
 
@@ -32,7 +32,7 @@ class EvaluationPrompt:
     file_in_set: int  # position of the file in its set, from 0
     file: str  # name of the file in the config
     file_number: int  # position of the file among all held-out files, from 0
-    row: int  # row in the file, from 0; omitted rows are counted
+    row: int  # number of the row in the file, from 0; omitted rows have numbers too
     data_source: str
     messages: list[dict[str, str]]
     tokens: list[int]
@@ -42,8 +42,8 @@ class EvaluationPrompt:
     def seed(self, seed: int, sample: int) -> int:
         """Return the 63-bit seed of one response.
 
-        It depends only on the run's seed, the set's name, the file's position in the set, the row and the sample; appending
-        files changes no seed.
+        The seed depends only on the run's seed, the set's name, the file's position in the set, the row and the sample. So
+        appending files to a set changes no seed.
         """
         name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
         return response_seed(seed, *name.tolist(), self.file_in_set, self.row, sample)
@@ -80,12 +80,12 @@ def load_prompts(
     enforce: EnforceRowPolicies,
     rows: int | None,
 ) -> list[EvaluationPrompt]:
-    """Return the first `rows` usable prompts of each file or user-defined data set (None: all).
+    """Return the first `rows` usable prompts of each file or user-defined data set. If `rows` is None, return all.
 
     Raises ValueError with file, row and reason if a file cannot be read or if `enforce` raises.
     """
     prompts: list[EvaluationPrompt] = []
-    files = [placed for source in sources for placed in enumerate(source.split_by_file())]
+    files = [numbered for source in sources for numbered in enumerate(source.split_by_file())]
     for number, (file_in_set, source) in enumerate(files):
         data = PromptDataset.load([source], model_path, constraints)
         enforce(data, number)
@@ -143,10 +143,10 @@ def _to_reward_response(row: Row, group: int) -> Response:
 
 @runtime_checkable
 class GivesAnswers(Protocol):
-    """A reward that can extract the answer of a response. In maj@k, each response votes for its answer."""
+    """A reward that can extract the answer from a response. In maj@k, each response votes for its answer."""
 
     def answer(self, response: Response) -> str | None:
-        """Return the answer in a canonical form, the same text for equal answers; None if there is no answer."""
+        """Return the answer in a canonical form: equal answers have the same text. None: the response has no answer."""
 
 
 def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:

@@ -1,4 +1,4 @@
-"""Summaries of scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
+"""Summarises scored responses: pass@k, maj@k and mean score with confidence intervals, per data source and overall."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from mrl.evaluation.evaluation_prompts import prompt_key
 from mrl.evaluation.response_store import Row
 
 MAX_SAMPLES = 1000
-"""Largest number of responses to a prompt; with more, the binomial coefficients overflow float64."""
+"""Largest number of responses to a prompt. With more responses, the binomial coefficients would overflow float64."""
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -30,84 +30,87 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
     """Return the probability that the majority answer of k responses passes.
 
-    The k responses are drawn without replacement from the n responses. Each drawn response votes for its answer; a
-    response without an answer (None) does not vote. Without votes, nothing passes. Tied answers win with equal
-    probability. The probability that an answer passes is the fraction of its responses that pass. The result is the
-    exact mean over all subsets and ties, computed by counting.
+    The k responses are drawn without replacement from n responses. Each drawn response votes for its answer; a response
+    without an answer (None) does not vote. If nobody votes, nothing passes. Tied answers win with equal probability. The
+    probability that an answer passes is the fraction of its responses that pass. The result is the exact mean over all
+    subsets and ties.
     """
     return majorities(answers, passed, [k])[k]
 
 
 def majorities(answers: Sequence[str | None], passed: Sequence[bool], ks: Sequence[int]) -> dict[int, float]:
-    """Return majority_at_k for each k, from one count of the votes."""
+    """Return majority_at_k for each k in `ks`. The votes are counted only once."""
     assert len(answers) == len(passed) and min(ks) >= 1 and max(ks) <= len(answers), f"{len(answers)} answers, k={ks}"
     votes, passing = Counter(answers), Counter(a for a, p in zip(answers, passed, strict=True) if p)
-    silent = votes.pop(None, 0)
+    num_unanswered = votes.pop(None, 0)
     passing.pop(None, None)
-    needed = frozenset(votes[answer] for answer in passing)
-    wins = _win_probabilities(tuple(sorted(votes.values())), silent, needed, max(ks))
+    sizes = frozenset(votes[answer] for answer in passing)
+    wins = _win_probabilities(tuple(sorted(votes.values())), num_unanswered, sizes, max(ks))
     totals = {k: float(sum(wins[votes[a]][k] * count / votes[a] for a, count in passing.items())) for k in ks}
     return {k: min(1.0, total) for k, total in totals.items()}  # rounding may give a value slightly above 1
 
 
 @lru_cache(maxsize=4096)
 def _win_probabilities(
-    counts: tuple[int, ...], silent: int, needed: frozenset[int], most: int
+    counts: tuple[int, ...], num_unanswered: int, sizes: frozenset[int], max_k: int
 ) -> dict[int, NDArray[np.float64]]:
-    """Return for each size in `needed`: the probability [most + 1] that an answer with this many responses wins, by k.
+    """Return the probability that an answer wins the vote, as size -> [max_k + 1].
 
-    k is the number of drawn responses. `counts` are the numbers of responses per answer; `silent` is the number of
-    responses without an answer.
+    The size of an answer is its number of responses. The array is indexed by k, the number of drawn responses. `counts` are
+    the sizes of all answers. The result contains the sizes in `sizes`. `num_unanswered` responses have no answer.
     """
-    total = sum(counts) + silent
-    draws = np.array([float(comb(total, k)) for k in range(most + 1)])
-    won = {size: np.zeros(most + 1) for size in needed}
-    for votes in range(1, min(max(needed, default=0), most) + 1):
-        for size, ways_m in _ways_of_other_answers(counts, silent, votes, needed, most - votes):
+    total = sum(counts) + num_unanswered
+    draws = np.array([float(comb(total, k)) for k in range(max_k + 1)])
+    won = {size: np.zeros(max_k + 1) for size in sizes}
+    for votes in range(1, min(max(sizes, default=0), max_k) + 1):
+        for size, ways_m in _ways_of_other_answers(counts, num_unanswered, votes, sizes, max_k - votes):
             won[size][votes:] += comb(size, votes) * ways_m
     return {size: ways / draws for size, ways in won.items()}
 
 
 def _ways_of_other_answers(
-    counts: tuple[int, ...], silent: int, votes: int, needed: frozenset[int], most: int
+    counts: tuple[int, ...], num_unanswered: int, votes: int, sizes: frozenset[int], max_m: int
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield for each needed size: the number of ways [most + 1] to draw m responses of the other answers, by m.
+    """Yield `(size, ways [max_m + 1])` for each size in `sizes`.
 
-    No other answer may get more than `votes`. A way in which t other answers get exactly `votes` counts 1 / (t + 1),
-    the probability to win the tie, which is the integral of y**t from 0 to 1. Each tied answer therefore contributes a
-    factor y, and Gauss-Legendre quadrature integrates the product over y exactly.
+    One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
+    answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes, the way
+    counts only 1 / (t + 1), which is the probability of winning the tie. This is the integral of y**t over y from 0 to 1. So
+    each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
     """
-    rivals = Counter(size for size in counts if size >= votes)
-    free = sum(size for size in counts if size < votes) + silent  # these cannot exceed `votes`
+    rivals = Counter(size for size in counts if size >= votes)  # answers that can reach `votes` votes: size -> number
+    num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
     nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)
-    free_m = np.array([float(comb(free, m)) for m in range(min(free, most) + 1)])
-    for size, ways_ym in _all_but_one(sorted(rivals.items()), needed, nodes_y, votes, most, np.ones((len(nodes_y), 1))):
-        yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), most + 1)
+    free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
+    for size, ways_ym in _all_but_one(sorted(rivals.items()), sizes, nodes_y, votes, max_m, np.ones((len(nodes_y), 1))):
+        yield size, _fit_length(np.convolve(weights_y @ ways_ym, free_m), max_m + 1)
 
 
 def _all_but_one(
     rivals: list[tuple[int, int]],
-    needed: frozenset[int],
+    sizes: frozenset[int],
     nodes_y: NDArray[np.float64],
     votes: int,
-    most: int,
+    max_m: int,
     ways_ym: NDArray[np.float64],
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-    """Yield for each needed size: `ways_ym` times the polynomials of all rivals except one rival of this size.
+    """Yield `(size, product)` for each size in `sizes`. The product omits one rival of this size.
 
-    `rivals` are pairs (size, number of answers of this size). They are halved recursively to share products.
+    The product is `ways_ym` times the polynomials of all other rivals. `ways_ym` is [nodes of y, m + 1], where m is the number
+    of drawn responses. `rivals` are pairs (size, number of rivals of this size). The list is halved recursively, so that
+    most products are computed only once.
     """
-    if not any(size in needed for size, _ in rivals):
+    if not any(size in sizes for size, _ in rivals):
         return
     if len(rivals) == 1:
         ((size, number),) = rivals
-        yield size, _times(ways_ym, [(size, number - 1)], nodes_y, votes, most)
+        yield size, _times(ways_ym, [(size, number - 1)], nodes_y, votes, max_m)
         return
     half = len(rivals) // 2
     for mine, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
-        if any(size in needed for size, _ in mine):
-            grown = _times(ways_ym, others, nodes_y, votes, most)
-            yield from _all_but_one(mine, needed, nodes_y, votes, most, grown)
+        if any(size in sizes for size, _ in mine):
+            product = _times(ways_ym, others, nodes_y, votes, max_m)
+            yield from _all_but_one(mine, sizes, nodes_y, votes, max_m, product)
 
 
 def _times(
@@ -115,23 +118,26 @@ def _times(
     rivals: list[tuple[int, int]],
     nodes_y: NDArray[np.float64],
     votes: int,
-    most: int,
+    max_m: int,
 ) -> NDArray[np.float64]:
-    """Multiply `ways_ym` by the polynomials of `rivals`.
+    """Multiply `ways_ym` by the polynomials of `rivals`, which are pairs (size, number of rivals of this size).
 
-    Each rival may get at most `votes`. Exactly `votes` is a tie, which counts a factor y.
+    A rival's polynomial has the number of ways to draw d of its responses, for d up to `votes`. If d equals `votes`, the rival
+    is tied, and the number has the factor y.
     """
     for size, number in rivals:
-        if votes == 1:  # (1 + size x y)**number by the binomial theorem, because distinct answers give many of these
-            drawn_j = np.array([float(comb(number, j) * size**j) for j in range(min(number, most) + 1)])
+        if (
+            votes == 1
+        ):  # many answers may be distinct, so the binomial theorem gives the polynomial of all rivals at once
+            drawn_j = np.array([float(comb(number, j) * size**j) for j in range(min(number, max_m) + 1)])
             power = drawn_j * nodes_y[:, None] ** np.arange(len(drawn_j))
-            grown = [np.convolve(ways, row)[: most + 1] for ways, row in zip(ways_ym, power, strict=True)]
+            grown = [np.convolve(ways, row)[: max_m + 1] for ways, row in zip(ways_ym, power, strict=True)]
             ways_ym = np.array(grown)
             continue
         drawn_d = np.array([float(comb(size, d)) for d in range(votes + 1)])
         for _ in range(number):
-            grown = np.zeros((len(nodes_y), min(ways_ym.shape[1] + votes, most + 1)))
-            for d in range(min(votes, most) + 1):
+            grown = np.zeros((len(nodes_y), min(ways_ym.shape[1] + votes, max_m + 1)))
+            for d in range(min(votes, max_m) + 1):
                 ways = ways_ym[:, : grown.shape[1] - d] * drawn_d[d]
                 grown[:, d : d + ways.shape[1]] += ways * nodes_y[:, None] if d == votes else ways
             ways_ym = grown
@@ -154,7 +160,7 @@ def _legendre(number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @dataclass(frozen=True)
 class IntervalEstimate:
-    """A mean over prompts with its confidence interval [low, high]; the bounds are None if there is only one prompt."""
+    """A mean over prompts, and its confidence interval [low, high]. The bounds are None if they cannot be estimated."""
 
     value: float
     low: float | None
@@ -162,17 +168,17 @@ class IntervalEstimate:
 
 
 def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstimate:
-    """Return the mean of one value in [0, 1] per prompt [P], with Wilson's score interval for the effective number of prompts.
+    """Return the mean of `values` [P], and Wilson's score interval. There is one value from 0 to 1 per prompt.
 
-    If all values are 0 or 1, this is Wilson's interval. Values between 0 and 1, such as pass@k of a prompt, have a
-    smaller variance than m(1 - m), where m is their mean. The effective number of prompts is then P * m(1 - m) /
-    variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for Proportions in Complex
-    Sample Surveys"). The variance includes one additional prompt with the largest spread m(1 - m), so that a few equal
-    values do not give an interval of width 0.
+    If all values are 0 or 1, this is Wilson's interval for P prompts. Values between 0 and 1, such as pass@k of a prompt,
+    have a smaller variance than m(1 - m), where m is their mean. In this case, P is replaced by an effective number of
+    prompts, P * m(1 - m) / variance, as in surveys (Franco et al. 2019, "Comparative Study of Confidence Intervals for
+    Proportions in Complex Sample Surveys"). One additional prompt with the largest possible spread m(1 - m) is included in
+    the variance. Otherwise a few equal values would give an interval of width 0.
     """
     from scipy.stats import norm  # takes a second
 
-    assert np.abs(values - 0.5).max() < 0.5 + 1e-9, f"shares from {values.min()} to {values.max()}"
+    assert np.abs(values - 0.5).max() < 0.5 + 1e-9, f"values from {values.min()} to {values.max()}"
     mean, count = float(values.clip(0, 1).mean()), len(values)
     largest = mean * (1 - mean)
     variance = (float(np.square(values - mean).sum()) + largest) / (count + 1)
@@ -184,7 +190,7 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
-    """Return the mean of one value per prompt [P], with Student's t interval."""
+    """Return the mean of `values` [P], one per prompt, and Student's t interval. One prompt alone has no interval."""
     from scipy.stats import t  # takes a second
 
     middle, count = float(values.mean()), len(values)
@@ -204,9 +210,9 @@ class PromptScores:
     data_source: str
     scores: list[float]
     answers: list[str | None]
-    failed: int  # responses that could not be scored; their score is 0
-    cut: int  # responses cut at the token limit
-    tokens: int  # number of tokens of all responses together
+    failed: int  # number of responses that could not be scored; their score is 0
+    cut: int  # number of responses that were cut at the token limit
+    tokens: int  # number of tokens in all responses together
 
     @property
     def samples(self) -> int:
@@ -224,17 +230,19 @@ class EvaluationSummary:
     name: str  # data source, or OVERALL
     prompts: int
     responses: int
-    mean_score: IntervalEstimate  # mean@n; its expectation does not depend on the number of responses n
+    mean_score: (
+        IntervalEstimate  # mean@n, whose expected value does not depend on n, the number of responses to a prompt
+    )
     pass_at: dict[int, IntervalEstimate]  # by k
     maj_at: dict[int, IntervalEstimate]  # by k
-    failed_fraction: float  # responses that could not be scored
-    unanswered_fraction: float  # responses without an answer to vote for
-    cut_fraction: float  # responses cut at the token limit
-    mean_tokens: float  # per response
+    failed_fraction: float  # fraction of responses that could not be scored
+    unanswered_fraction: float  # fraction of responses without an answer, which do not vote in maj@k
+    cut_fraction: float  # fraction of responses that were cut at the token limit
+    mean_tokens: float  # mean number of tokens in a response
 
 
 def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[PromptScores]:
-    """Group scored rows by prompt. `answers` [B] are the answers that the responses vote for."""
+    """Group scored rows by prompt. `answers` [B] are the answers for which the responses vote in maj@k."""
     indices: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):
         indices.setdefault(prompt_key(row), []).append(index)
@@ -252,7 +260,10 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
 
 
 def choose_k(ks: Sequence[int], samples: int) -> list[int]:
-    """Return `ks` sorted; if `ks` is empty, powers of 2 below `samples`, and `samples`. Raises ValueError if a k is too large."""
+    """Return `ks` sorted, or the powers of 2 below `samples`, and `samples` itself, if `ks` is empty.
+
+    Raises ValueError if a k exceeds `samples`, the number of responses to a prompt.
+    """
     if not ks:
         return sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     if max(ks) > samples:
@@ -266,7 +277,7 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
 def summarise(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
-    """Return the summary of each data source, sorted by name, and last, with several sources, the summary of all prompts."""
+    """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows."""
     by_source: dict[str, list[PromptScores]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt)

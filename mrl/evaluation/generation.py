@@ -1,4 +1,4 @@
-"""`mrl generate`: samples and scores responses to all prompts of a plan, and continues where an earlier process stopped."""
+"""`mrl generate`: samples and scores responses to all prompts of a plan. It continues where an earlier process stopped."""
 
 import queue
 import shutil
@@ -30,10 +30,13 @@ from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingPa
 from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
 
 FILES_AHEAD = 2
-"""Number of later files that are requested while a file is completed, so that engines stay busy during its slowest response."""
+"""While the slowest responses of a file are sampled, the responses of this many later files are requested already."""
 
 MAX_POSTS = 64
-"""Concurrent HTTP requests to one engine. One request carries several prompts if generate.requests_in_flight is larger."""
+"""Largest number of concurrent HTTP requests to one engine.
+
+If generate.requests_in_flight is larger, one HTTP request carries several prompts.
+"""
 
 GenerationRequest = tuple[list[int], SamplingParams]
 PendingResponses = list[Future[list[Completion]]]
@@ -43,10 +46,10 @@ class GenerationProgress(Protocol):
     """Display of the progress of a generation."""
 
     def begin(self, total: int, done: int) -> None:
-        """Start with `done` of `total` responses."""
+        """Start the display. Of `total` responses, `done` exist already."""
 
     def advance(self, responses: int, tokens: int) -> None:
-        """Add finished responses and their tokens."""
+        """Add numbers of finished responses and of their tokens."""
 
 
 def generate(
@@ -55,7 +58,7 @@ def generate(
     """Sample all missing responses and return the totals, as in generate.json.
 
     Args:
-        converting: shows the progress of converting a Megatron checkpoint.
+        converting: context that shows the progress of the conversion of a Megatron checkpoint.
 
     Raises:
         ValueError: the input files have an error (raised before engines start), or the reward gives no scores.
@@ -78,10 +81,10 @@ def generate(
 
 @contextmanager
 def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineClient]]:
-    """Start SGLang engines that serve `folder`, and yield a client of each when all are ready.
+    """Start SGLang engines that serve the model in `folder`. When all engines are ready, yield a client for each engine.
 
-    The engines are stopped when the block ends. With rollout.engine_urls, no engines are started: the clients connect to
-    these servers, which keep running.
+    The engines are stopped when the context exits. If rollout.engine_urls is set, no engines are started. The clients then
+    connect to the servers at these URLs, which keep running.
 
     Raises:
         EngineError: an engine does not start.
@@ -112,11 +115,11 @@ def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineC
 class RequestDispatcher:
     """Distributes requests over engines, with a limit on the concurrent requests of each engine.
 
-    At the end of its `with` block, requests that have not been sent are cancelled.
+    When its context exits, requests that have not been sent are cancelled.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
-        """`in_flight` is the number of concurrent responses per engine. `logprobs`: request log-probabilities."""
+        """`in_flight` is the number of concurrent responses per engine. If `logprobs`, log-probabilities are requested."""
         posts = min(MAX_POSTS, in_flight)
         self._per_post, self._logprobs = in_flight // posts, logprobs
         self._free: queue.SimpleQueue[EngineClient] = queue.SimpleQueue()
@@ -126,7 +129,7 @@ class RequestDispatcher:
         self._pool = ThreadPoolExecutor(posts * len(clients), thread_name_prefix="generate")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> PendingResponses:
-        """Return futures of the responses, in the order of the requests. One future holds the responses of one HTTP request."""
+        """Send the requests in other threads. Returns one future per HTTP request, with its responses in order."""
         size = self._per_post
         return [self._pool.submit(self._post, requests[at : at + size]) for at in range(0, len(requests), size)]
 
@@ -147,7 +150,9 @@ class RequestDispatcher:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)  # requests already sent end with their engine or timeout
+        self._pool.shutdown(
+            wait=False, cancel_futures=True
+        )  # requests that were sent end with their engine or at their timeout
 
 
 class Generation:
@@ -191,7 +196,7 @@ class Generation:
         ]
 
     def _samples(self, number: int) -> list[tuple[EvaluationPrompt, int]]:
-        """Return prompt and sample number of each response of a file, in order."""
+        """Return the prompt and the sample number of each response of a file, in order."""
         return [(prompt, sample) for prompt in self.files[number] for sample in range(self.settings.samples)]
 
     def _complete(self, number: int, pending: PendingResponses, scorer: Scorer | None) -> None:

@@ -23,15 +23,17 @@ from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
-CONVERTED = "model"  # temporary subfolder of the output with the converted Megatron checkpoint
+CONVERTED = "model"  # temporary subfolder of generate.output; contains the converted Megatron checkpoint
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted temporarily."""
+    """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted to a temporary folder."""
 
     hf: HFConfig
-    checkpoint: Path | None = None  # Megatron checkpoint with the weights; None: they are in the Hugging Face folder
+    checkpoint: Path | None = (
+        None  # Megatron checkpoint with the weights; None: the Hugging Face folder has the weights
+    )
 
     @property
     def folder(self) -> Path:
@@ -49,15 +51,15 @@ class ServedModel:
         return family_of(self.hf).read(self.hf).vocab_size
 
     def fingerprint(self) -> dict[str, list[int]]:
-        """Return size and modification time of the config and of every weight file."""
+        """Return the size and the modification time of config.json and of every weight file."""
         weights = sorted(self.checkpoint.iterdir()) if self.checkpoint else HFWeights(self.folder).files
         return fingerprint([self.hf.path, *weights])
 
     def engine_folder(self, scratch: Path, progress: AbstractContextManager[ByteProgress]) -> Path:
         """Return a Hugging Face folder that engines can load.
 
-        A Megatron checkpoint is converted to `scratch`, unless `scratch` exists. Raises ValueError if the checkpoint
-        does not belong to this model.
+        A Megatron checkpoint is converted to the folder `scratch`. If `scratch` exists already, it is used as it is. Raises
+        ValueError if the checkpoint does not belong to this model.
         """
         if not self.checkpoint:
             return self.folder
@@ -70,7 +72,7 @@ class ServedModel:
 
 
 def find_model(config: Config) -> ServedModel:
-    """Return the model at model.path. If there is none, raise ValueError with the path to use instead."""
+    """Return the model at model.path. If there is no model, raise ValueError; the message suggests another path."""
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
         if not base:
@@ -99,18 +101,18 @@ class GenerationPlan:
     model: ServedModel
     sources: list[PromptSource]
     reward: Reward | None
-    sampling: SamplingParams  # of every response, without its seed
+    sampling: SamplingParams  # parameters of every response, except its seed
 
     @property
     def server_args(self) -> dict[str, Any]:
-        """SGLang arguments of every engine, without model_path and random_seed."""
+        """Arguments of SGLang for every engine, except model_path and random_seed."""
         config = self.config
         defaults = default_server_args(config.model.dtype, self.model.context)
         defaults |= {DETERMINISTIC: config.generate.deterministic}
         return defaults | config.sglang | dict(tp_size=config.rollout.engine_tp)
 
     def prompts(self) -> list[EvaluationPrompt]:
-        """Read and check all prompts. Raises ValueError with file, row and reason."""
+        """Read and check all prompts. Raises ValueError with the file, the row and the reason if a prompt is unusable."""
         config = self.config
         limit = max_prompt_length(config, self.model.context)
         constraints = PromptConstraints(limit, self.model.vocab_size, chat_template(config))
@@ -124,9 +126,9 @@ class GenerationPlan:
 
 
 def plan_generation(config: Config) -> GenerationPlan:
-    """Check the config of a generation and return its plan. Starts no process. Raises ValueError for a mistake in the config.
+    """Check the config of `mrl generate` and return its plan. Starts no process. Raises ValueError for a mistake in the config.
 
-    It does not read the prompts, because a finished generation does not need them: GenerationPlan.prompts reads them.
+    The prompts are not read here, because a finished generation does not need them. GenerationPlan.prompts reads them.
     """
     generate = config.generate
     if generate.samples > MAX_SAMPLES:
@@ -167,9 +169,9 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return what determines the responses: values by config key, versions of packages, and sizes and times of files.
+    """Return everything that determines the responses: config values, versions of packages, and sizes and times of files.
 
-    rollout.num_engines and rollout.engine_urls are left out, because they may change when a generation continues.
+    rollout.num_engines and rollout.engine_urls are not included, because they may change when a generation continues.
     """
     generate = config.generate
     names = (
@@ -207,7 +209,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def describe_determinism(config: Config) -> str:
-    """Describe how reproducible the responses are, for the terminal and generate.json."""
+    """Return a text for the terminal and generate.json that says how reproducible the responses are."""
     if config.generate.temperature == 0:
         kind = "greedy decoding: the most likely token each time"
     elif config.generate.deterministic:

@@ -1,4 +1,4 @@
-"""The output folder of `mrl generate`: parquet files that are written atomically, and generate.json with the settings."""
+"""The output folder of `mrl generate`: parquet files with responses, and generate.json with the settings."""
 
 import fcntl
 import json
@@ -15,9 +15,9 @@ Row = dict[str, Any]
 
 
 class ResponseStore:
-    """The files of one generation. A later process with the same settings adds the missing files.
+    """The output folder of one generation. A later process with the same settings adds the missing files.
 
-    Inside its `with` block, this process has an exclusive lock on the folder; only the lock holder may write.
+    Used as a context manager, it holds an exclusive lock on the folder. Only the holder of the lock may write.
     """
 
     def __init__(self, folder: str | Path, settings: Row) -> None:
@@ -31,7 +31,7 @@ class ResponseStore:
                 contains other files.
         """
         self.folder = Path(folder)
-        self.settings: Row = json.loads(json.dumps(settings))  # the same types as in a manifest that is read back
+        self.settings: Row = json.loads(json.dumps(settings))  # has the types of a manifest that was read from disk
         self._lock: int | None = None
         self._check()
 
@@ -40,7 +40,7 @@ class ResponseStore:
         if manifest is None:
             if self.folder.exists() and any(self.folder.iterdir()):
                 raise ValueError(
-                    f"generate.output={self.folder}: the folder holds other files; name a new one, or empty it."
+                    f"generate.output={self.folder}: the folder contains other files; name a new folder, or empty this one."
                 )
             return
         before = manifest["settings"]
@@ -56,7 +56,7 @@ class ResponseStore:
             )
 
     def bind(self, prompts_digest: str) -> None:
-        """Store the digest of the prompts, or compare it with the stored one. The lock must be held.
+        """Store the digest of the prompts, or compare it with the stored digest. This process must hold the lock.
 
         Raises:
             ValueError: the folder belongs to a generation with other prompts.
@@ -77,7 +77,7 @@ class ResponseStore:
         return manifest["finished"] if manifest else None
 
     def __enter__(self) -> Self:
-        """Lock the folder and remove unfinished files. Raises ValueError if another process holds the lock."""
+        """Lock the folder and remove unfinished files. Raises ValueError if another process has locked the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
@@ -123,7 +123,7 @@ class ResponseStore:
         return self.folder / FILES.replace("*", f"{number:06d}")
 
     def _write_manifest(self, **changed: Any) -> None:
-        """Update `prompts_digest` or `finished` (the totals) of the manifest. Other fields keep their values."""
+        """Set fields of the manifest: `prompts_digest`, or the totals `finished`. Other fields keep their values."""
         new = self.folder / (MANIFEST + ".unfinished")
         manifest = (_read_manifest(self.folder) or {}) | dict(settings=self.settings) | changed
         new.write_text(json.dumps(manifest, indent=1) + "\n")
@@ -132,7 +132,7 @@ class ResponseStore:
 
 
 def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
-    """Return the settings and all rows, in order, of a finished generation.
+    """Return the settings of a finished generation, and all its rows in order.
 
     Raises:
         ValueError: the folder contains no generation, or the generation is unfinished, was written by another version,
@@ -151,7 +151,9 @@ def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
     tables = {path: pq.read_table(path) for path in sorted(folder.glob(FILES))}
     for path, table in tables.items():
         if missing := set(response_schema().names) - set(table.column_names):
-            raise ValueError(f"{path}: has no column {', '.join(sorted(missing))}; it was not written by this version.")
+            raise ValueError(
+                f"{path}: has no column {', '.join(sorted(missing))}; another version of mrl wrote it. Generate again."
+            )
     rows = [row for table in tables.values() for row in table.to_pylist(maps_as_pydicts="strict")]
     if len(rows) != manifest["finished"]["responses"]:
         raise ValueError(
@@ -167,13 +169,16 @@ def _read_manifest(folder: Path) -> Row | None:
 
 
 def response_schema() -> Any:
-    """Return the pyarrow schema of the files. A fixed schema keeps the type of a column that has only nulls in one file."""
+    """Return the pyarrow schema of the files.
+
+    The schema is fixed, because pyarrow cannot infer the type of a column that has only nulls in one file.
+    """
     import pyarrow as pa
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.schema(
         [
-            ("set", pa.string()),  # name in data.test_sets; empty: data.test
+            ("set", pa.string()),  # name of the set in data.test_sets; empty for data.test
             ("file", pa.string()),  # file of the prompt
             ("file_number", pa.int32()),  # position of the file among all held-out files, from 0
             ("row", pa.int64()),  # row of the prompt in its file, from 0
@@ -183,13 +188,13 @@ def response_schema() -> Any:
             ("response", pa.string()),  # without special tokens
             ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token
             ("num_tokens", pa.int32()),
-            ("logprobs", pa.list_(pa.float32())),  # null without generate.logprobs
-            ("finish_reason", pa.string()),  # stop; length: cut at the token limit
-            ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json
+            ("logprobs", pa.list_(pa.float32())),  # null if generate.logprobs is false
+            ("finish_reason", pa.string()),  # "length" if the response was cut at the token limit, otherwise "stop"
+            ("ground_truth", pa.string()),  # text, or JSON if ground_truth_is_json is true
             ("ground_truth_is_json", pa.bool_()),
             ("extra_info", pa.string()),  # JSON
-            ("score", pa.float64()),  # null without generate.score
-            ("failure", pa.string()),  # why the reward gave no score; null: it gave one
+            ("score", pa.float64()),  # null if generate.score is false
+            ("failure", pa.string()),  # why the reward gave no score; null if it gave a score
             ("parts", pa.map_(pa.string(), pa.float64())),
         ]
     )

@@ -1,1 +1,1 @@
-"""Metrics of a run: the terminal, JSON Lines, wandb and the learning curve."""
+"""Writes the metrics of a run to the terminal, JSON Lines files, wandb and a picture of the learning curve."""

@@ -24,7 +24,7 @@ HEADLINE = (
 class ConsoleSink:
     """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
 
-    Held-out accuracy is printed whenever it is measured, and compared with its first value at the end.
+    Held-out accuracy is printed whenever it is measured. At the end, its last value is compared with its first value.
     """
 
     def __init__(self, total: int, *, title: str = "", every_s: float = 10.0, console: Any = None) -> None:
@@ -134,10 +134,13 @@ def _format_headline(metrics: Metrics) -> str:
 
 
 def _format_phases(metrics: Metrics) -> str:
-    """Return `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`; phases that round to 0.00 s are omitted."""
+    """Return text such as `1.02 s a step, 4,210 tokens/s (rollout 0.55, update 0.38)`.
+
+    Phases that round to 0.00 s are omitted.
+    """
     if "time/step_s" not in metrics:
         return ""
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step_s"}
-    shares = ", ".join(f"{declared.label(name)} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    phases = ", ".join(f"{declared.label(name)} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     rate = f", {metrics['throughput/tokens_per_s']:,.0f} tokens/s" if "throughput/tokens_per_s" in metrics else ""
-    return f"{metrics['time/step_s']:.2f} s a step{rate}" + (f" ({shares})" if shares else "")
+    return f"{metrics['time/step_s']:.2f} s a step{rate}" + (f" ({phases})" if phases else "")

@@ -1,4 +1,4 @@
-"""Two more sinks of metrics: Weights & Biases, and a picture of the learning curve."""
+"""Sinks of metrics: Weights & Biases (wandb), and a picture of the learning curve."""
 
 import contextlib
 import logging
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class WandbSink:
     """Logs to Weights & Biases from a thread: online if a login is configured, otherwise offline in `folder`.
 
-    It never asks for a login. The wandb run id is stored in `folder`, so a resumed run continues the same wandb run;
-    repeated steps are not logged there again. If wandb fails, one warning is logged. `close` waits at most `deadline_s` seconds.
+    It never asks for a login. The id of the wandb run is stored in `folder`, so a resumed run continues the same wandb run.
+    Repeated steps are not sent to wandb again. If wandb fails, one warning is logged. `close` waits at most `deadline_s` seconds.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WandbSink:
         self._queue.put(None)
         self._thread.join(self.deadline_s)
         if self._thread.is_alive():
-            logger.warning("wandb did not finish in %.0f s and is not waited for", self.deadline_s)
+            logger.warning("wandb did not finish within %.0f s; the run ends without it", self.deadline_s)
             _kill_wandb_service()
 
     def _work(self) -> None:
@@ -77,7 +77,7 @@ class WandbSink:
                     run.log(metrics, step=step)
             run.finish()
         except Exception as error:
-            logger.warning("wandb failed and is off for this run: %s: %s", type(error).__name__, error)
+            logger.warning("wandb failed and gets no more metrics of this run: %s: %s", type(error).__name__, error)
             _kill_wandb_service()
 
     def _start(self) -> Any:
@@ -88,7 +88,7 @@ class WandbSink:
 
 
 def _stored_run_id(path: Path) -> str:
-    """Return the run id stored in `path`; stores a new one first if there is none."""
+    """Return the run id that is stored in `path`. If there is none, first store a new id."""
     with contextlib.suppress(FileExistsError), path.open("x") as file:
         file.write(uuid.uuid4().hex[:12])
     return path.read_text()
@@ -109,7 +109,7 @@ def wandb_mode() -> str:
 
 
 def _kill_wandb_service() -> None:
-    """Kill wandb's helper process, which would delay our exit until its server answers."""
+    """Kill wandb's helper process. Otherwise this process could not exit before the wandb server answers."""
     for child in psutil.Process().children():
         if child.name().startswith("wandb"):
             child.kill()
@@ -120,7 +120,7 @@ _ACCURACY_STYLES = {"eval/accuracy_sampled": ("#E45756", "o"), "eval/accuracy_gr
 
 
 class CurveSink:
-    """Draws `metric` over steps, with held-out accuracy, every `every` steps and at the end, in a separate thread."""
+    """Draws `metric` and held-out accuracy over the steps. A separate thread draws, every `every` steps and at the end."""
 
     def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
         self.path, self.metric, self.title, self.every = path, metric, title, every
@@ -174,7 +174,7 @@ class CurveSink:
 
 
 def draw_curve(path: Path, values: Points, accuracies: dict[str, Points], *, metric: str, title: str = "") -> None:
-    """Draw `values` over steps, raw and smoothed, with held-out accuracies on the same axis; writes a PNG to `path`."""
+    """Write a PNG of `values` over the steps, raw and smoothed, with held-out accuracies on the same axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

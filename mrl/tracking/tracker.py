@@ -1,6 +1,7 @@
-"""Tracker: hands the metrics of each step to sinks (JSON Lines here; terminal, wandb and learning curve in their modules).
+"""Tracker: passes the metrics of each step to sinks. JsonlSink, the sink that writes JSON Lines, is in this module too.
 
-A sink must not slow or stop a run: wandb and matplotlib are imported in separate threads, after the start.
+The terminal's sink is in mrl.tracking.console. The sinks of wandb and of the learning curve are in mrl.tracking.sinks. A sink
+must not slow or stop a run, so wandb and matplotlib are imported in separate threads after the run has started.
 """
 
 import logging
@@ -17,14 +18,14 @@ Metrics = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """One destination of metrics."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def rewind(self, last_step: int, evaluated: bool) -> None:
         """Discard the metrics of steps after `last_step`, because the run repeats these steps.
 
-        The metrics eval/* of `last_step` itself are discarded too, unless `evaluated`.
+        If `evaluated` is False, the metrics eval/* of `last_step` are discarded too.
         """
         ...
 
@@ -32,7 +33,7 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Hands metrics to all sinks; as a context manager it closes them, also after an error.
+    """Passes metrics to all sinks. Used as a context manager, it closes the sinks at the end, also after an error.
 
     with Tracker([JsonlSink(folder / "metrics.jsonl"), ConsoleSink(total=200)]) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -70,9 +71,10 @@ class Tracker:
 
 
 class JsonlSink:
-    """Writes one JSON object per step to a file. An existing file is truncated to `last_step` and continued.
+    """Writes one JSON object per step to a file. If the file exists, lines of steps after `last_step` are removed first.
 
-    With `evaluations` it writes eval/* only, otherwise everything else. A step without such metrics leaves no line.
+    If `evaluations` is True, it writes only the metrics eval/*. Otherwise it writes all other metrics. A step without any of
+    these metrics gets no line.
     """
 
     def __init__(self, path: Path, *, evaluations: bool = False, last_step: int = 0) -> None:

@@ -177,7 +177,7 @@ def test_other_settings_are_refused_and_named(configure, inputs, tmp_path):
         os.utime(few, ns=(times.st_atime_ns, times.st_mtime_ns))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files"):
+    with pytest.raises(ValueError, match="contains other files"):
         plan_generation(configure(**{"generate.output": str(tmp_path / "full")}))
 
 
