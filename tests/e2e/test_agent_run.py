@@ -21,7 +21,7 @@ def calculator(tmp_path_factory):
     from mrl.data.synthetic_tasks import make_calculator_task
 
     folder = tmp_path_factory.mktemp("calculator") / "inputs"
-    make_calculator_task(folder, calls=0.5)
+    make_calculator_task(folder, call_fraction=0.5)
     return folder
 
 

@@ -154,6 +154,7 @@ def test_a_stopped_scheduler_of_an_engine_is_named(run):
         )
 
 
+@pytest.mark.extended
 def test_a_stopped_server_of_an_engine_is_named(run):
     with stopped(run.pid("engine_0")):
         run.check_stall(
@@ -171,6 +172,7 @@ def test_a_rollout_worker_whose_reward_deadlocks_is_named(run):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", *texts)
 
 
+@pytest.mark.extended
 def test_a_stopped_rollout_worker_is_named(run):
     with stopped(run.pid("rollout")):
         run.check_stall(run.generator.worker, run.generate, "the rollout worker", "is stopped")
@@ -187,6 +189,7 @@ def test_a_rank_that_does_not_send_to_the_next_pipeline_stage_is_named(run):
     assert error.ranks == (0,)
 
 
+@pytest.mark.extended
 def test_a_rank_that_hangs_in_the_weight_sync_is_named(run):
     run.trainer.weight_sync.push(version=1)
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "sync", "hang")
@@ -209,6 +212,7 @@ def test_a_rank_that_hangs_in_data_loading_is_named(run):
     assert error.ranks == (1,) and "<- behind" in text
 
 
+@pytest.mark.extended
 def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
     """A Ray task examines the other host."""
     monkeypatch.setattr(ray_wait, "gethostname", lambda: "host-of-the-driver")
@@ -220,6 +224,7 @@ def test_a_stopped_rank_on_another_host_is_named(run, monkeypatch):
         )
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_before_a_collective_is_named(run):
     """The error of its neighbour arrives first, but the dead rank is named, with the cause of its death."""
     run.stages.call(faulty_ranks.FaultyWorker.arm, 1, "data", "crash")

@@ -7,7 +7,6 @@ import pytest
 from mrl_runs import wait_until
 from run_comparison import check_equal_runs, check_equal_weights, learning_metrics
 
-
 KILLING_FILTER = '''
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +38,9 @@ class Killing:
 '''
 
 
-def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(start_mrl, quickstart, recorded, tmp_path, monkeypatch):
+def test_a_run_whose_driver_is_killed_equals_an_uninterrupted_run(
+    start_mrl, quickstart, recorded, tmp_path, monkeypatch
+):
     """The supervisor starts the driver again. The new driver resumes from the checkpoint of step 2."""
     (tmp_path / "killing_filter.py").write_text(KILLING_FILTER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -77,7 +77,9 @@ def all_engines(search, family):
         except (ValueError, AssertionError):
             continue
         engine = EngineTime(search.space.shape, cluster, tp)
-        if (cluster.gpus_per_node % tp == 0 or tp % cluster.gpus_per_node == 0) and engine.max_running(search.work.lengths):
+        if (cluster.gpus_per_node % tp == 0 or tp % cluster.gpus_per_node == 0) and engine.max_running(
+            search.work.lengths
+        ):
             results.append(engine)
     return results
 
@@ -108,6 +110,7 @@ def best_of_all(search, family):
     return best
 
 
+@pytest.mark.extended_except("4 GPUs-all", "16 GPUs-sync")
 @pytest.mark.parametrize("modes", [("sync",), ("one_step_off",), tuple(STALENESS)], ids=["sync", "one step off", "all"])
 @pytest.mark.parametrize(
     ("nodes", "hardware"),
@@ -224,6 +227,7 @@ ARGUMENTS = (
 )
 
 
+@pytest.mark.extended_except("ppo")
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_the_printed_overrides_are_a_config_of_that_layout(tmp_path, capsys, algorithm):
     folder = write_model(tmp_path, QWEN3_30B_A3B)

@@ -41,6 +41,7 @@ def inputs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("choice", FILES)
 def test_every_file_of_conf_can_be_planned(inputs, capsys, choice):
     words = ["experiment=quickstart", f"data.inputs.folder={inputs}", choice, *BLANKS.get(choice, [])]

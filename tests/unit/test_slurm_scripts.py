@@ -210,8 +210,8 @@ def ports(options: dict[str, str]) -> set[int]:
     return fixed | set(range(int(options["--min-worker-port"]), int(options["--max-worker-port"]) + 1))
 
 
-def test_two_jobs_on_a_node_have_other_ports_whatever_their_ids(batch, tmp_path):
-    """Ids that differ by the number of blocks have the same one: who comes second takes the next."""
+def test_two_jobs_on_a_node_have_different_ports(batch, tmp_path):
+    """Job ids that differ by the number of port blocks select the same block; the second job takes the next block."""
     first = batch("run.dir=a", FAKE_STATUS="wait", FAKE_NODES="n1")
     wait_for(tmp_path / "driver")
     ours = ports(first.ray_of("n1"))
@@ -231,28 +231,33 @@ def wait_for(path: Path, within_s: float = 30) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("variables", "status", "queued_again"),
-    [
-        (dict(FAKE_STATUS="0"), 0, False),
-        (dict(FAKE_STATUS="2"), 2, False),  # a mistake in the config
-        (dict(FAKE_STATUS="75"), 75, True),
-        (dict(FAKE_STATUS="75", FAKE_STATE="COMPLETING"), 75, False),  # it was cancelled
-        (dict(FAKE_STATUS="1"), 1, False),
-        (dict(FAKE_STATUS="1", FAKE_LOST="1"), 75, True),  # a node is gone
-        (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="9"), 75, True),  # time limits are not counted
-        (dict(FAKE_STATUS="1", FAKE_LOST="1", MRL_REQUEUES="0"), 1, False),
-        (dict(FAKE_STATUS="75", FAKE_STATE="RUNNING\\nRUNNING"), 75, True),  # the parts of a heterogeneous job
-        (dict(FAKE_JOINED="1"), 1, False),
-        (dict(FAKE_DOCTOR="1"), 0, False),  # warnings
-        (dict(FAKE_DOCTOR="2"), 2, False),
-        (dict(FAKE_DOCTOR="137"), 2, False),  # a process of it was ended late
-        (dict(FAKE_DOCTOR="2", MRL_DOCTOR_S="0"), 0, False),
-        (dict(FAKE_DOCTOR="2", FAKE_NODE="idle*"), 75, True),  # a node is gone
-        (dict(FAKE_DOCTOR="2", FAKE_NODE="idle*", MRL_REQUEUES="0"), 2, False),
-    ],
-)
-def test_what_ends_a_job_and_what_queues_it_again(batch, variables, status, queued_again):
+ENDS = {  # what happens -> (variables of the stand-ins, exit status of the job, whether the job is queued again)
+    "success": (dict(FAKE_STATUS="0"), 0, False),
+    "a mistake in the config": (dict(FAKE_STATUS="2"), 2, False),
+    "preempted": (dict(FAKE_STATUS="75"), 75, True),
+    "cancelled": (dict(FAKE_STATUS="75", FAKE_STATE="COMPLETING"), 75, False),
+    "an error": (dict(FAKE_STATUS="1"), 1, False),
+    "a lost node": (dict(FAKE_STATUS="1", FAKE_LOST="1"), 75, True),
+    "a lost node after many time limits": (dict(FAKE_STATUS="1", FAKE_LOST="1", SLURM_RESTART_COUNT="9"), 75, True),
+    "a lost node without requeues": (dict(FAKE_STATUS="1", FAKE_LOST="1", MRL_REQUEUES="0"), 1, False),
+    "preempted as a heterogeneous job": (dict(FAKE_STATUS="75", FAKE_STATE="RUNNING\\nRUNNING"), 75, True),
+    "a node that does not join": (dict(FAKE_JOINED="1"), 1, False),
+    "warnings of the doctor": (dict(FAKE_DOCTOR="1"), 0, False),
+    "errors of the doctor": (dict(FAKE_DOCTOR="2"), 2, False),
+    "a killed doctor": (dict(FAKE_DOCTOR="137"), 2, False),
+    "no doctor": (dict(FAKE_DOCTOR="2", MRL_DOCTOR_S="0"), 0, False),
+    "a node lost before the doctor": (dict(FAKE_DOCTOR="2", FAKE_NODE="idle*"), 75, True),
+    "a node lost before the doctor without requeues": (
+        dict(FAKE_DOCTOR="2", FAKE_NODE="idle*", MRL_REQUEUES="0"),
+        2,
+        False,
+    ),
+}
+
+
+@pytest.mark.extended_except("success", "a mistake in the config", "preempted", "a lost node", "errors of the doctor")
+@pytest.mark.parametrize(("variables", "status", "queued_again"), ENDS.values(), ids=ENDS)
+def test_the_exit_status_of_a_job_and_whether_it_is_queued_again(batch, variables, status, queued_again):
     job = batch("run.dir=mine", **variables)
     assert job.end() == status, job.said
     assert any(call.startswith("scontrol requeue") for call in job.calls) == queued_again
@@ -262,7 +267,7 @@ def test_what_ends_a_job_and_what_queues_it_again(batch, variables, status, queu
     assert job.leftovers() == []
 
 
-def test_asked_to_leave_a_job_lets_the_run_save_and_is_queued_again(batch, tmp_path):
+def test_a_preempted_job_lets_the_run_save_and_is_queued_again(batch, tmp_path):
     job = batch("run.dir=mine", FAKE_STATUS="wait")
     wait_for(tmp_path / "driver")
     job.process.send_signal(signal.SIGUSR1)
@@ -270,7 +275,7 @@ def test_asked_to_leave_a_job_lets_the_run_save_and_is_queued_again(batch, tmp_p
     assert f"scontrol requeue {4000 + os.getpid() % 97}" in job.calls and job.leftovers() == []
 
 
-def test_asked_to_leave_before_ray_is_up_a_job_starts_nothing_more(batch, tmp_path):
+def test_a_job_preempted_before_ray_is_up_starts_nothing_more(batch, tmp_path):
     job = batch("run.dir=mine")
     wait_for(tmp_path / "calls")
     job.process.send_signal(signal.SIGUSR1)
@@ -278,7 +283,7 @@ def test_asked_to_leave_before_ray_is_up_a_job_starts_nothing_more(batch, tmp_pa
     assert not (tmp_path / "driver").exists() and job.leftovers() == []
 
 
-def test_the_doctor_sees_every_node_before_ray_starts(batch, tmp_path):
+def test_the_doctor_checks_every_node_before_ray_starts(batch, tmp_path):
     job = batch("experiment=x", "run.dir=mine", FAKE_DOCTOR="2")
     assert job.end() == 2 and "the doctor's errors would end the run" in job.said
     seen = job.started("mrl.commands.doctor")
@@ -289,7 +294,7 @@ def test_the_doctor_sees_every_node_before_ray_starts(batch, tmp_path):
     assert not job.started("ray.scripts.scripts")
 
 
-def test_asked_to_leave_while_the_doctor_looks_a_job_starts_nothing_more(batch, tmp_path):
+def test_a_job_preempted_during_the_doctors_checks_starts_nothing_more(batch, tmp_path):
     job = batch("run.dir=mine", FAKE_DOCTOR="wait")
     wait_for(tmp_path / "started")
     job.process.send_signal(signal.SIGUSR1)
@@ -304,13 +309,14 @@ def test_logs_of_nccl_are_in_the_runs_folder(batch, tmp_path):
     assert found == {f"{tmp_path}/mine/logs/nccl_%h_%p.log"}
 
 
+@pytest.mark.extended
 def test_lost_nodes_are_counted_over_the_starts_of_a_job(batch, tmp_path):
     for status in (75, 75, 1):
         job = batch("run.dir=mine", FAKE_STATUS="1", FAKE_LOST="1", MRL_REQUEUES="2")
         assert job.end() == status, job.said
 
 
-def test_a_task_of_an_array_is_queued_again_alone_and_its_own_point_is_looked_at(batch, tmp_path):
+def test_a_task_of_an_array_is_queued_again_alone_and_the_doctor_checks_its_own_point(batch, tmp_path):
     array = dict(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3", MRL_SWEEP=f"{tmp_path}/sweep")
     job = batch("run.dir=sweep", FAKE_STATUS="75", **array)
     assert job.end() == 0, "the stand-in has no mrl.sweep.points"
@@ -321,6 +327,7 @@ def test_a_task_of_an_array_is_queued_again_alone_and_its_own_point_is_looked_at
     assert "squeue --noheader --job=7_3 --format=%T" in job.calls and "scontrol requeue 7_3" in job.calls
 
 
+@pytest.mark.extended_except("\xfc(1)", "it's")
 @pytest.mark.parametrize("name", ["a b", "lr=1e-4", "ü(1)", "50%", 'quo"te', "it's"])
 def test_a_folder_may_have_any_name(batch, tmp_path, name):
     job = batch(format_override("run.dir", tmp_path / name))
@@ -349,7 +356,7 @@ def test_a_heterogeneous_job_has_all_its_parts_in_one_cluster(batch):
     assert len(on_head) == 2 and all("--het-group=0 " in call for call in on_head)
 
 
-def test_one_variable_puts_everything_into_an_apptainer_image(batch, tmp_path):
+def test_one_variable_runs_every_process_in_an_apptainer_image(batch, tmp_path):
     job = batch("run.dir=mine", MRL_CONTAINER="/images/mrl.sif", MRL_MOUNTS="/data,/scratch:/s")
     assert job.end() == 0, job.said
     inside = [call for call in job.calls if call.startswith("apptainer")]
@@ -359,7 +366,7 @@ def test_one_variable_puts_everything_into_an_apptainer_image(batch, tmp_path):
     assert all(call.startswith(f"apptainer exec --nv --bind {binds} /images/mrl.sif ") for call in inside)
 
 
-def test_any_other_image_is_for_pyxis(batch, tmp_path):
+def test_any_other_image_runs_with_pyxis(batch, tmp_path):
     job = batch("run.dir=mine", MRL_CONTAINER="ghcr.io#me/mrl:1")
     assert job.end() == 0, job.said
     steps = [call for call in job.calls if call.startswith("srun")]

@@ -57,6 +57,7 @@ def test_a_job_has_as_many_nodes_as_the_run_needs(train):
     assert status == 0 and "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in said, "8 trainers and an engine"
 
 
+@pytest.mark.extended
 def test_the_memory_check_can_be_disabled(train):
     status, said, _ = train(
         "--dry-run", "cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1", "plan.check_memory=false"
@@ -64,23 +65,22 @@ def test_the_memory_check_can_be_disabled(train):
     assert status == 0, said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
-        ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
-        ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
-        (
-            ["cluster.nodes=2"],
-            "cluster.nodes=2: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm",
-        ),
-        (["cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1"], "memory: the run does not fit"),
-        (
-            ["--dry-run"],
-            "cluster.dry_run=True: applies only to a Slurm job, but this run starts on this machine; add cluster=slurm",
-        ),
-    ],
-)
+LOCAL = "applies only to a Slurm job, but this run starts on this machine; add cluster=slurm"
+MISTAKES = {
+    "too few GPUs": ([*JOB, "parallel.dp=4"], "the pools need 5 GPUs, and the cluster has 2 GPUs on 1 node"),
+    "no model": ([*JOB, "model.path=/nowhere"], "/nowhere: the folder is missing"),
+    "another key for nodes": ([*JOB, "cluster.slurm.nodes=2"], "use cluster.nodes"),
+    "nodes without Slurm": (["cluster.nodes=2"], f"cluster.nodes=2: {LOCAL}"),
+    "too little memory": (
+        ["cluster=[slurm,h100]", "cluster.hardware.gpu_memory_gb=2.1"],
+        "memory: the run does not fit",
+    ),
+    "a dry run without Slurm": (["--dry-run"], f"cluster.dry_run=True: {LOCAL}"),
+}
+
+
+@pytest.mark.extended_except("too few GPUs", "too little memory")
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_reported_before_submission(train, arguments, message):
     status, said, submitted = train(*arguments)
     assert (status, submitted) == (2, False), said
