@@ -1,1 +1,1 @@
-"""The commands of `mrl`, one module each."""
+"""The commands of `mrl`: one module for each command."""

@@ -1,4 +1,4 @@
-"""`mrl certify`: parity check that compares one training step under the config's layout with the same step in one process."""
+"""`mrl certify`: compares one training step under the parallel layout with the same step in one process (parity check)."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from mrl.workers.trace_comparison import ParityDifference
 
 
 def job(config: Config) -> None:
-    """Run one parity check: prints a table and writes parity.json; exits with status 1 if a difference exceeds its tolerance."""
+    """Run one parity check: print a table and write parity.json. Exit with status 1 if a difference exceeds its tolerance."""
     try:
         loss = None if config.certify.critic else build_objective(config)
         plan = planning.plan_parity(config)
@@ -29,22 +29,25 @@ def job(config: Config) -> None:
     if wrong:
         first = wrong[0]
         sys.stdout.write(
-            f"NOT EQUAL: {len(wrong)} of {len(differences)} differ; first: {first.name}, relative {first.relative:.1e}, "
-            f"absolute {first.absolute:.1e}, tolerance {first.tolerance:.0e}\nall differences: {path}\n"
+            f"NOT EQUAL: {len(wrong)} of {len(differences)} numbers and tensors differ. The first is {first.name}: "
+            f"relative difference {first.relative:.1e}, absolute {first.absolute:.1e}, "
+            f"tolerance {first.tolerance:.0e}\nall differences: {path}\n"
         )
         raise SystemExit(1)
-    sys.stdout.write(f"equal: {len(differences)} numbers and tensors agree with one process\nall differences: {path}\n")
+    sys.stdout.write(
+        f"equal: all {len(differences)} numbers and tensors agree with those of one process\nall differences: {path}\n"
+    )
 
 
 def print_table(differences: list[ParityDifference], title: str) -> None:
-    """Print the largest difference of each kind of quantity; the same weight of all layers or experts is one kind."""
+    """Print one row for each weight or quantity, with the largest difference over all layers and experts."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 
     kinds: dict[str, list[ParityDifference]] = {}
     for difference in differences:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", difference.name), []).append(difference)
-    table = Table("what", "tensors", "largest absolute", "largest relative", "", title=f"{title} / one process")
+    table = Table("quantity", "tensors", "largest absolute", "largest relative", "", title=f"{title} / one process")
     for kind, members in kinds.items():
         absolute, relative = (max(getattr(d, name) for d in members) for name in ("absolute", "relative"))
         mark = "equal" if all(d.within for d in members) else "[bold red]DIFFERS"

@@ -1,4 +1,4 @@
-"""`mrl config`: describes the keys of the config, and generates the reference pages of keys and metrics."""
+"""`mrl config`: describes the config keys, and generates the reference pages of keys and metrics."""
 
 import difflib
 import sys
@@ -16,20 +16,24 @@ from mrl.core.metrics import METRICS
 
 USAGE = """usage: mrl config [SEARCH ...] [--markdown | --metrics]
 
-Describes each key of the config: default, unit, allowed values, description, and the groups in conf/ that set it.
+Describes config keys: default, unit, allowed values, description, and the groups in conf/ that set the key.
 
-  mrl config                all keys
-  mrl config optim          keys whose name or description contains the word, or all words if several are given
-  mrl config --markdown     the page docs/reference/config.md
-  mrl config --metrics      the page docs/reference/metrics.md
+  mrl config                describes all keys
+  mrl config WORD ...       describes the keys whose name or description contains all these words
+  mrl config --markdown     prints the page docs/reference/config.md
+  mrl config --metrics      prints the page docs/reference/metrics.md
 """
 
 PAGE_START = """# Config keys
 
-This page is generated: `mrl config --markdown > docs/reference/config.md`. `mrl config SEARCH` finds keys on the command line.
+`mrl config --markdown > docs/reference/config.md` generates this page. `mrl config WORD` searches the keys in a terminal.
 
-Any key can be set on the command line (`optim.lr=3e-4`) or in a file of a group (`experiment=NAME`). An unknown key is an
-error that names the nearest one. Plug-ins take the name of a class or function by `_target_`, and its arguments.
+Any key can be set on the command line (`optim.lr=3e-4`) or in a yaml file of a group. `experiment=NAME` selects the file
+`conf/experiment/NAME.yaml`. An unknown key is an error, and the message names the nearest known key.
+
+A plug-in is a key whose value names a class or function: `_target_` is its dotted name, and the other entries are its arguments.
+
+These are the groups:
 """
 
 
@@ -61,7 +65,7 @@ class KeyEntry:
     unit: str
     allowed: str
     description: str
-    groups: tuple[str, ...]  # groups in conf/ with a file that sets the key
+    groups: tuple[str, ...]  # groups in conf/ that have a file which sets the key
 
     def matches(self, words: list[str]) -> bool:
         """Return whether each word is in the name or the description."""
@@ -98,7 +102,7 @@ def _describe_section(schema: type, default: Any, prefix: str, groups: dict[str,
 
 
 def _groups_by_key() -> dict[str, set[str]]:
-    """Return dotted key -> groups in conf/ with a file that sets the key."""
+    """Return a dict: dotted key -> the groups in conf/ that have a file which sets the key."""
     found: dict[str, set[str]] = {}
     for path in sorted(CONF.glob("*/*.yaml")):
         group, text = path.parent.name, path.read_text()
@@ -147,7 +151,7 @@ def _allowed_text(field: Any) -> str:
 
 
 def print_entries(entries: list[KeyEntry]) -> None:
-    """Print entries as text: name and default, then the description."""
+    """Print entries as text for a terminal."""
     for entry in entries:
         unit = f" {entry.unit}" if entry.unit else ""
         allowed = f"; {entry.allowed}" if entry.allowed else ""
@@ -196,7 +200,7 @@ def metrics_page() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of `mrl config`; the exit status is 1 if no key matches."""
+    """Entry point of `mrl config`. Returns the exit status, which is 1 if no key matches."""
     if any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(USAGE)
         return 0
@@ -204,7 +208,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(markdown_page() if argv == ["--markdown"] else metrics_page())
         return 0
     if flags := [word for word in argv if word.startswith("-")]:
-        sys.stderr.write(f"mrl config: unknown option {flags[0]}; mrl config --help\n")
+        sys.stderr.write(f"mrl config: unknown option {flags[0]}; see mrl config --help\n")
         return 2
     entries = [entry for entry in describe_keys() if entry.matches(argv)]
     if not entries:

@@ -1,4 +1,4 @@
-"""`mrl convert`: converts weights between Hugging Face folders and Megatron checkpoints, and checks that this is exact."""
+"""`mrl convert`: converts weights between Hugging Face folders and Megatron checkpoints, and checks the conversion."""
 
 import difflib
 import logging
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from models.conversion.convert_checkpoint import ConversionCheck
 
 HELP = """\
-usage: mrl convert KIND KEY=VALUE ...
+usage: mrl convert to-megatron|to-hf|check KEY=VALUE ...
 
-Convert weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. The memory needed is a few times
-the size of the largest tensor and does not depend on the size of the model. The same command resumes an interrupted conversion.
+Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. The memory that it needs is a few
+times the size of the largest tensor, for models of any size. To resume an interrupted conversion, run the same command again.
 
-  to-megatron  convert a Hugging Face folder to a Megatron checkpoint (weights only), which any parallel layout can load
-  to-hf        convert a Megatron checkpoint of any layout to a Hugging Face folder
-  check        check that the conversion is exact: converts every tensor there and back, and compares logits with
-               transformers; exit status 1 if something differs
+  to-megatron  converts a Hugging Face folder to a Megatron checkpoint (weights only). Any parallel layout can load it.
+  to-hf        converts a Megatron checkpoint of any parallel layout to a Hugging Face folder.
+  check        checks the conversion. It converts every tensor to Megatron and back, and compares the logits with those of
+               transformers. The exit status is 1 if something differs.
 
 Keys of to-megatron and to-hf:
-  model.path=DIR       the Hugging Face folder; to-hf reads config and tokenizer from it and needs no weights there
-  checkpoint=DIR       (to-hf) the Megatron checkpoint, such as outputs/quickstart/TIME/checkpoints/step_000060/actor
-  model.family=REFERENCE  the model family, if mrl does not include it, such as my_model.py:FAMILY
-  output=DIR           the folder to write; it appears when it is complete, and must not exist before
-  dtype=TYPE           float32, float16 or bfloat16; default: the stored dtype
-  max_shard_bytes=N    size of the largest file, such as 2e9 (the default); a larger tensor gets its own file
+  model.path=DIR       Hugging Face folder. to-hf reads only the config and the tokenizer from it.
+  checkpoint=DIR       Megatron checkpoint, such as outputs/quickstart/TIME/checkpoints/step_000060/actor. Only for to-hf.
+  model.family=FAMILY  model family, if mrl does not include it, such as my_model.py:NAME
+  output=DIR           folder for the result. It must not exist yet. It appears when the conversion is complete.
+  dtype=TYPE           float32, float16 or bfloat16. Default: the dtype of the input.
+  max_shard_bytes=N    size of the largest file. Default: 2e9. A tensor that is larger gets its own file.
 
 Keys of check:
-  model.path=DIR       the Hugging Face folder
-  checkpoint=DIR       also compare this Megatron checkpoint with the folder, byte for byte
-  model.family=REFERENCE  as above
-  logits=false         skip the comparison of logits, which needs both models in memory in float32
+  model.path=DIR       Hugging Face folder
+  checkpoint=DIR       Megatron checkpoint that is also compared with the folder, byte for byte
+  model.family=FAMILY  model family, if mrl does not include it
+  logits=false         skips the comparison of logits, which needs both models in memory in float32
 
 Examples:
   mrl convert to-megatron model.path=Qwen3-1.7B output=Qwen3-1.7B-megatron
@@ -56,10 +56,13 @@ Examples:
 
 
 class ConvertArguments:
-    """The KEY=VALUE arguments of one kind of conversion."""
+    """The KEY=VALUE arguments of one subcommand, such as to-hf."""
 
     def __init__(self, kind: str, arguments: Sequence[str], known: Sequence[str]) -> None:
-        """Raise ValueError if an argument has no '=', a key is unknown, or a key is given twice."""
+        """Read the arguments.
+
+        Raises ValueError if an argument is not of the form KEY=VALUE, a key is not in `known`, or a key is repeated.
+        """
         self.kind, self._values = kind, dict[str, str]()
         for argument in arguments:
             key, equals, value = argument.partition("=")
@@ -74,13 +77,13 @@ class ConvertArguments:
             self._values[key] = value
 
     def path(self, key: str) -> Path:
-        """Return the folder of a required key; raise ValueError if the key is not given."""
+        """Return the folder that a required key gives. Raises ValueError if the key is missing."""
         if key not in self._values:
             raise ValueError(f"mrl convert {self.kind} needs {key}=DIR; `mrl convert --help` has examples.")
         return Path(self._values[key])
 
     def optional(self, key: str, read: Callable[[str], Any], default: Any, expected: str) -> Any:
-        """Return `read(value)`, or `default` if the key is not given; raise ValueError if `read` fails."""
+        """Return `read(value)`, or `default` if the key is missing. Raises ValueError if `read` raises an error."""
         if key not in self._values:
             return default
         try:
@@ -118,7 +121,7 @@ def to_hf(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Run `mrl convert check`; return 1 if something differs."""
+    """Run `mrl convert check`. Return the exit status, which is 1 if something differs."""
     parsed = ConvertArguments("check", arguments, ("model.path", "model.family", "checkpoint", "logits"))
     checkpoint = parsed.optional("checkpoint", Path, None, "a folder")
     logits = parsed.optional("logits", {"true": True, "false": False}.__getitem__, True, "true or false")
@@ -136,7 +139,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _silence_megatron() -> None:
-    """Silence Megatron, which warns about every optional library that is not installed."""
+    """Turn warnings off, because Megatron warns about every optional library that is not installed."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -170,7 +173,10 @@ def _positive(text: str) -> int:
 
 @dataclass
 class ConvertProgressBar:
-    """Shows the converted bytes: as a bar on a terminal, otherwise as a line every `interval_s` seconds and at the end."""
+    """Shows how many bytes are converted.
+
+    A terminal shows a progress bar. Other output gets a line every `interval_s` seconds and at the end.
+    """
 
     title: str
     interval_s: float = 10.0
@@ -191,11 +197,11 @@ class ConvertProgressBar:
         self._bar.stop()
 
     def begin(self, total_bytes: int, done_bytes: int) -> None:
-        """Start the display; an earlier, interrupted conversion wrote `done_bytes` of the `total_bytes`."""
+        """Start the display. An earlier, interrupted conversion has already written `done_bytes` of the `total_bytes`."""
         self.total, self.done, self._printed_s = total_bytes, done_bytes, time.monotonic()
         self._bar.update(self._task, total=total_bytes, completed=done_bytes)
         if done_bytes:
-            self.console.print(f"{decimal(done_bytes)} were written by an earlier attempt", highlight=False)
+            self.console.print(f"continuing: {decimal(done_bytes)} are already written", highlight=False)
 
     def advance(self, num_bytes: int) -> None:
         """Add `num_bytes` to the converted bytes."""
@@ -212,7 +218,7 @@ def _print_checks(results: "Sequence[ConversionCheck]", title: str) -> None:
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 
-    table = Table("what", "found", "", title=title)
+    table = Table("check", "result", "", title=title)
     for result in results:
         table.add_row(result.name, result.detail, "equal" if result.passed else "[bold red]DIFFERS")
     Console(width=None if sys.stdout.isatty() else 130).print(table)
@@ -222,26 +228,26 @@ KINDS = {"to-megatron": to_megatron, "to-hf": to_hf, "check": check}
 
 
 def main(argv: list[str]) -> int:
-    """Run `mrl convert`; return the exit status."""
+    """Entry point of `mrl convert`. Returns the exit status."""
     if not argv or any(argument in ("-h", "--help") for argument in argv):
         sys.stdout.write(HELP)
         return 0 if argv else 2
     if argv[0] not in KINDS:
         near = difflib.get_close_matches(argv[0], KINDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(KINDS)}."
-        sys.stderr.write(f"mrl: unknown kind of conversion {argv[0]!r}; {hint}\n")
+        sys.stderr.write(f"mrl convert: unknown subcommand {argv[0]!r}; {hint}\n")
         return 2
     try:
         return KINDS[argv[0]](argv[1:])
-    except (ValueError, OSError) as error:  # a user error, or a disk that is full or not writable
+    except (ValueError, OSError) as error:  # a mistake of the user, or a disk that is full or not writable
         sys.stderr.write(f"mrl: {error}\n")
         return 2
     except BrokenProcessPool:
         sys.stderr.write(
-            "mrl: the process that computes logits was killed, possibly for lack of memory; use logits=false\n"
+            "mrl: the process that computes logits was killed, possibly because memory was full; logits=false skips this check\n"
         )
         return 2
-    except KeyboardInterrupt:  # finished files stay
+    except KeyboardInterrupt:  # the files that are complete stay on disk
         sys.stderr.write("mrl: interrupted; the same command resumes the conversion\n")
         return 130
 

@@ -9,25 +9,39 @@ from mrl.data.recipes import RECIPES, prepare
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of `mrl data`."""
-    top = argparse.ArgumentParser(prog="mrl data", description="Create or convert input files.")
+    top = argparse.ArgumentParser(
+        prog="mrl data", description="Create input files, or convert data sets to input files."
+    )
     kinds = top.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    made = kinds.add_parser("prepare", help="convert a known data set to five-column parquet, with extracted answers")
+    made = kinds.add_parser(
+        "prepare", help="convert a known data set to parquet with the columns that mrl reads, and extract the answers"
+    )
     made.add_argument(
         "recipe", choices=sorted(RECIPES), help="; ".join(f"{n}: {r.source_columns}" for n, r in RECIPES.items())
     )
-    made.add_argument("source", type=Path, help="jsonl or parquet file, or folder written by save_to_disk of datasets")
+    made.add_argument(
+        "source", type=Path, help="jsonl file, parquet file, or folder written by datasets.Dataset.save_to_disk"
+    )
     made.add_argument("target", type=Path, help="parquet file to write")
-    made.add_argument("--instruction", help="text added to each problem (default: the recipe's; '' for none)")
-    made.add_argument("--split", default="train", help="split name in extra_info (default: %(default)s)")
+    made.add_argument(
+        "--instruction", help="text that is added to each problem (default: the text of the recipe; '' adds nothing)"
+    )
+    made.add_argument(
+        "--split", default="train", help="name of the split, which is stored in extra_info (default: %(default)s)"
+    )
 
-    tiny = kinds.add_parser("tiny-model", help="create a tiny random Qwen3 with a byte-level tokenizer, for testing")
+    tiny = kinds.add_parser(
+        "tiny-model", help="create a tiny Qwen3 with random weights and a byte-level tokenizer, for tests"
+    )
     tiny.add_argument("folder", type=Path, help="Hugging Face folder to write")
-    tiny.add_argument("--context", type=int, default=4096, help="longest sequence in tokens (default: %(default)s)")
+    tiny.add_argument(
+        "--context", type=int, default=4096, help="context length of the model in tokens (default: %(default)s)"
+    )
     tiny.add_argument("--seed", type=int, default=0)
 
     arithmetic = kinds.add_parser(
-        "arithmetic", help="create the files of the quickstart: prompts, supervised rows, tiny model"
+        "arithmetic", help="create the input files of the quickstart: prompts, rows for fine-tuning, tiny model"
     )
     arithmetic.add_argument("folder", type=Path)
     arithmetic.add_argument("--seed", type=int, default=0)

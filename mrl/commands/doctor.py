@@ -1,4 +1,4 @@
-"""`mrl doctor`: checks whether this machine, or the hosts of a job, can run a config."""
+"""`mrl doctor`: checks whether this machine, or all hosts of a job, can execute a run."""
 
 import argparse
 import os
@@ -18,27 +18,27 @@ from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousSt
 USAGE = """usage: mrl doctor [--json] [--all-reduce | --no-all-reduce] [--deadline S]
                   [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [KEY=VALUE ...]
 
-Finds problems that would make a run fail, hang or run slowly, before it starts: versions, GPUs and driver, memory, /dev/shm,
-limits, disks, clocks, names, ports, network interfaces, and a real all-reduce. Each finding says what is wrong, on which host,
-why it matters, and which command fixes it. Changes nothing. A healthy machine gives no finding.
+Finds problems that would make a run fail, hang or become slow. It checks versions of packages, GPUs and their driver, memory,
+/dev/shm, limits, disks, clocks, host names, ports and network interfaces, and it runs an all-reduce. It changes nothing.
+Each problem is reported as a finding: what is wrong, on which host, why it matters, and which command fixes it.
 
   mrl doctor                                            checks this machine
-  mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether it can run this config; the keys of mrl train
-  mrl doctor --all-reduce                               also runs an all-reduce over all its GPUs (without GPUs: two processes)
+  mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether it can execute this run; takes the keys of mrl train
+  mrl doctor --all-reduce                               also runs an all-reduce over all GPUs, or over two processes without GPUs
 
-In a job, before Ray starts, run one process on each host:
+To check the hosts of a job, start one process on each host before Ray starts:
   srun --ntasks-per-node=1 mrl doctor --rendezvous $(scontrol show hostnames | head -1):29400 KEY=VALUE ...
   srun --ntasks-per-node=1 mrl doctor --rendezvous /shared/doctor-$SLURM_JOB_ID
 
-  --rendezvous   how the hosts exchange data: a port of the first host, or a new folder that all hosts share
-  --hosts        number of hosts; default: from Slurm
-  --rank         rank of this host; default: from Slurm, else the first free one
-  --deadline     seconds for all hosts to join, and again for the all-reduces; default: 60
-  --point        folder of a sweep's point, instead of its keys
-  --json         print facts and findings as JSON
+  --rendezvous   where the hosts exchange data: a port of the first host, or a new folder that all hosts share
+  --hosts        number of hosts. Default: the number that Slurm reports.
+  --rank         rank of this host. Default: the rank that Slurm reports, otherwise the first free one.
+  --deadline     seconds until all hosts must have joined, and the same time again for the all-reduces. Default: 60.
+  --point        folder of one run of a sweep. Its keys are checked; give no KEY=VALUE arguments.
+  --json         prints facts and findings as JSON
 
-Exit status, the same on all hosts: 0 no findings or only notes, 1 warnings, 2 errors (or wrong arguments).
-docs/tutorials/slurm.md lists the checks.
+The exit status is the same on all hosts: 0 without findings or with notes only, 1 with warnings, 2 with errors. Wrong arguments
+also give 2. docs/tutorials/slurm.md lists the checks.
 """
 
 
@@ -57,13 +57,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_requirements(keys: Sequence[str]) -> Requirements | None:
-    """Return the requirements of the config with these keys; None without keys.
+    """Return the requirements of a run with these keys, or None if there are no keys.
 
-    An error in the keys becomes one of the requirements' `mistakes`.
+    An error in the keys is not raised but stored in the attribute `mistakes` of the result.
     """
     if not keys:
         return None
-    from mrl.config import hydra_entry  # takes about a second, and only a check of a config needs it
+    from mrl.config import hydra_entry  # this import takes about a second, and is only needed if there are keys
     from mrl.doctor.requirements import requirements_of
 
     try:
@@ -75,7 +75,10 @@ def read_requirements(keys: Sequence[str]) -> Requirements | None:
 
 
 def _config_keys(arguments: argparse.Namespace) -> list[str]:
-    """Return the keys of the command line, or of the sweep's point FOLDER/NUMBER; raises ValueError if it does not exist."""
+    """Return the keys of the command line, or those of the sweep's run that --point names.
+
+    Raises ValueError if the folder of --point contains no sweep.
+    """
     if not arguments.point:
         return arguments.keys
     from mrl.sweep.points import load_sweep
@@ -91,7 +94,7 @@ def _integer_from_environment(names: Sequence[str]) -> int | None:
 
 
 def _join_rendezvous(arguments: argparse.Namespace) -> Rendezvous:
-    """Join the other hosts; raises ValueError if arguments are missing or wrong, or the rendezvous does not answer."""
+    """Join the other hosts. Raises ValueError if arguments are missing or wrong, or if the rendezvous does not answer."""
     where, rank = arguments.rendezvous, arguments.rank
     size = arguments.hosts or _integer_from_environment(["SLURM_STEP_NUM_NODES", "SLURM_NNODES"])
     if not size:
@@ -106,7 +109,7 @@ def _join_rendezvous(arguments: argparse.Namespace) -> Rendezvous:
 
 
 def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.time) -> tuple[DoctorReport, bool]:
-    """Examine this host, or all hosts of a rendezvous; returns (report, whether this process prints the report).
+    """Examine this host, or all hosts of a rendezvous. Return (report, whether this process has to print the report).
 
     Raises ValueError for wrong arguments.
     """
@@ -120,7 +123,7 @@ def examine(arguments: argparse.Namespace, clock: Callable[[], float] = time.tim
 
 
 def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
-    """Entry point of `mrl doctor`; returns the exit status. `clock`: this host's clock, seconds."""
+    """Entry point of `mrl doctor`. Returns the exit status. `clock()` returns the time of this host in seconds."""
     begun = time.perf_counter()
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.help:
@@ -128,7 +131,7 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
         return 0
     wrong = [key for key in arguments.keys if "=" not in key and not key.startswith("~")]
     if wrong:
-        sys.stderr.write(f"mrl doctor: {wrong[0]!r} is not KEY=VALUE; see mrl doctor --help\n")
+        sys.stderr.write(f"mrl doctor: {wrong[0]!r} is not of the form KEY=VALUE; see mrl doctor --help\n")
         return 2
     try:
         report, is_printer = examine(arguments, clock)

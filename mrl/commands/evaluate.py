@@ -1,4 +1,4 @@
-"""`mrl evaluate`: computes pass@k, maj@k and mean score of a model, with confidence intervals."""
+"""`mrl evaluate`: computes pass@k, maj@k and the mean score of a model, with confidence intervals."""
 
 import json
 import sys
@@ -13,10 +13,10 @@ from mrl.evaluation.generation_plan import plan_generation
 
 USAGE = """usage: mrl evaluate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 
-Samples responses as `mrl generate` does, or reads those of a finished `mrl generate`, and reports for each data source and
-for all prompts together, with confidence intervals:
-  pass@k    probability that at least one of k responses passes (Chen et al. 2021, equation 1: unbiased)
-  maj@k     probability that the majority answer of k responses passes (exact mean over all subsets and ties)
+Samples responses as `mrl generate` does, or reads the responses of a finished `mrl generate`. Reports these numbers with
+confidence intervals, for each data source and for all prompts together:
+  pass@k    probability that at least one of k responses passes (unbiased: Chen et al. 2021, equation 1)
+  maj@k     probability that the most frequent answer of k responses passes (exact mean over all subsets and ties)
   mean@n    mean score
 
   mrl evaluate model.path=Qwen3-1.7B data.test=[gsm8k.parquet,math.parquet] reward=gsm8k generate.samples=16
@@ -24,13 +24,13 @@ for all prompts together, with confidence intervals:
   mrl evaluate evaluate.input=outputs/answers evaluate.rescore=true reward._target_=my_rewards.Strict
   mrl evaluate evaluate.input=outputs/answers evaluate.k=[1,8] evaluate.threshold=0.5
 
-It takes the keys of `mrl generate` (see its --help) and the section evaluate:
-  input         folder of a finished `mrl generate`; default: generate the responses first
-  output        folder of evaluation.json, evaluation.png and scores.parquet; default: run.dir
-  k             values of k; default: 1, 2, 4, ... and the number of samples
-  threshold     a response passes if its score is at least this (1.0)
-  confidence    confidence level of the intervals (0.95)
-  rescore       recompute all scores with `reward` (false: use the scores of the input)
+It takes the keys of `mrl generate` (see mrl generate --help) and those of the section evaluate:
+  input         folder that a finished `mrl generate` has written. Default: the responses are generated first.
+  output        folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.
+  k             values of k. Default: 1, 2, 4, ... and the number of samples.
+  threshold     a response passes if its score is at least this value. Default: 1.0.
+  confidence    confidence level of the intervals. Default: 0.95.
+  rescore       whether to compute all scores again with `reward`. Default: false, so the scores of the input are used.
 
 docs/reference/commands.md explains how each number and interval is computed.
 """
@@ -53,19 +53,25 @@ def job(config: Config) -> None:
 
 
 def _response_folder(config: Config) -> Path:
-    """Return the folder to evaluate, after generating its responses if evaluate.input is not set. Raises ValueError."""
+    """Return the folder of the responses. If evaluate.input is not set, generate the responses first.
+
+    Raises ValueError for a mistake of the user.
+    """
     if config.evaluate.input:
         return Path(config.evaluate.input)
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        checked_reward(config)  # fail before the generation, not after it
+        checked_reward(config)  # a mistake in the reward is then an error before the generation, not after it
     generate.run_generation(plan)
     return plan.store.folder
 
 
 def print_table(summaries: list[EvaluationSummary], title: str, confidence: float) -> None:
-    """Print a table with one block per data source and one line per k, then the fractions of problematic responses."""
+    """Print a table with one block for each data source and one row for each k.
+
+    Below it, print how many responses of each source were truncated, not scored or had no answer.
+    """
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 
@@ -82,7 +88,7 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
     for summary in summaries:
         console.print(
             f"{summary.name}: {summary.responses} responses of {summary.mean_tokens:.1f} tokens on average; "
-            f"{summary.cut_fraction:.1%} cut, {summary.failed_fraction:.1%} not scored, "
+            f"{summary.cut_fraction:.1%} truncated, {summary.failed_fraction:.1%} not scored, "
             f"{summary.unanswered_fraction:.1%} without an answer"
         )
 

@@ -1,4 +1,4 @@
-"""`mrl generate`: samples responses of a model to a data set and writes them to parquet files."""
+"""`mrl generate`: samples responses of a model to held-out prompts and writes them to parquet files."""
 
 import sys
 import time
@@ -13,31 +13,31 @@ from mrl.weight_sync.engine_control import EngineError
 
 USAGE = """usage: mrl generate [KEY=VALUE ...] [experiment=NAME] [--cfg job]
 
-Samples responses to the prompts of data.test, scores them, and writes both to parquet files. To continue an interrupted
-generation, run the same command with the same generate.output; it adds the missing files. If none is missing, it does nothing.
+Samples responses to held-out prompts, computes their scores, and writes responses and scores to parquet files. To continue an
+interrupted generation, run the same command with the same generate.output. It then writes only the missing files.
 
   mrl generate model.path=Qwen3-1.7B data.test=[test.parquet] generate.output=outputs/answers
   mrl generate ... generate.samples=1 generate.temperature=0     greedy decoding
-  mrl generate ... generate.samples=32 reward=gsm8k              scored by another reward; generate.score=false: no scores
+  mrl generate ... generate.samples=32 reward=gsm8k              scores of another reward; generate.score=false computes none
   mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each; sglang.*: SGLang's arguments
   mrl generate ... rollout.engine_urls=[http://host:30000]       SGLang servers that already run
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint
 
-It takes the keys of `mrl train` and reads model.*, data.*, rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp,
-rollout.engine_urls, the timeouts, run.seed, reward, scoring.* and sglang.*, and the section generate:
-  output                 folder of the parquet files; default: generated/ in run.dir, which is new in each run
-  samples                number of responses to each prompt (8)
-  temperature            sampling temperature (1.0); 0: greedy decoding
-  top_p, top_k           nucleus and top-k sampling (1.0 and -1: sample from all tokens)
-  deterministic          one seed for each response, and batch-invariant kernels (true); false is faster
-  rows                   use only the first rows of each file (all)
-  base                   Hugging Face folder with config and tokenizer, if model.path is a Megatron checkpoint
-  logprobs               also save the log-probability of each token (false)
-  score                  also save the score of each response by `reward` (true)
-  prompts_per_file       prompts in one output file (64)
-  requests_in_flight     concurrent requests to one engine (256)
+It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.seed, reward, scoring.*, sglang.*, all timeouts, and
+rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and rollout.engine_urls. It also takes the section generate:
+  output                 folder for the parquet files. Default: generated/ in run.dir, a folder that is new for each run.
+  samples                number of responses to each prompt. Default: 8.
+  temperature            sampling temperature. Default: 1.0. 0 means greedy decoding.
+  top_p, top_k           nucleus and top-k sampling. With the defaults 1.0 and -1, all tokens can be sampled.
+  deterministic          whether each response has its own seed and kernels are batch-invariant. Default: true. false is faster.
+  rows                   number of rows that are used, from the start of each file. Default: all.
+  base                   Hugging Face folder with config and tokenizer. Required if model.path is a Megatron checkpoint.
+  logprobs               whether to save the log-probability of each token. Default: false.
+  score                  whether to save the score of each response by `reward`. Default: true.
+  prompts_per_file       number of prompts in one output file. Default: 64.
+  requests_in_flight     largest number of concurrent requests to one engine. Default: 256.
 
-docs/reference/commands.md explains the columns and the effect of the seed.
+docs/reference/commands.md explains the columns of the output and the effect of the seed.
 """
 
 
@@ -51,7 +51,7 @@ def job(config: Config) -> None:
 
 
 def run_generation(plan: GenerationPlan) -> None:
-    """Generate the missing responses and print the result.
+    """Generate the missing responses, and print how many responses there are.
 
     Raises ValueError for a mistake of the user. Exits with status 1 if an engine fails.
     """
@@ -74,9 +74,12 @@ def run_generation(plan: GenerationPlan) -> None:
 
 @dataclass
 class ResponseBar:
-    """Shows finished responses: as a progress bar on a terminal, otherwise as a line every `every_s` seconds and at the end."""
+    """Shows how many responses are finished.
 
-    every_s: float = 10.0
+    A terminal shows a progress bar. Other output gets a line every `interval_s` seconds and at the end.
+    """
+
+    interval_s: float = 10.0
 
     def __enter__(self) -> "ResponseBar":
         from rich import progress  # not needed by `mrl --help`
@@ -92,7 +95,7 @@ class ResponseBar:
         self._bar.stop()
 
     def begin(self, total: int, done: int) -> None:
-        """Start the display; `done` responses are from an earlier process."""
+        """Start the display. An earlier, interrupted generation has already finished `done` of the `total` responses."""
         self.total, self.done, self.tokens = total, done, 0
         self._start = self._printed = time.monotonic()
         self._task = self._bar.add_task("", total=total, completed=done, rate="")
@@ -101,11 +104,11 @@ class ResponseBar:
             self.console.print(f"continuing: {done} of {total} responses are done")
 
     def advance(self, responses: int, tokens: int) -> None:
-        """Add `responses` finished responses, which have `tokens` tokens in total."""
+        """Add finished responses and their total number of tokens."""
         self.done, self.tokens, now = self.done + responses, self.tokens + tokens, time.monotonic()
         rate = f"{self.tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
         self._bar.update(self._task, advance=responses, rate=rate)
-        if not self.console.is_terminal and (now - self._printed > self.every_s or self.done == self.total):
+        if not self.console.is_terminal and (now - self._printed > self.interval_s or self.done == self.total):
             self._printed = now
             self.console.print(f"{self.done} of {self.total} responses, {rate}")
 

@@ -1,4 +1,4 @@
-"""`mrl plan KIND`: explains what a configuration would do. Starts no process and needs no GPU."""
+"""`mrl plan`: predicts memory, placement and weight transfer of a run. It starts no process and needs no GPU."""
 
 import json
 import sys
@@ -23,37 +23,38 @@ USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan rollout ...   (mrl plan rollout --help)
        mrl plan search ...    (mrl plan search --help)
 
-Explains a configuration as `mrl train` would run it. Starts no process and needs no GPU. Takes the keys of `mrl train` and those
-of the section `plan`. Reads config.json from the model's folder; sync and placement also read the headers of its weight files.
+Predicts what a run of `mrl train` with the same keys needs. Starts no process and needs no GPU. Takes the keys of `mrl train` and
+those of the section `plan`. It reads config.json of the model; sync and placement also read the headers of the weight files.
 
-Without a kind it checks the rules of the layout, then prints the placement and the memory. Exits with status 1 if the run does
-not fit in memory.
+`mrl plan` without a subcommand checks the parallel layout, and then prints the placement and the memory. The exit status is 1 if
+the run does not fit in memory.
   mrl plan model.path=Qwen3-30B-A3B cluster=h100 parallel.tp=4 parallel.ep=8 parallel.etp=1 parallel.world_size=16
 
-memory: memory of each GPU in each phase, KV cache, host memory and disk; changes that make the run fit
-(docs/how_to/out_of_memory.md)
+memory: prints the memory of each GPU in each phase, the KV cache, host memory and disk. If the run does not fit, it also prints
+changes that make it fit (docs/how_to/out_of_memory.md).
   mrl plan memory model.path=Qwen3-8B cluster=h100 parallel.tp=4 parallel.dp=2 rollout.num_engines=8 placement=colocated
   mrl plan memory experiment=gsm8k model.path=Qwen3-8B cluster=a100 cluster.nodes=2 --json
 
-  cluster=a100|h100|h200|b200                 hardware of a GPU and a node; cluster.hardware.* for others
-  plan.reserve_gb                             GiB of a GPU that each process needs for CUDA, NCCL and fragmentation
-  plan.prompt_tokens                          a typical prompt; default: data.max_prompt_tokens, or the response length
-  plan.expert_imbalance                       tokens that reach the busiest rank's experts, divided by the mean
+  cluster=a100|h100|h200|b200                 hardware of the cluster; cluster.hardware.* describes other hardware
+  plan.reserve_gb                             GPU memory (GiB) that each process needs for CUDA, NCCL and fragmentation
+  plan.prompt_tokens                          length of a typical prompt. Default: data.max_prompt_tokens if set, otherwise
+                                              rollout.max_response_tokens
+  plan.expert_imbalance                       tokens on the busiest expert-parallel rank, divided by the mean over all ranks
 
-placement: which process runs on which GPU, which roles share it, and which GPUs are idle meanwhile (docs/concepts/placement.md)
+placement: prints for each GPU its processes, the roles that share it, and when it is idle (docs/concepts/placement.md).
   mrl plan placement model.path=Qwen3-0.6B parallel.tp=4 parallel.dp=2 rollout.num_engines=8
   mrl plan placement model.path=Qwen3-0.6B parallel.dp=8 rollout.num_engines=8 placement=colocated plan.picture=gpus.png
 
-  cluster.gpus_per_node                       8 unless set
-  plan.picture                                also draw the placement into this PNG file
+  cluster.gpus_per_node                       GPUs of one node. Default: 8.
+  plan.picture                                PNG file into which the placement is drawn
 
-sync: bytes, messages and predicted seconds of every rank during a weight sync, and the ratio of received bytes to
-the bytes that the engines hold
+sync: prints how many bytes and messages each rank sends or receives in a weight sync, and the predicted seconds. Also prints the
+ratio of all received bytes to the bytes of the engines' weights.
   mrl plan sync model.path=Qwen3-0.6B parallel.tp=2 parallel.dp=4 rollout.num_engines=4 rollout.engine_tp=2
   mrl plan sync experiment=quickstart plan.weight_sync_gb_per_s=45
 
-  plan.weight_sync_gb_per_s                   bandwidth of one rank, GB/s
-  plan.message_us                             fixed cost of a message, microseconds
+  plan.weight_sync_gb_per_s                   bandwidth of one rank (GB/s)
+  plan.message_us                             latency of one message (microseconds)
 """
 
 COLUMNS = {
@@ -67,8 +68,8 @@ COLUMNS = {
     "buckets": "buckets",
     "context": "other",
 }
-"""Part of a GPU's memory -> heading of its column."""
-BAR_WIDTH = 10  # characters
+"""Heading of the table column for each part of the memory of a GPU."""
+BAR_WIDTH = 10  # characters of the bar that shows how full a GPU is
 
 
 def _console(width: int = 100) -> Console:
@@ -81,7 +82,7 @@ def _device_map(config: Config, weights: bool = True) -> DeviceMap:
 
 
 def explain_everything(config: Config, as_json: bool = False) -> None:
-    """Print the placement and the memory of a run. Exits with status 1 if it does not fit in memory."""
+    """Print the placement and the memory of a run. Exit with status 1 if the run does not fit in memory."""
     if not as_json:
         with hydra_entry.exit_on_user_error():
             devices = _device_map(config, weights=False)
@@ -90,14 +91,14 @@ def explain_everything(config: Config, as_json: bool = False) -> None:
 
 
 def explain_placement(config: Config, as_json: bool = False) -> None:
-    """Print which process runs on which GPU; draw it if plan.picture is set."""
+    """Print which process runs on which GPU. If plan.picture is set, also draw this into a PNG file."""
     with hydra_entry.exit_on_user_error():
         devices = _device_map(config)
     _console().print(render_device_map(devices))
     if config.plan.picture:
         path = Path(config.plan.picture)
         draw_device_map(path, devices, title=f"{config.run.name}: {summarize(devices)}")
-        sys.stdout.write(f"drawn in {path}\n")
+        sys.stdout.write(f"the placement is drawn in {path}\n")
 
 
 def explain_sync(config: Config, as_json: bool = False) -> None:
@@ -112,7 +113,10 @@ def explain_sync(config: Config, as_json: bool = False) -> None:
 
 
 def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
-    """Print a table of ranks and the totals. `shared`: weights are written once and read by all engines."""
+    """Print a table of ranks, and the totals.
+
+    `shared`: whether weights are written to shared memory, from which all engines on the machine read them.
+    """
     table = Table("rank", title=title, title_justify="left")
     for column in ("bytes", "messages", "seconds"):
         table.add_column(column, justify="right")
@@ -122,21 +126,21 @@ def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
         table.add_section()
     console = _console()
     console.print(table)
-    way = "written once, read by every engine on the machine" if shared else "sent to each engine rank"
+    how = "written once and read by every engine on the machine" if shared else "sent to each engine rank"
     console.print(
-        f"{cost.sent_bytes:,} bytes arrive, {way}; the engines hold {cost.min_bytes:,}: ratio {cost.ratio:.4f}\n"
+        f"{cost.sent_bytes:,} bytes are {how}; the engines' weights have {cost.min_bytes:,} bytes; ratio {cost.ratio:.4f}\n"
         f"predicted {cost.seconds:.4f} s; the busiest sender sends {cost.imbalance:.3f} times the mean"
     )
 
 
 def _slowest(side: list[RankTraffic]) -> RankTraffic:
-    """Return the summary line of the senders or the receivers."""
+    """Return the table row for the slowest of all senders or of all receivers."""
     slowest = max(side, key=lambda traffic: traffic.seconds if traffic.seconds < inf else 0)
     return RankTraffic(f"  slowest: {slowest.rank}", slowest.bytes, slowest.messages, slowest.seconds)
 
 
 def explain_memory(config: Config, as_json: bool = False) -> None:
-    """Print the memory of a run. If it does not fit, also print changes that make it fit, and exit with status 1."""
+    """Print the memory of a run. If the run does not fit, print changes that make it fit, and exit with status 1."""
     with hydra_entry.exit_on_user_error():
         estimator = MemoryEstimator.of(config)
         memory = estimator.estimate(config)
@@ -159,38 +163,40 @@ def show_memory(memory: RunMemory, estimator: MemoryEstimator, console: Console)
         billions = estimator.shapes[role].num_parameters / 1e9
         console.print(f"{role}: {model.model_path}, {billions:.2f} billion parameters, over {model.dims}")
     gpus = f"{memory.gpus} GPUs on {memory.nodes} node{'s' * (memory.nodes > 1)}"
-    unknown = f"{gpus}; unknown hardware, set cluster=h100 (or a100, h200, b200)"
+    unknown = f"{gpus}; the hardware is unknown, set cluster=h100 (or a100, h200, b200)"
     console.print(f"{gpus} of {hardware.name}" if hardware.name else unknown)
     console.print(_phase_table(memory))
     if memory.engine:
-        responses = memory.engine.tokens // max(1, memory.sequence)
+        responses = memory.engine.tokens // max(1, memory.longest_sequence)
         console.print(
-            f"engines: {memory.engine.token:,} bytes of KV cache for each token; room for {memory.engine.tokens:,} tokens, "
-            f"{responses:,} responses of {memory.sequence:,} tokens with their prompts"
+            f"engines: {memory.engine.token_bytes:,} bytes of KV cache for each token; each engine has room for "
+            f"{memory.engine.tokens:,} tokens, or {responses:,} responses of {memory.longest_sequence:,} tokens with the prompt"
         )
-    if memory.worst_experts:
+    if memory.worst_expert_bytes:
         console.print(
-            f"experts: the busiest rank is counted with {estimator.config.plan.expert_imbalance:g} times the mean tokens; with "
-            f"all tokens on one rank, that rank would need {memory.worst_experts / GIB:.1f} GiB more"
+            f"experts: the busiest rank is assumed to have {estimator.config.plan.expert_imbalance:g} times the mean number of "
+            f"tokens; if all tokens were on one rank, that rank would need {memory.worst_expert_bytes / GIB:.1f} GiB more"
         )
     parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in vars(memory.host).items() if value)
     limit = f" of {memory.host_limit / GIB:.0f}" if memory.host_limit else ""
     console.print(f"host memory of a node: {memory.host.total / GIB:.1f}{limit} GiB ({parts})")
-    console.print(f"disk: {memory.disk / GIB:.1f} GiB of checkpoints at most")
+    console.print(f"disk: {memory.disk_bytes / GIB:.1f} GiB at most for checkpoints")
 
 
 def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Console) -> None:
-    """Print whether the run fits; if not, print its problems and the changes that make it fit."""
+    """Print whether the run fits. If it does not fit, print the problems and the changes that make it fit."""
     if memory.fits:
         known = any(phase.limit for phase in memory.phases)
-        unknown = "GPU memory is unknown; set cluster=h100, or cluster.hardware.gpu_memory_gb."
+        unknown = "GPU memory is unknown, so it was not checked; set cluster=h100 or cluster.hardware.gpu_memory_gb."
         console.print("It fits." if known else unknown)
         return
     console.print("[bold]It does not fit:[/bold]")
     for problem in memory.problems:
         console.print(f"  {problem}")
     if not changes:
-        console.print("No change of layout, recomputation, tokens or engines makes it fit; use more or larger GPUs.")
+        console.print(
+            "No change of layout, recomputation, token budget or engines makes it fit; use more or larger GPUs."
+        )
         return
     console.print("It would fit with:")
     for change in changes:
@@ -200,7 +206,7 @@ def show_verdict(memory: RunMemory, changes: list[MemoryAdvice], console: Consol
 
 def _phase_table(memory: RunMemory) -> Table:
     columns = {part: name for part, name in COLUMNS.items() if any(part in phase.parts for phase in memory.phases)}
-    several_stages = len({phase.where for phase in memory.phases}) > 1
+    several_stages = len({phase.rank for phase in memory.phases}) > 1
     table = Table(title="GiB on one GPU, for the rank that needs most", title_justify="left")
     for name in ("pool", "role", "phase", *(["rank"] if several_stages else [])):
         table.add_column(name, no_wrap=True)
@@ -208,7 +214,7 @@ def _phase_table(memory: RunMemory) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of the GPU", no_wrap=True)
     for phase in memory.phases:
-        cells = [phase.pool, phase.role, phase.phase, *([phase.where] if several_stages else [])]
+        cells = [phase.pool, phase.role, phase.phase, *([phase.rank] if several_stages else [])]
         cells += [_gib(phase.parts.get(part)) for part in columns]
         table.add_row(*cells, _gib(phase.total), _bar(phase), style=None if phase.fits else "bold red")
     return table
@@ -221,9 +227,9 @@ def _gib(nbytes: int | None) -> str:
 def _bar(phase: GpuPhase) -> str:
     if not phase.limit:
         return ""
-    share = phase.total / phase.limit
-    full = min(BAR_WIDTH, round(share * BAR_WIDTH))
-    return f"{'█' * full}{'·' * (BAR_WIDTH - full)} {share:.0%}"
+    fraction = phase.total / phase.limit
+    full = min(BAR_WIDTH, round(fraction * BAR_WIDTH))
+    return f"{'█' * full}{'·' * (BAR_WIDTH - full)} {fraction:.0%}"
 
 
 KINDS: dict[str, Callable[[Config, bool], None]] = {
@@ -238,7 +244,7 @@ KINDS_WITH_JSON = ("", "memory")
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
-        return plan_rollout.main(argv[1:])  # it has its own keys and reads no config
+        return plan_rollout.main(argv[1:])  # it takes keys of its own and reads no config
     if argv and argv[0] == "search":
         return plan_search.main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):
@@ -250,11 +256,11 @@ def main(argv: list[str]) -> int:
     kind, words = ("", argv) if "=" in argv[0] or argv[0] == "--json" else (argv[0], argv[1:])
     if kind not in KINDS:
         expected = " or ".join((*filter(None, KINDS), "rollout", "search"))
-        sys.stderr.write(f"mrl plan: unknown kind {kind!r}; expected {expected}\n")
+        sys.stderr.write(f"mrl plan: unknown subcommand {kind!r}; expected {expected}\n")
         return 2
     as_json = "--json" in words
     if as_json and kind not in KINDS_WITH_JSON:
-        sys.stderr.write(f"mrl plan {kind}: --json is supported by `mrl plan` and `mrl plan memory` only\n")
+        sys.stderr.write(f"mrl plan {kind}: only `mrl plan` and `mrl plan memory` support --json\n")
         return 2
     overrides = [word for word in words if word != "--json"]
     return hydra_entry.run([*overrides, *hydra_entry.NO_OUTPUT], lambda config: KINDS[kind](config, as_json), USAGE)

@@ -1,4 +1,4 @@
-"""`mrl plan rollout`: simulates a run with other staleness, other divisions of the GPUs, or over-sampling."""
+"""`mrl plan rollout`: simulates how fast a run is with other staleness, other divisions of the GPUs, or over-sampling."""
 
 import difflib
 import sys
@@ -27,27 +27,32 @@ from parallel.durable_files import atomic_file
 USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
-Simulates a run with other staleness, other divisions of its GPUs, and over-sampling (docs/concepts/asynchrony.md). Response
-lengths and speeds come from the record of a synchronous run in its run directory. Lengths may also come from a file (each line a
-list of tokens, one list per group) or from a log-normal distribution, and every speed may be given.
+Simulates a run with other staleness, with other divisions of its GPUs, and with over-sampling (docs/concepts/asynchrony.md).
+The lengths of responses come from one of three sources: the run directory of a synchronous run (run.dir), a file (lengths; each
+line has the lengths of one group in tokens, such as [120, 80]), or a log-normal distribution (median). Speeds are fitted to the
+run in run.dir. Every speed can also be set by its key.
 
   mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
 
-  steps                                       number of simulated steps of each scenario; default: 60
-  picture                                     also draw the result into this PNG file
-  prompts_per_step, responses_per_prompt, num_engines, engine_gpus, trainer_gpus, max_running (requests of one engine)
-  staleness, over_sample_rate, colocated      setup of the first scenario
-  median, sigma, longest, prompt_tokens       log-normal response lengths and the prompt length, tokens
-  step_ms, request_ms, prefill_ms             decoding step: fixed part, and part per running request; prefill of a token
-  train_s, train_token_us                     training of a step: fixed part, and part per token of prompts and responses
-  push_s                                      weight push to the engines
+  steps                                   number of simulated steps in each scenario. Default: 60.
+  picture                                 PNG file into which the result is drawn
+  prompts_per_step, responses_per_prompt  size of a step
+  num_engines, max_running                number of engines, and largest number of running requests in one engine
+  engine_gpus, trainer_gpus               GPUs of one engine, and GPUs of all trainer ranks
+  staleness, over_sample_rate, colocated  setting of the first scenario. colocated: engines and trainers share GPUs.
+  median, sigma, longest                  log-normal response lengths: median, sigma, and largest length (tokens)
+  prompt_tokens                           length of the prompts (tokens)
+  step_ms, request_ms                     one decoding step takes step_ms + request_ms for each running request
+  prefill_ms                              prefill of one token
+  train_s, train_token_us                 training on a step takes train_s + train_token_us for each token
+  push_s                                  one push of the weights to the engines
 """
 
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command. None: the value of the run in `run.dir`, else a default."""
+    """Arguments of the command. If an argument is None, the run in `run.dir` gives the value, or there is a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -75,7 +80,7 @@ class RolloutPlanKeys:
 
     @classmethod
     def of(cls, argv: list[str]) -> "RolloutPlanKeys":
-        """Parse KEY=VALUE arguments. Raises ValueError."""
+        """Parse KEY=VALUE arguments. Raises ValueError for a wrong key or value."""
         known = {"run.dir" if field.name == "run_dir" else field.name: str(field.type) for field in fields(cls)}
         values: dict[str, Any] = {}
         for word in argv:
@@ -83,7 +88,7 @@ class RolloutPlanKeys:
             if not equals or key not in known:
                 matches = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {matches[0]}?" if matches else ""
-                raise ValueError(f"{word!r}: expected KEY=VALUE with one of {', '.join(known)}{hint}")
+                raise ValueError(f"{word!r}: expected KEY=VALUE with one of the keys {', '.join(known)}{hint}")
             values[key.replace(".", "_")] = _parse_value(key, value, known[key])
         return cls(**values)
 
@@ -112,20 +117,23 @@ LOG_NORMAL_GROUPS = 2048
 
 @dataclass(frozen=True)
 class SimulationInput:
-    """Input of the simulator."""
+    """Everything that the simulator needs."""
 
     groups: GroupLengths
     speeds: RunSpeeds
     setup: RolloutSetup
     gpus: GpuCounts
-    fit: SpeedFit | None  # None: the speeds were given
+    fit: SpeedFit | None  # errors of the fitted speeds; None if the speeds were not fitted to a run
 
 
 def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:
-    """Combine the record of a run, if there is one, with the given values. Raises ValueError."""
+    """Return the input of the simulator from the arguments and, if run.dir is given, from the run in it.
+
+    Raises ValueError if the arguments are wrong or the run directory cannot be used.
+    """
     if (keys.run_dir, keys.lengths, keys.median).count(None) != 2:
         raise ValueError(
-            "expected one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS, for the response lengths."
+            "the response lengths need exactly one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS."
         )
     trace = read_run(Path(keys.run_dir)) if keys.run_dir else None
     engine_speeds_given = None not in (keys.step_ms, keys.request_ms, keys.prefill_ms)
@@ -158,7 +166,7 @@ def _groups(keys: RolloutPlanKeys) -> GroupLengths:
 
 
 def _speeds(keys: RolloutPlanKeys, base: RunSpeeds) -> RunSpeeds:
-    milliseconds = dict(step_s=keys.step_ms, request_s=keys.request_ms, prefill_s=keys.prefill_ms)
+    milliseconds = dict(fixed_step_s=keys.step_ms, request_s=keys.request_ms, prefill_s=keys.prefill_ms)
     changes = {name: value / 1e3 for name, value in milliseconds.items() if value is not None}
     engine = replace(base.engine, **changes, max_running=keys.max_running or base.engine.max_running)
     token_s = None if keys.train_token_us is None else keys.train_token_us / 1e6
@@ -177,18 +185,21 @@ def _setup(keys: RolloutPlanKeys, base: RolloutSetup) -> RolloutSetup:
 
 
 def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
-    """Print the speeds and a table with one line per scenario."""
+    """Print the speeds, and a table with one row for each scenario."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     engine, speeds = simulated.speeds.engine, simulated.speeds
     console.print(
-        f"engine: {engine.step_s * 1e3:.4g} ms a decoding step + {engine.request_s * 1e3:.4g} ms a running request "
-        f"({engine.max_running} at most), {engine.prefill_s * 1e3:.4g} ms a prefilled token\n"
-        f"training: {speeds.train_s:.4g} s + {speeds.train_token_s * 1e6:.4g} us a token; push {speeds.push_s:.4g} s"
+        f"a decoding step takes {engine.fixed_step_s * 1e3:.4g} ms + {engine.request_s * 1e3:.4g} ms for each running request "
+        f"(at most {engine.max_running}); the prefill of a token takes {engine.prefill_s * 1e3:.4g} ms\n"
+        f"training on a step takes {speeds.train_s:.4g} s + {speeds.train_token_s * 1e6:.4g} us for each token; "
+        f"a weight push takes {speeds.push_s:.4g} s"
     )
     if fit := simulated.fit:
-        console.print(f"fitted; errors {fit.engine_error:.1%} (engines), {fit.train_error:.1%} (training)")
+        console.print(
+            f"these speeds are fitted to the run; errors: {fit.engine_error:.1%} for engines, {fit.train_error:.1%} for training"
+        )
     first = scenarios[0]
-    title = f"{len(first.prediction.step_s)} steps each; means without the first {first.skip}"
+    title = f"{len(first.prediction.step_s)} steps in each scenario; the means leave out the first {first.skip} steps"
     table = Table("", title=title, title_justify="left")
     for column in ("s/step", "tokens/s", "over first", "of best", "idle", "oldest", "length ratio", "dropped"):
         table.add_column(column, justify="right")
@@ -209,7 +220,7 @@ def show(simulated: SimulationInput, scenarios: list[Scenario]) -> None:
 
 
 def draw_scenarios(path: Path, scenarios: Sequence[Scenario], *, title: str) -> None:
-    """Draw the seconds of a step in each scenario, and their lower bound, into a PNG file."""
+    """Draw a bar chart into a PNG file: the seconds of a step in each scenario, with their lower bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
     from matplotlib.figure import Figure
 
@@ -243,9 +254,9 @@ def main(argv: list[str]) -> int:
     scenarios = compare_scenarios(simulated.groups, simulated.speeds, simulated.setup, simulated.gpus, keys.steps)
     show(simulated, scenarios)
     if keys.picture:
-        title = f"{simulated.setup.prompts_per_step} groups a step: predicted scenarios"
+        title = f"predicted time of a step with {simulated.setup.prompts_per_step} groups"
         draw_scenarios(Path(keys.picture), scenarios, title=title)
-        sys.stdout.write(f"drawn in {keys.picture}\n")
+        sys.stdout.write(f"the result is drawn in {keys.picture}\n")
     return 0
 
 

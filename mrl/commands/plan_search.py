@@ -14,30 +14,42 @@ from models.hf_config import HFConfig
 from mrl.algorithms.parts import build_algorithm
 from mrl.config import hydra_entry
 from mrl.config.schema import Config
-from mrl.planner.layout_search import LayoutSearch, RunCandidate, SearchResult, compare, limits, memory_check
+from mrl.planner.layout_search import (
+    LayoutSearch,
+    RunCandidate,
+    SearchResult,
+    describe_difference,
+    explain_limits,
+    memory_check,
+)
 from mrl.planner.layout_space import GpuCluster, LayoutSpace
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import MEM_FRACTION, kv_itemsize, trainer_settings
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION, kv_itemsize, trainer_settings
 from mrl.planner.run_trace import read_lengths, read_run
 from mrl.planner.step_workload import LengthDistribution, StepWorkload
 from mrl.planner.trainer_time import WEIGHT_BYTES
 
 USAGE = """usage: mrl plan search model.path=FOLDER cluster=h100 cluster.nodes=N [KEY=VALUE ...] [--json]
 
-Searches all layouts of the trainers, all divisions of the GPUs, both placements and all rollout modes for the one with the
-shortest predicted step, and explains it (docs/how_to/out_of_memory.md). Needs only the model's config.json. Starts no process.
+Searches for the setting with the shortest predicted step and explains it (docs/how_to/out_of_memory.md). The search covers all
+parallel layouts of the trainers, all divisions of the GPUs between trainers and engines, the placements colocated and
+disaggregated, and all rollout modes. Reads only config.json of the model. Starts no process.
 
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4
   mrl plan search model.path=Qwen3-30B-A3B cluster=h100 cluster.nodes=4 plan.fix=[rollout.mode] rollout.mode=sync
 
-  cluster, cluster.hardware.*                 hardware of the nodes (a100, h100, h200, b200); cluster.nodes: their number
-  plan.fix                                    keys or sections that the search does not change: [parallel.tp, rollout, placement]
-  plan.lengths                                response lengths: a run directory, or a jsonl file of lists of tokens
-  plan.prompt_tokens, plan.response_tokens    without plan.lengths: length of prompts, and median of log-normal responses
-  plan.response_sigma                         sigma of the log-normal responses, truncated at rollout.max_response_tokens
-  plan.top                                    number of results
-  plan.efficiency, plan.latency_us            attained fraction of the vendor's peak numbers; latency of a collective
-  --json                                      print the result as JSON
+  cluster, cluster.hardware.*   hardware of the nodes (a100, h100, h200, b200)
+  cluster.nodes                 number of nodes
+  plan.fix                      keys or sections that the search does not change, such as [parallel.tp,rollout,placement]
+  plan.lengths                  source of response lengths: a run directory, or a jsonl file with a list of lengths in each line.
+                                Without it, lengths have a log-normal distribution up to rollout.max_response_tokens.
+  plan.response_tokens          median of the log-normal distribution
+  plan.response_sigma           sigma of the log-normal distribution
+  plan.prompt_tokens            length of a typical prompt
+  plan.top                      number of results that are shown. Default: 5.
+  plan.efficiency               attained fractions of the vendor's peak numbers
+  plan.latency_us               latency of one collective operation (microseconds)
+  --json                        prints the result as JSON
 """
 
 FIXABLE = {
@@ -47,18 +59,21 @@ FIXABLE = {
     "rollout.mode": "mode",
     "placement": "placement",
 }
-"""Config keys that plan.fix may name -> names in LayoutSpace.fixed."""
+"""Config keys that plan.fix may name -> their names in LayoutSpace.fixed."""
 DEFAULT_PROMPT_TOKENS = 512  # if neither plan.prompt_tokens nor data.max_prompt_tokens is set
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
-    """Return the values that plan.fix keeps. Raises ValueError for a key that the search does not set."""
+    """Return name in LayoutSpace.fixed -> value, for all keys that plan.fix names.
+
+    Raises ValueError for a key that the search does not set.
+    """
     fixed: dict[str, Any] = {}
     for key in config.plan.fix:
         names = [name for name in FIXABLE if name == key or name.startswith(f"{key}.")]
         if not names:
             raise ValueError(
-                f"plan.fix: the search does not set {key!r}; expected some of {', '.join(FIXABLE)}, or a section."
+                f"plan.fix: the search does not set {key!r}; it sets {', '.join(FIXABLE)}, and you can name their sections."
             )
         for name in names:
             fixed[FIXABLE[name]] = _configured_value(config, name)
@@ -75,7 +90,10 @@ def _configured_value(config: Config, key: str) -> Any:
 
 
 def length_distribution(config: Config) -> LengthDistribution:
-    """Return the lengths in plan.lengths, or a log-normal distribution. Raises ValueError."""
+    """Return the distribution of the lengths in plan.lengths, or a log-normal distribution.
+
+    Raises ValueError if plan.lengths cannot be read.
+    """
     plan, longest = config.plan, config.rollout.max_response_tokens
     prompt = plan.prompt_tokens or config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
     if plan.lengths is None:
@@ -87,7 +105,7 @@ def length_distribution(config: Config) -> LengthDistribution:
 
 
 def step_workload(config: Config) -> StepWorkload:
-    """Return the work of one step of the run. Raises ValueError."""
+    """Return the work of one step of the run. Raises ValueError for a mistake in the config."""
     needs = build_algorithm(config).needs
     return StepWorkload(
         length_distribution(config),
@@ -103,7 +121,7 @@ def step_workload(config: Config) -> StepWorkload:
 
 
 def make_search(config: Config) -> LayoutSearch:
-    """Build the search for a config. Raises ValueError."""
+    """Build the search for a config. Raises ValueError for a mistake in the config."""
     hf = HFConfig.load(config.model.path, config.model.family)
     family = family_of(hf)
     arch = family.read(hf)
@@ -117,7 +135,7 @@ def make_search(config: Config) -> LayoutSearch:
         work,
         memory_check(shape, cluster, trainer_settings(config, arch.max_position_embeddings)),
         bucket_bytes=config.weight_sync.bucket_bytes,
-        memory_fraction=config.sglang.get("mem_fraction_static") or MEM_FRACTION,
+        memory_fraction=config.sglang.get("mem_fraction_static") or DEFAULT_MEM_FRACTION,
         max_requests=config.sglang.get("max_running_requests"),
         kv_itemsize=kv_itemsize(config, WEIGHT_BYTES),
         **options,
@@ -125,7 +143,7 @@ def make_search(config: Config) -> LayoutSearch:
 
 
 def overrides(search: LayoutSearch, candidate: RunCandidate) -> list[str]:
-    """Return the arguments of `mrl train` that select a candidate."""
+    """Return the overrides with which `mrl train` uses a candidate."""
     layout, work = candidate.trainers.layout, search.work
     keys = layout.overrides(candidate.trainers.replicas, search.space.shape.num_experts > 0)
     keys |= {"rollout.num_engines": candidate.num_engines, "rollout.engine_tp": candidate.engine_tp}
@@ -138,13 +156,13 @@ def overrides(search: LayoutSearch, candidate: RunCandidate) -> list[str]:
 
 
 def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[str, Any]:
-    """Return the result in plain types; times in seconds."""
+    """Return the result as JSON values. All times are in seconds."""
 
     def plain(candidate: RunCandidate) -> dict[str, Any]:
         return dict(
             step_s=candidate.step_s,
             parts_s=search.parts(candidate),
-            train_s=candidate.trainers.seconds,
+            train_s=candidate.trainers.train_s,
             placement=candidate.placement,
             mode=candidate.mode,
             gpus=candidate.gpus,
@@ -164,37 +182,37 @@ def as_json(config: Config, search: LayoutSearch, result: SearchResult) -> dict[
         ),
         best=[plain(candidate) for candidate in result.best],
         best_of_each=[plain(candidate) for candidate in result.best_of_each],
-        limits=limits(search, result.best[0]),
+        limits=explain_limits(search, result.best[0]),
         evaluated=result.evaluated,
         excluded=dict(result.excluded),
     )
 
 
 def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
-    """Print tables of the best candidates, the limits of the first, how others differ, what is excluded, and its overrides."""
+    """Print the best candidates, with explanations and with the overrides for the first one."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     cluster, work, best = config.cluster, search.work, result.best[0]
     console.print(
         f"{search.space.shape.num_weights / 1e9:.4g} billion parameters on {cluster.nodes} nodes of "
-        f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step: {work.prompts} prompts x "
+        f"{cluster.gpus_per_node} {cluster.hardware.name or 'GPUs'}; a step has {work.prompts} prompts x "
         f"{work.responses_per_prompt} responses of {work.lengths.mean:,.0f} tokens on average, "
         f"{work.lengths.longest - work.lengths.prompt_tokens:,.0f} at most"
     )
     assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
     console.print(
-        f"assumed, not measured: {assumed} of the vendor's numbers; {config.plan.latency_us:g} us latency of a collective"
+        f"assumed, not measured: {assumed} of the vendor's numbers; {config.plan.latency_us:g} us latency of each collective"
     )
-    title = f"the best {len(result.best)} of {result.evaluated:,} trainer layouts and numbers of replicas"
+    title = f"the {len(result.best)} best candidates, from {result.evaluated:,} layouts and numbers of replicas of the trainers"
     console.print(_candidate_table(result.best, title))
-    for text in limits(search, best):
+    for text in explain_limits(search, best):
         console.print(f"1: {text}")
     for number, candidate in enumerate(result.best[1:], 2):
-        console.print(f"{number} against 1: {compare(search, best, candidate)}")
+        console.print(f"{number} compared with 1: {describe_difference(search, best, candidate)}")
     others = [candidate for candidate in result.best_of_each if candidate.kind != best.kind]
     if others:
         console.print(_candidate_table(others, "the best candidate of every other placement and mode"))
     excluded = ", ".join(f"{reason}: {number:,}" for reason, number in result.excluded.most_common())
-    console.print(f"excluded: {excluded or 'nothing'}\n\nto train with 1:")
+    console.print(f"excluded: {excluded or 'nothing'}\n\narguments of mrl train for candidate 1:")
     sys.stdout.write(f"  {' '.join(overrides(search, best))}\n")
 
 
@@ -204,7 +222,7 @@ def _candidate_table(candidates: list[RunCandidate], title: str) -> Table:
         table.add_column(column, justify="left" if column in ("trainers", "engines", "placement") else "right")
     for number, candidate in enumerate(candidates, 1):
         trainers, mode = candidate.trainers, "" if candidate.placement == "colocated" else f", {candidate.mode}"
-        seconds = (candidate.step_s, candidate.rollout_s, trainers.seconds, candidate.push_s, candidate.switch_s)
+        seconds = (candidate.step_s, candidate.rollout_s, trainers.train_s, candidate.push_s, candidate.switch_s)
         table.add_row(
             str(number),
             *(f"{value:.4g}" for value in seconds),

@@ -1,4 +1,4 @@
-"""`mrl replay`: repeats a dumped training step under two layouts and compares them."""
+"""`mrl replay`: repeats a dumped training step under two parallel layouts and compares the results."""
 
 import json
 import signal
@@ -23,34 +23,37 @@ from parallel.dims import ParallelDims
 
 USAGE = """usage: mrl replay DUMP [parallel.KEY=N ...] [against [parallel.KEY=N ...]] [KEY=VALUE ...]
 
-Repeats a dumped training step under two layouts and compares all hidden states, log-probabilities, the loss and all gradients.
-If the layouts differ, it names the first layer that differs. If values are not finite, it names the layer and the token of the
-first one. No weight changes, and no engine starts.
+Repeats a dumped training step under two parallel layouts. It compares all hidden states, log-probabilities, the loss and all
+gradients. If they differ, it names the first layer that differs. If values are not finite, it names the layer and the token of
+the first such value. It changes no weights and starts no engine.
 
-  DUMP             folder of a step dump, such as RUN/step_dumps/step_000007. A run dumps the steps in step_dump.steps, each step
-                   whose gradient is not finite, and steps with a spike of the gradient norm (step_dump.spike_factor)
-  parallel.KEY=N   the layout to examine: tp, sp, pp, vpp, cp, dp, ep, etp; default: the layout of the run
-  against          the layout after this word is the reference; default: one process
+  DUMP             folder of a step dump, such as RUN/step_dumps/step_000007. A run dumps three kinds of steps: those in
+                   step_dump.steps, each step whose gradient is not finite, and each step whose gradient norm is much larger
+                   than before (step_dump.spike_factor).
+  parallel.KEY=N   layout to examine: tp, sp, pp, vpp, cp, dp, ep, etp. Default: the layout of the run.
+  against          the parallel keys after this word give the layout to compare with. Default: one process.
 
-  model.dtype=float32   compute in float32 what the run computed in bfloat16: errors remain, round-off disappears
-  weights=FOLDER        use this Hugging Face folder instead of the dump's weights
-  output=FOLDER         where replay.json, replay.png and logs are written; default: DUMP/replay
+  model.dtype=float32   computes in float32 what the run computed in bfloat16. Then only errors remain, without round-off.
+  weights=FOLDER        Hugging Face folder whose weights replace those of the dump
+  output=FOLDER         folder for replay.json, replay.png and logs. Default: DUMP/replay.
 
-examples
+Examples:
   mrl replay runs/a/step_dumps/step_000007                          does the run's own layout agree with one process?
   mrl replay runs/a/step_dumps/step_000007 parallel.tp=2            does tp=2 alone agree with one process?
   mrl replay runs/a/step_dumps/step_000007 parallel.tp=2 parallel.pp=2 against parallel.tp=2
 
-exit status: 0 all values agree and are finite; 1 some differ or are not finite; 2 the arguments or the dump are wrong, or a
-process was lost or hung, so nothing was compared
-A step dump names classes, as every config does, and `mrl replay` runs their code: replay only dumps of people you trust.
+The exit status is 0 if all values agree and are finite, and 1 if some values differ or are not finite. It is 2 if nothing was
+compared: the arguments or the dump are wrong, or a process died or hung.
+
+A step dump contains the config of its run. `mrl replay` runs the code of all classes that this config names, so replay only dumps
+from people whom you trust.
 """
 OPTIONS = ("model.dtype", "weights", "output")
 
 
 @dataclass
 class ReplayArguments:
-    """Parsed command line."""
+    """The parsed command line. `layout` and `against` contain the sizes of the two layouts, such as {"tp": 2}."""
 
     dump: Path
     layout: dict[str, Any] = field(default_factory=dict)
@@ -59,9 +62,11 @@ class ReplayArguments:
 
     @classmethod
     def parse(cls, argv: list[str]) -> "ReplayArguments":
-        """Parse the command line; raises ValueError that names the wrong argument."""
+        """Parse the command line. Raises ValueError for a wrong argument, and the message names this argument."""
         if not argv or "=" in argv[0]:
-            raise ValueError("name a step dump first: mrl replay RUN/step_dumps/step_000007 (see mrl replay --help).")
+            raise ValueError(
+                "the first argument must be a step dump: mrl replay RUN/step_dumps/step_000007 (see mrl replay --help)."
+            )
         arguments = cls(Path(argv[0]))
         sizes = arguments.layout
         for argument in argv[1:]:
@@ -90,7 +95,7 @@ def _parse_size(argument: str) -> int | bool:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of `mrl replay`; returns the exit status."""
+    """Entry point of `mrl replay`. Returns the exit status."""
     if not argv or any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(USAGE)
         return 0 if argv else 2
@@ -106,10 +111,12 @@ def main(argv: list[str]) -> int:
     if dump.description.kl_coef is not None:
         objective = objective.with_kl_coef(dump.description.kl_coef)
     sys.stdout.write(_introduction(dump, weights, dims, against))
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # so that all processes are ended
+    signal.signal(
+        signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)
+    )  # so that context managers end all processes
     try:
         result = build.replay(plan, dump, weights, objective, against)
-    except (StartError, ProcessesLostError) as error:  # a rank cannot build the model, died, or hangs
+    except (StartError, ProcessesLostError) as error:  # a trainer rank cannot build the model, died, or hangs
         exit_with_error(error)
     _report(result, dump, f"{dims} / {against}", Path(config.run.dir))
     return 0 if result.equal else 1
@@ -120,7 +127,7 @@ def _parallel_dims(sizes: dict[str, Any]) -> ParallelDims:
 
 
 def _replay_config(arguments: ReplayArguments, dump: StepDump) -> Config:
-    """Return the config of the run, with the output folder and the dtype of the replay."""
+    """Return the config of the dumped run, with the output folder and the dtype that the arguments give."""
     config = from_hydra(OmegaConf.create(dump.description.config))
     output = Path(arguments.options.get("output", dump.path / "replay")).resolve()
     name = arguments.options.get("model.dtype", config.model.dtype)
@@ -133,7 +140,9 @@ def _weights(arguments: ReplayArguments, dump: StepDump) -> WeightsLocation:
     if folder := arguments.options.get("weights"):
         return WeightsLocation(str(Path(folder).resolve()), dump.description.step - 1)
     if dump.description.weights is None:
-        raise ValueError(f"{dump.path}: the run had no weights on disk; name a Hugging Face folder: weights=FOLDER.")
+        raise ValueError(
+            f"{dump.path}: no weights of this run are on disk; give a Hugging Face folder: weights=FOLDER."
+        )
     return dump.description.weights
 
 
@@ -141,19 +150,19 @@ def _introduction(dump: StepDump, weights: WeightsLocation, dims: ParallelDims, 
     description = dump.description
     missing_steps = description.step - 1 - weights.step
     lines = [
-        f"step {description.step}, reason of the dump: {description.reason}",
-        f"mini-batch {description.mini_batch} of {len(description.lrs)}, under {dims}, against {against}",
+        f"step {description.step}, which was dumped for this reason: {description.reason}",
+        f"mini-batch {description.mini_batch} of {len(description.lrs)}, under {dims}, compared with {against}",
     ]
     if missing_steps:
         lines.append(
-            f"the weights are those of step {weights.step}, {missing_steps} steps older than the dumped step's. They serve "
-            "to compare the layouts, but may not reproduce the values of the run"
+            f"the weights are those of step {weights.step}, {missing_steps} steps older than those of the dumped step. They "
+            "suffice to compare the layouts, but the values of the run may not be reproduced"
         )
     return "\n".join([*lines, ""])
 
 
 def _report(result: ReplayResult, dump: StepDump, title: str, folder: Path) -> None:
-    """Print a table and a conclusion, and write replay.json and replay.png."""
+    """Print a table and the conclusion, and write replay.json and replay.png."""
     content = dict(
         step_dump=str(dump.path),
         layouts=title,
@@ -191,14 +200,14 @@ def _print_table(result: ReplayResult, title: str) -> None:
 def _conclusion(result: ReplayResult, dump: StepDump) -> list[str]:
     grad_norms, mini_batch = dump.description.grad_norms, dump.description.mini_batch
     in_run = f"; in the run it was {grad_norms[mini_batch]:.6g}" if mini_batch < len(grad_norms) else ""
-    lines = [f"gradient norm {result.grad_norms[0]:.6g}, under the other layout {result.grad_norms[1]:.6g}{in_run}"]
+    lines = [f"gradient norm {result.grad_norms[0]:.6g}; under the other layout {result.grad_norms[1]:.6g}{in_run}"]
     different, nonfinite = result.first_different, result.first_nonfinite
     if nonfinite:
-        lines.append(f"NOT FINITE: first in {_describe_location(nonfinite)}")
+        lines.append(f"NOT FINITE: the first value that is not finite is in {_describe_location(nonfinite)}")
     elif result.nonfinite_gradients:
         lines.append(
-            "NOT FINITE: all activations are finite, but these gradients are not (the backward pass computes the last one "
-            "first): " + ", ".join(result.nonfinite_gradients[-3:])
+            "NOT FINITE: all activations are finite, but these gradients are not. The backward pass computes the last of "
+            "them first: " + ", ".join(result.nonfinite_gradients[-3:])
         )
     if different and not (nonfinite and nonfinite.layer == different.layer):
         lines.append(f"NOT EQUAL: the first difference is in {_describe_location(different)}")
@@ -212,8 +221,7 @@ def _describe_location(location: TokenLocation) -> str:
     if location.row < 0:
         return f"{location.layer}, which only one of the layouts has"
     part = "prompt" if location.in_prompt else "response"
-    where = f"position {location.position} of row {location.row} (in its {part})"
-    return f"{location.layer}, at token {location.token}, {where}"
+    return f"{location.layer}, at token {location.token}, position {location.position} of row {location.row} (in its {part})"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from mrl.workers.worker import TrainWorker
 
 
 def fine_tune(config: Config) -> None:
-    """Train on `sft.train`; write the Hugging Face folder `sft.output` (default: hf/ in the run directory) and a checkpoint."""
+    """Train on the rows in `sft.train`, and write a Hugging Face folder and a checkpoint.
+
+    The Hugging Face folder is `sft.output`, or hf/ in the run directory if this key is not set.
+    """
     with hydra_entry.exit_on_user_error():
         plan = planning.plan_supervised(config)
     output = config.sft.output or str(Path(config.run.dir) / "hf")

@@ -1,4 +1,4 @@
-"""`mrl train`: trains a model with reinforcement learning; -m runs a sweep."""
+"""`mrl train`: trains a model with reinforcement learning. With -m it runs a sweep."""
 
 import sys
 
@@ -6,9 +6,9 @@ from mrl.launch import supervisor
 
 
 def main(argv: list[str]) -> int:
-    """Supervise the training process; imports nothing that takes time."""
+    """Start and supervise the training process. This process imports only what it needs, so it starts quickly."""
     if "-m" in argv or "--multirun" in argv:
-        from mrl.commands import sweep  # imports Hydra
+        from mrl.commands import sweep  # imported here, because it imports Hydra
 
         return sweep.main(argv)
     argv = ["cluster.dry_run=true" if word == "--dry-run" else word for word in argv]

@@ -1,4 +1,4 @@
-"""The process that `mrl train` supervises: it trains, or submits the run as a Slurm job."""
+"""The process that `mrl train` starts and supervises. It trains, or it submits the run as a Slurm job."""
 
 import sys
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from mrl.sweep.points import metric_value
 
 
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
-    """Train one run to its end, or submit it as a job; returns the metric that sweeps compare.
+    """Train one run to its end and return the metric by which sweeps compare runs. Or submit the run as a Slurm job.
 
-    The run continues if its directory has a checkpoint. A preempted run saves one and exits with status REQUEUE_STATUS.
-    `overrides`: command-line overrides, for the job.
+    If the run directory has a checkpoint, training continues from it. A preempted run saves a checkpoint and exits with
+    REQUEUE_STATUS. `overrides`: overrides of the command line, which the Slurm job repeats.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
@@ -43,7 +43,7 @@ def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
 
 
 def _submit(config: Config, overrides: Sequence[str]) -> None:
-    """Check everything that needs no GPU, then submit the job. A dry run prints the script instead."""
+    """Check everything that needs no GPU, then submit the Slurm job. With cluster.dry_run, print the script instead."""
     with hydra_entry.exit_on_user_error():
         cluster = with_node_count(config.cluster, plan_fitting_run(config).pools)
         job = slurm_job.make_job(cluster, config.run.name, Path(config.run.dir).resolve(), overrides)
@@ -52,7 +52,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 
 
 def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
-    """Return the result of a run as text for the terminal."""
+    """Return the result of a run as text for the terminal. `goal`: trainer.stop_reward."""
     lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
     if goal is not None and not result.reward >= goal:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
@@ -63,7 +63,7 @@ def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of the process."""
+    """Entry point of this process."""
     if not (hydra_entry.names_model(argv) or any(word.startswith("-") for word in argv)):
         sys.stdout.write("no experiment= or model.path= is given: training experiment=quickstart\n")
     with hydra_entry.exit_on_user_error():

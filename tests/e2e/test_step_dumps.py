@@ -77,7 +77,7 @@ def test_a_nonfinite_gradient_is_dumped_and_traced_to_its_layer(run):
     assert run.process.returncode != 0 and f"`mrl replay {folder}`" in run.output()
     assert len(run.metrics()) == 1 and run.leftovers() == []
     status, text, found = replay(run, 2, "parallel.tp=1")
-    assert status == 1 and "NOT FINITE: first in layer 1" in text, text
+    assert status == 1 and "NOT FINITE: the first value that is not finite is in layer 1" in text, text
     assert found["first_nonfinite"]["layer"] == "layer 1"
 
 

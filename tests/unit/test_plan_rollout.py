@@ -53,8 +53,8 @@ def test_staleness_hides_the_time_of_slow_engines():
 def test_a_recorded_run_is_fitted_compared_and_drawn(tmp_path, capsys):
     found = recorded(tmp_path / "run", lengths_of(2), RolloutSetup(N, 2, 0, in_order=True))
     out = run(capsys, f"run.dir={tmp_path / 'run'}", f"steps={STEPS}", f"picture={tmp_path / 'p.png'}")
-    assert "20 ms a decoding step + 0.3 ms a running request (8 at most), 0.1 ms a prefilled token" in out
-    assert "fitted; errors 0.0%" in out
+    assert "20 ms + 0.3 ms for each running request (at most 8); the prefill of a token takes 0.1 ms" in out
+    assert "fitted to the run; errors: 0.0%" in out
     first = next(line for line in out.splitlines() if "as it is" in line)
     assert f"{found.seconds(STEPS // 2):.4g}" in first and (tmp_path / "p.png").stat().st_size > 10_000
 
@@ -68,7 +68,8 @@ def test_given_values_replace_recorded_ones(tmp_path):
         )
     )
     assert (
-        simulated.speeds.engine.fixed_step_s == 0.007 and simulated.speeds.engine.request_s == plain.speeds.engine.request_s
+        simulated.speeds.engine.fixed_step_s == 0.007
+        and simulated.speeds.engine.request_s == plain.speeds.engine.request_s
     )
     assert simulated.speeds == replace(plain.speeds, engine=simulated.speeds.engine, push_s=9.0)
     assert simulated.setup == RolloutSetup(N, 5, 3, train_scale=0.5) and simulated.gpus == GpuCounts(2, 12)
@@ -108,8 +109,8 @@ def test_log_normal_lengths_have_the_given_median_and_maximum():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS"),
-        (["median=3", "lengths=x"], "expected one of run.dir"),
+        ([], "exactly one of run.dir=FOLDER, lengths=FILE.jsonl and median=TOKENS"),
+        (["median=3", "lengths=x"], "exactly one of run.dir"),
         (["medina=3"], "did you mean median"),
         (["median"], "expected KEY=VALUE"),
         (["median=x"], "median=x: expected a number"),

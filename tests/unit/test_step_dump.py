@@ -63,7 +63,9 @@ def test_reading_a_step_dump_returns_what_was_written(tmp_path):
     assert block.columns.keys() == {"advantages"}
     np.testing.assert_array_equal(block.columns["advantages"], expected.columns["advantages"])
     batch = dump.batch(block)
-    assert batch.rows.tolist() == [2] and batch.denominator_rows.tolist() == [2], "the second mini-batch is the second group"
+    assert batch.rows.tolist() == [2] and batch.denominator_rows.tolist() == [2], (
+        "the second mini-batch is the second group"
+    )
     assert batch.groups.tolist() == [0, 0, 1] and batch.sampled_lengths.tolist() == [1, 2, 1]
 
 
@@ -128,7 +130,7 @@ def test_the_command_line_names_two_layouts():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.tp=2"], "name a step dump first"),
+        (["parallel.tp=2"], "the first argument must be a step dump"),
         (["dump", "parallel.tb=2"], r"'parallel.tb=2': expected one of parallel.tp"),
         (["dump", "parallel.tp=two"], "expected a number of processes"),
         (["dump", "against", "against"], "'against': expected"),

@@ -300,11 +300,11 @@ def test_proposals_that_never_can_run_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.lr=1"], "nothing is swept"),
+        (["optim.lr=1"], "no key has several values"),
         (["algorithm.lrr=1,2"], "did you mean 'optim.lr'"),
         (["optim.lr=interval(0,1)"], "interval has no list"),
         (["algorithm=grpo,nonesuch"], "nonesuch"),
-        (["--cfg", "job", "optim.lr=1,2"], "takes overrides only"),
+        (["--cfg", "job", "optim.lr=1,2"], "only takes arguments of the form KEY=VALUE"),
         (["optim.lr=1,2", "hydra/launcher=nonesuch"], "Could not find 'hydra/launcher/nonesuch'"),
         (["trainer.max_steps=2,x", "optim.lr=1,2"], "2 of 4 points cannot run; none was started"),
         (["--table", "nowhere"], "contains no sweep"),
@@ -322,7 +322,7 @@ def test_resume_never_applies_to_the_sweep_and_not_to_its_points(inputs, tmp_pat
     own = [f"data.inputs.folder={inputs}", f"run.dir={tmp_path}/one", "resume=never", "optim.lr=1,2"]
     command._sweep_arguments(own)
     sweep_of(tmp_path / "one").write()
-    with pytest.raises(ValueError, match=r"resume=never: .* holds a sweep"):
+    with pytest.raises(ValueError, match=r"resume=never: .* contains a sweep"):
         command._sweep_arguments(own)
 
 
