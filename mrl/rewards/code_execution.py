@@ -1,4 +1,4 @@
-"""Reward for code: runs the program in a response on test cases, in the sandbox."""
+"""Reward for code: runs the program of a response on test cases, in a sandbox."""
 
 import json
 import logging
@@ -16,26 +16,34 @@ from mrl.rewards.sandbox import Reason, SandboxLimits, SandboxResult, require_sa
 logger = logging.getLogger(__name__)
 
 _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function, or {"asserts": [...]}'
+_TEST_CASE_FORMS = '{"inputs": [...], "outputs": [...]}, with "fn_name" to call a function, or {"asserts": [...]}'
 
 
 class CodeTestCase(Protocol):
-    """Interface of a test case: stdin of the program, code appended to the program, and check of its stdout."""
+    """Interface of a test case."""
 
     @property
-    def stdin(self) -> str: ...
+    def stdin(self) -> str:
+        """Standard input of the program."""
+        ...
+
     @property
-    def tail(self) -> str: ...
-    def accepts(self, stdout: str) -> bool: ...
+    def appended_code(self) -> str:
+        """Code that is appended to the program."""
+        ...
+
+    def accepts(self, stdout: str) -> bool:
+        """Return whether the program passes the test case. `stdout` is its standard output."""
+        ...
 
 
 @dataclass(frozen=True)
 class StdoutTestCase:
-    """The program reads `stdin` and must print `expected`. White space between words and empty lines are ignored."""
+    """The program reads `stdin` and must print `expected`. Empty lines and the amount of white space are ignored."""
 
     stdin: str
     expected: str
-    tail: str = ""
+    appended_code: str = ""
 
     def accepts(self, stdout: str) -> bool:
         return _words(stdout) == _words(self.expected)
@@ -43,46 +51,46 @@ class StdoutTestCase:
 
 @dataclass(frozen=True)
 class AssertTestCase:
-    """The statements `check`, executed after the program, must not raise an exception."""
+    """The statements `check` are executed after the program and must not raise an exception."""
 
     check: str
     stdin: str = ""
-    # printed after the statements, so that a program that calls sys.exit(0) does not pass
-    mark: str = field(default_factory=lambda: secrets.token_hex(16))
+    # Secret text that is printed after the statements, so that a program that calls sys.exit(0) does not pass.
+    marker: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
-    def tail(self) -> str:
-        return f"\n{self.check}\nprint('\\n{self.mark}')\n"
+    def appended_code(self) -> str:
+        return f"\n{self.check}\nprint('\\n{self.marker}')\n"
 
     def accepts(self, stdout: str) -> bool:
-        return self.mark in stdout.splitlines()
+        return self.marker in stdout.splitlines()
 
 
 @dataclass(frozen=True)
 class FunctionTestCase:
     """A function, or a method of class Solution, must return `expected` for `arguments`.
 
-    The results are compared outside the sandbox. An `expected` list with one element also matches that element,
-    because some data sets wrap the result.
+    The results are compared outside the sandbox. If `expected` is a list with one element, this element is also accepted
+    as result, because some data sets wrap the result in a list.
     """
 
     function: str
     arguments: list[Any]
     expected: Any
     stdin: str = ""
-    mark: str = field(default_factory=lambda: secrets.token_hex(16))
+    marker: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
-    def tail(self) -> str:
+    def appended_code(self) -> str:
         arguments = repr(json.dumps(self.arguments))
         return (
             "\nimport json\n"
             f"_call = getattr(Solution(), {self.function!r}) if 'Solution' in globals() else {self.function}\n"
-            f"print('\\n{self.mark}' + json.dumps(_call(*json.loads({arguments}))))\n"
+            f"print('\\n{self.marker}' + json.dumps(_call(*json.loads({arguments}))))\n"
         )
 
     def accepts(self, stdout: str) -> bool:
-        printed = [line.removeprefix(self.mark) for line in stdout.splitlines() if line.startswith(self.mark)]
+        printed = [line.removeprefix(self.marker) for line in stdout.splitlines() if line.startswith(self.marker)]
         try:
             value = json.loads(printed[-1]) if printed else None
         except (ValueError, RecursionError):  # the program may have replaced json.dumps
@@ -91,25 +99,28 @@ class FunctionTestCase:
 
 
 def read_cases(ground_truth: str | Mapping[str, Any]) -> list[CodeTestCase]:
-    """Return the test cases of a ground truth, which is an object or its JSON text.
+    """Return the test cases of a ground truth, which is a dict or the JSON text of a dict.
 
-    Forms:
+    It has one of these forms:
 
-    - {"inputs": [stdin, ...], "outputs": [stdout, ...]}
-    - the same with "fn_name": an input is a list of arguments, and its output is a value; or an input is a text with one
-      JSON value per line, and its output is a JSON text
-    - {"asserts": [statements, ...]}; the key may also be "functional"
+    - {"inputs": [stdin, ...], "outputs": [stdout, ...]}: the program reads an input and prints an output.
+    - {"inputs": [...], "outputs": [...], "fn_name": name}: the function is called. Either each input is a list of
+      arguments, and its output is a value; or each input is a text with one JSON value per line, and its output is a
+      JSON text.
+    - {"asserts": [statements, ...]}: the statements must not raise. The key may also be "functional".
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other form.
     """
     shown = repr(ground_truth[:80] if isinstance(ground_truth, str) else ground_truth)[:90]
     try:
         tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         cases = _cases(tests) if isinstance(tests, Mapping) else []
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"test cases cannot be read ({error}): {shown}; expected {_FORMS}.") from error
+        raise ValueError(f"the test cases cannot be read ({error}): {shown}; expected {_TEST_CASE_FORMS}.") from error
     if not cases:
-        raise ValueError(f"no test cases in {shown}; expected {_FORMS}, as many outputs as inputs.")
+        raise ValueError(
+            f"there are no test cases in {shown}; expected {_TEST_CASE_FORMS}, with as many outputs as inputs."
+        )
     return cases
 
 
@@ -131,7 +142,7 @@ def _function_case(name: str, given: list[Any] | str, out: Any) -> FunctionTestC
         lines = [json.loads(line) for line in given.splitlines() if line.strip()]
         return FunctionTestCase(name, lines, json.loads(out) if isinstance(out, str) else out)
     if not isinstance(given, list):
-        raise TypeError(f"arguments are {given!r:.40}, not a list")
+        raise TypeError(f"the arguments are {given!r:.40}, not a list")
     return FunctionTestCase(name, given, out)
 
 
@@ -150,18 +161,18 @@ def _words(text: str) -> list[list[str]]:
 
 
 def find_code(text: str) -> str | None:
-    """Return the last fenced Python block; None if there is none."""
+    """Return the last fenced block of Python code, or None if there is none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
-NO_CODE = "no code"
+NO_CODE = "no code"  # the response has no complete code block
 REASONS = (*(reason for reason in get_args(Reason) if reason != "ok"), NO_CODE)
-"""Reasons why a program did not end normally: those of the sandbox, and a response without a complete code block."""
+"""Reasons why a program did not end normally: the reasons of the sandbox, and NO_CODE."""
 
 
 def part_name(reason: str) -> str:
-    """Return the name of the score part for a reason: `time limit` -> `code_time_limit`."""
+    """Return the name of the score's part for a reason: `time limit` -> `code_time_limit`."""
     return "code_" + reason.replace(" ", "_")
 
 
@@ -169,32 +180,34 @@ def part_name(reason: str) -> str:
 class CodeExecution:
     """1 if the program in the response passes all test cases of its row, else 0.
 
-    With `partial`, the score is the fraction of test cases that the program passes. The parts of the score tell how the
-    program ended: `ended` is 1 if it ended normally in all test cases that were run; `code_<reason>` is 1 for the first
-    of REASONS that occurred. Scoring fails only if the test cases cannot be
-    read or the sandbox does not start.
+    With `partial`, the score is the fraction of the test cases that the program passes. The parts of the score tell how
+    the program ended. `ended` is 1 if it ended normally in all test cases that were run. Otherwise `code_<reason>` is 1
+    for the first reason that occurred; REASONS lists the reasons. Scoring fails only if the test cases cannot be read or
+    the sandbox does not start.
 
     Raises ValueError for unknown or invalid limits, and on a machine that does not support the sandbox.
     """
 
-    partial: bool = False  # False: stop at the first failed test case
-    whole_text: bool = False  # True: the whole response is the program, not its last ```python block
+    partial: bool = False  # False: no test case is run after the first failed one
+    whole_text: bool = False  # True: the program is the whole response. False: it is the last ```python block
     workers: int = 4  # number of programs that run in parallel
-    limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)  # for each run of a program
+    limits: SandboxLimits | Mapping[str, float] = field(
+        default_factory=SandboxLimits
+    )  # limits of each run of a program
 
     def __post_init__(self) -> None:
         require_sandbox()
         if self.workers < 1:
-            raise ValueError(f"workers={self.workers}: expected at least 1 program at a time.")
+            raise ValueError(f"workers={self.workers}: expected a number of at least 1.")
         if not isinstance(self.limits, SandboxLimits):
             object.__setattr__(self, "limits", SandboxLimits.of(self.limits))
 
     def __call__(self, responses: list[Response]) -> list[Score]:
         with ThreadPoolExecutor(self.workers, thread_name_prefix="code") as pool:
             scores = list(pool.map(self.score, responses))
-        ends = Counter(reason for score in scores for reason in REASONS if score.parts.get(part_name(reason)))
-        counts = ", ".join(f"{reason} {count}" for reason, count in ends.most_common())
-        logger.info("%d programs did not end normally%s", ends.total(), f": {counts}" if counts else "")
+        reasons = Counter(reason for score in scores for reason in REASONS if score.parts.get(part_name(reason)))
+        counts = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        logger.info("%d programs did not end normally%s", reasons.total(), f": {counts}" if counts else "")
         return scores
 
     def score(self, response: Response) -> Score:
@@ -204,31 +217,31 @@ class CodeExecution:
             code = response.text if self.whole_text else find_code(response.text)
             passed, reason = (0, NO_CODE) if code is None else self._run_cases(code, cases)
         except (ValueError, RuntimeError, OSError) as error:
-            # from the ground truth or the sandbox, not from the program
+            # The ground truth or the sandbox raised, not the program.
             return Score.failed(str(error))
         parts = {"ended": float(reason is None)} | {part_name(each): float(each == reason) for each in REASONS}
         return Score(passed / len(cases) if self.partial else float(passed == len(cases)), parts=parts)
 
     def _run_cases(self, code: str, cases: list[CodeTestCase]) -> tuple[int, str | None]:
-        """Return (number of passed cases, first reason why the program did not end normally, or None)."""
+        """Return the number of passed test cases, and the first reason why the program did not end normally, or None."""
         passed, reason = 0, None
         for case in cases:
             result = self._run(code, case)
-            good = result.reason == "ok" and case.accepts(result.stdout)
-            passed += good
+            is_passed = result.reason == "ok" and case.accepts(result.stdout)
+            passed += is_passed
             if not reason and (reason := _reason(result, case)):
                 logger.debug("a program did not end normally: %s", result.failure)
-            if not good and not self.partial:
+            if not is_passed and not self.partial:
                 break
         return passed, reason
 
     def _run(self, code: str, case: CodeTestCase) -> SandboxResult:
-        assert isinstance(self.limits, SandboxLimits), f"limits={self.limits!r} were not built"
-        return run(code + case.tail, case.stdin, self.limits)
+        assert isinstance(self.limits, SandboxLimits), "__post_init__ builds the limits"
+        return run(code + case.appended_code, case.stdin, self.limits)
 
 
 def _reason(result: SandboxResult, case: CodeTestCase) -> str | None:
-    """Return why the program did not end normally, or None. A failed assertion of the test case is only a wrong answer."""
+    """Return why the program did not end normally, or None. A failed assertion of the test case is a normal end."""
     if isinstance(case, AssertTestCase) and result.reason == "wrong exit" and "AssertionError" in result.detail:
         return None
     return None if result.reason == "ok" else result.reason

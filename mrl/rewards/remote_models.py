@@ -1,4 +1,4 @@
-"""Rewards from remote models over HTTP: a language model as judge, and a scalar reward model served by SGLang."""
+"""Rewards from remote models over HTTP: a language model that judges, and a scalar reward model that SGLang serves."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ from mrl.rewards.reward_types import Response, Score, as_number, gather_scores
 
 Json = dict[str, Any]
 Post = Callable[[Json], Awaitable[Any]]
-"""Posts a JSON body and returns the JSON of the answer."""
+"""Function that sends a JSON body by POST and returns the JSON of the answer."""
 
 
 class RemoteError(Exception):
-    """The service answered with an error, or did not answer in time."""
+    """The service answered with an error, or it did not answer in time."""
 
 
 class RetryableError(RemoteError):
@@ -27,20 +27,21 @@ class RetryableError(RemoteError):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpService:
-    """Base class of rewards that call an HTTP service, with bounded concurrency, time limits and retries.
+    """Base class of rewards that call an HTTP service. It limits the concurrency and the time of calls, and repeats failed calls.
 
-    A call is retried with growing pauses after a network error, a timeout, or an answer 408, 425, 429 or 5xx.
+    A call is repeated after a network error, a timeout, or an answer with the status 408, 425, 429 or 5xx. The pauses
+    between attempts grow.
 
-    Raises ValueError for a malformed URL, limits that are not positive, an `api_key_env` that is not set, and a key
-    that is not valid in an HTTP header.
+    Raises ValueError for a malformed URL, for a limit that is not positive, if the variable `api_key_env` is not set, and
+    if its value is not valid in an HTTP header.
     """
 
-    url: str  # base URL of the server, http://HOST:PORT
+    url: str  # base URL of the server, for example http://HOST:PORT
     concurrency: int = 32  # number of concurrent calls
-    timeout_s: float = 60.0  # seconds, limit of one attempt
+    timeout_s: float = 60.0  # time limit of one attempt in seconds
     attempts: int = 3  # largest number of attempts per call
-    deadline_s: float = 240.0  # seconds, limit of a whole batch; calls that have no answer by then fail
-    api_key_env: str | None = None  # environment variable of the process that runs rewards; sent as Bearer token
+    deadline_s: float = 240.0  # time limit of a whole batch in seconds; calls without an answer then fail
+    api_key_env: str | None = None  # name of an environment variable; its value is sent as Bearer token
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -50,13 +51,13 @@ class HttpService:
                 raise ValueError(f"{name}={vars(self)[name]}: must be greater than 0.")
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ValueError(
-                f"api_key_env={self.api_key_env}: this environment variable is not set; export the key in it."
+                f"api_key_env={self.api_key_env}: this environment variable is not set; set it to the key of the service."
             )
         self._headers()
 
     async def ask_all(self, path: str, calls: Sequence[Callable[[Post], Awaitable[Score]]]) -> list[Score]:
-        """Run the calls concurrently and return their scores. Each call gets a function that posts JSON to `path`."""
-        import httpx  # not at the top: the driver only builds this object
+        """Run the calls concurrently and return their scores. The argument of a call is a function that posts JSON to `path`."""
+        import httpx  # imported here, because the driver builds this object but sends no requests
 
         limits = httpx.Limits(max_connections=self.concurrency)
         async with httpx.AsyncClient(timeout=self.timeout_s, limits=limits, headers=self._headers()) as client:
@@ -86,7 +87,7 @@ class HttpService:
             raise RemoteError(f"{url} gave no answer within {self.timeout_s} s in {self.attempts} attempts") from None
 
     async def _try(self, client: Any, url: str, body: Json) -> Any:
-        async with asyncio.timeout(self.timeout_s):  # the limit of httpx applies to each read
+        async with asyncio.timeout(self.timeout_s):  # the timeout of httpx limits each read, not the whole request
             answer = await client.post(url, json=body)
         if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
             raise RetryableError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
@@ -118,24 +119,24 @@ _PLACEHOLDERS = ("prompt", "response", "ground_truth")
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(HttpService):
-    """Asks a language model to grade a response with a number, and scales the number to [0, 1].
+    """Asks a language model, the judge, to grade a response with a number. The score is the number, scaled to [0, 1].
 
-    The server must offer OpenAI's /v1/chat/completions. Scoring a response fails if the judge's answer does not match
-    `pattern`, or if the number is outside [low, high].
+    The server must offer OpenAI's /v1/chat/completions. Scoring a response fails if the answer of the judge does not
+    match `pattern`, or if the number is outside [low, high].
 
-    Raises ValueError for a template without {response}, a pattern that is not a regular expression with one group, and
-    unless low < high.
+    Raises ValueError for a template without {response}, for a pattern that is not a regular expression with one group,
+    and for low >= high.
     """
 
     in_process: ClassVar[bool] = True  # it only waits for the network
 
     model: str  # name of the model on the server
-    template: str = JUDGE_TEMPLATE  # message with {prompt}, {response} and {ground_truth}; other braces are kept
-    # regular expression that finds the number in the answer; the last match counts
+    template: str = JUDGE_TEMPLATE  # message to the judge; {prompt}, {response} and {ground_truth} are replaced
+    # Regular expression that finds the number in the answer of the judge. The last match counts.
     pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    low: float = 0.0  # number that becomes score 0
-    high: float = 10.0  # number that becomes score 1
-    max_tokens: int = 1024  # longest answer of the judge
+    low: float = 0.0  # number that gives the score 0
+    high: float = 10.0  # number that gives the score 1
+    max_tokens: int = 1024  # length limit of the answer of the judge
     temperature: float = 0.0  # sampling temperature of the judge
     extra: Json | None = None  # additional fields of the request, such as chat_template_kwargs
 
@@ -143,19 +144,21 @@ class Judge(HttpService):
         super().__post_init__()
         if "{response}" not in self.template:
             raise ValueError(
-                f"template={self.template[:80]!r}: {{response}} is missing; the judge would see no response."
+                f"template={self.template[:80]!r}: {{response}} is missing, so the judge would see no response."
             )
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}.") from error
         if groups != 1:
-            raise ValueError(f"pattern={self.pattern!r}: expected one group, around the number; got {groups}.")
+            raise ValueError(
+                f"pattern={self.pattern!r}: expected one group, around the number; the pattern has {groups}."
+            )
         if not self.low < self.high:
-            raise ValueError(f"low={self.low} must be below high={self.high}.")
+            raise ValueError(f"low={self.low}: must be below high={self.high}.")
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return scores in [0, 1]. A failing service or an invalid answer gives a failed score."""
+        """Return scores in [0, 1]. If the service fails or its answer is invalid, the score is a failed one."""
         return await self.ask_all("/v1/chat/completions", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
@@ -163,10 +166,12 @@ class Judge(HttpService):
         text = answer["choices"][0]["message"]["content"] or ""
         found = re.findall(self.pattern, text)
         if not found:
-            return Score.failed(f"the judge's answer has no number like {self.pattern}: {text[-200:]!r}")
+            return Score.failed(f"the judge's answer has no match of {self.pattern}: {text[-200:]!r}")
         number = float(found[-1])
         if not self.low <= number <= self.high:
-            return Score.failed(f"the judge's number {found[-1]} is not from {self.low:g} to {self.high:g}.")
+            return Score.failed(
+                f"the judge's number {found[-1]} is not in the range from {self.low:g} to {self.high:g}."
+            )
         return Score((number - self.low) / (self.high - self.low))
 
     def _body(self, response: Response) -> Json:
@@ -175,15 +180,16 @@ class Judge(HttpService):
             response=response.text,
             ground_truth=str(response.ground_truth),
         )
-        places = "|".join(_PLACEHOLDERS)  # one pass, so that braces in a response are not replaced
-        content = re.sub(rf"\{{({places})\}}", lambda found: values[found[1]], self.template)
+        names = "|".join(_PLACEHOLDERS)
+        # All placeholders are replaced in one pass, so that a placeholder inside the response is not replaced.
+        content = re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], self.template)
         question = dict(role="user", content=content)
         settings = dict(model=self.model, max_tokens=self.max_tokens, temperature=self.temperature)
         return settings | dict(messages=[question]) | (self.extra or {})
 
 
 def _message_text(message: dict[str, Any]) -> str:
-    """Return a prompt message as text for the judge. Messages of other roles than user begin with the role."""
+    """Return a message of the prompt as text for the judge. The text begins with the role if the role is not user."""
     content = message["content"]
     return content if message["role"] == "user" else f"[{message['role']}] {content}"
 
@@ -192,37 +198,39 @@ def _message_text(message: dict[str, Any]) -> str:
 class RewardModel(HttpService):
     """Scores the conversation (prompt and response) with a sequence-classification model that has one output.
 
-    The server is SGLang with `--is-embedding`. The conversation is tokenised here, with the reward model's own
-    tokenizer and chat template, and sent to /classify.
+    The server is SGLang with `--is-embedding`. This class tokenises the conversation with the tokenizer and the chat
+    template of the reward model, and sends the tokens to /classify.
 
-    Raises ValueError unless `tokenizer` is a folder with tokenizer.json and a chat template.
+    Raises ValueError if `tokenizer` is not a folder with tokenizer.json and a chat template.
     """
 
     in_process: ClassVar[bool] = True  # it only waits for the network
 
     tokenizer: str  # Hugging Face folder of the reward model, with tokenizer and chat template
-    scale: float = 1.0  # factor of the score
-    max_tokens: int | None = None  # longest conversation; scoring a longer one fails without a request
+    scale: float = 1.0  # factor that the score is multiplied by
+    max_tokens: int | None = None  # limit of the length of a conversation; scoring fails for a longer one
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # an absolute path, because workers may have another working directory
+        # The path is made absolute, because workers may have another working directory.
         object.__setattr__(self, "tokenizer", str(Path(self.tokenizer).expanduser().resolve()))
         _tokenizer(self.tokenizer)
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return the scores of the served model. A failing service gives failed scores."""
+        """Return the scores of the reward model. If the service fails, the score is a failed one."""
         return await self.ask_all("/classify", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
         ids = self.encode(response)
         if self.max_tokens is not None and len(ids) > self.max_tokens:
-            return Score.failed(f"{len(ids)} tokens are more than max_tokens={self.max_tokens} of the reward model.")
+            return Score.failed(
+                f"the conversation has {len(ids)} tokens; max_tokens={self.max_tokens} is the limit of the reward model."
+            )
         answer = await post(dict(input_ids=ids))
-        found = answer["embedding"]
-        if len(found) != 1:
-            raise ValueError(f"{self.url} gives {len(found)} numbers; a reward model gives one.")
-        return Score(self.scale * as_number(found[0]))
+        outputs = answer["embedding"]
+        if len(outputs) != 1:
+            raise ValueError(f"{self.url} returned {len(outputs)} numbers; expected a model with one output.")
+        return Score(self.scale * as_number(outputs[0]))
 
     def encode(self, response: Response) -> list[int]:
         """Return the token ids of the conversation under the reward model's chat template."""
@@ -236,10 +244,12 @@ class RewardModel(HttpService):
 @cache
 def _tokenizer(folder: str) -> Any:
     if not (Path(folder) / "tokenizer.json").is_file():
-        raise ValueError(f"tokenizer={folder}: tokenizer.json is missing; name the reward model's folder.")
+        raise ValueError(f"tokenizer={folder}: tokenizer.json is missing; give the folder of the reward model.")
     from transformers import PreTrainedTokenizerFast  # takes 2 s to import
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
-        raise ValueError(f"tokenizer={folder}: it has no chat template to render the conversation.")
+        raise ValueError(
+            f"tokenizer={folder}: the tokenizer has no chat template, which is needed to render the conversation."
+        )
     return tokenizer

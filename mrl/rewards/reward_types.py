@@ -1,4 +1,4 @@
-"""Interface of rewards: Response, Score, Reward, the weighted sum of rewards, and calls whose exceptions become failures."""
+"""Interface of rewards (Response, Score, Reward), the weighted sum of rewards, and calls that turn exceptions into failures."""
 
 import asyncio
 import difflib
@@ -27,25 +27,27 @@ class Response:
     """One sampled response, with the ground truth and metadata of its prompt."""
 
     data_source: str
-    text: str  # decoded, without special tokens; the last turn of a multi-turn response
-    ground_truth: Any  # text, list or dict, as in the data set
+    text: str  # decoded response, without special tokens; for a multi-turn response, its last turn
+    ground_truth: Any  # text, list or dict, as it is in the data set
     extra_info: dict[str, Any] = field(default_factory=dict)
     prompt: list[dict[str, Any]] = field(default_factory=list)  # messages {role, content}
-    group: int = 0  # responses to the same prompt have the same number
+    group: int = 0  # number of the group: responses to the same prompt have the same number
     num_tokens: int = 0  # number of sampled tokens
-    truncated: bool = False  # cut at the token limit
-    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: one turn, `text`
+    truncated: bool = False  # whether the response was cut at the token limit
+    turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty: the response has one turn, `text`
 
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one response. If scoring failed, it has a reason (`failure`) and value 0."""
+    """The score of one response. If scoring failed, `failure` is the reason, and `value` is 0."""
 
     value: float
-    failure: str | None = None  # why scoring failed; None: it succeeded
-    parts: dict[str, float] = field(default_factory=dict)  # named components, logged as reward/<name>_mean
+    failure: str | None = None  # why scoring failed; None: scoring succeeded
+    parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    terms: dict[str, float] = field(default_factory=dict)  # unweighted values of the terms of a Weighted reward
+    terms: dict[str, float] = field(
+        default_factory=dict
+    )  # for a Weighted reward: name of a part -> its value, without weight
 
     @classmethod
     def failed(
@@ -57,31 +59,33 @@ class Score:
 
     @classmethod
     def of_turns(cls, turn_values: Sequence[float], **more: Any) -> "Score":
-        """Return the score of a multi-turn response from the values of its assistant turns."""
+        """Return the score of a multi-turn response. `turn_values` are the values of its assistant turns."""
         return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **more)
 
 
 class Reward(Protocol):
-    """Interface of a reward. `reward._target_` may name any callable of this form, also a coroutine function.
+    """Interface of a reward. `reward._target_` may name any callable of this form. It may be a coroutine function.
 
-    By default, one call gets all responses of a batch, in a worker process with a time limit. All responses to one
-    prompt are adjacent. If a call raises, hangs or crashes, the reward is called again with the responses to one prompt
-    per call, and then with one response per call. So only the responses that cause the failure get failed scores. A
-    class may declare attributes that change this:
+    By default, the reward is called in a worker process with a time limit, and one call gets all responses of a batch.
+    All responses to one prompt are adjacent. If this call raises, hangs or crashes, the reward is called once for the
+    responses to each prompt. If one of these calls fails, the reward is called once for each of its responses. So only
+    the responses that cause the failure get failed scores.
+
+    A class may declare attributes that change this behaviour:
 
     - `per_sample = True`: the reward scores each response independently. Each call gets one response.
-    - `whole_groups = True`: a score depends on the other responses to the prompt. No call gets a part of a group.
+    - `whole_groups = True`: a score depends on the other responses to the same prompt. No call gets a part of a group.
     - `in_process = True`: the reward is fast and cannot hang or crash, or it only waits for the network. It runs in the
       calling process, without a time limit.
-    - `imports = ("module", ...)`: modules that are slow to import; they are imported once for all workers, so that new
-      workers start fast.
+    - `imports = ("module", ...)`: modules that are slow to import. They are imported once for all worker processes, so
+      that new processes start fast.
     """
 
     def __call__(self, responses: list[Response]) -> Sequence[float | Score] | Awaitable[Sequence[float | Score]]: ...
 
 
 def as_number(value: Any) -> float:
-    """Return a finite float from a number, a bool or an array with one number. Raises ValueError for anything else."""
+    """Convert a finite number, a bool or an array with one number to float. Raises ValueError for any other value."""
     if hasattr(value, "item") and not isinstance(value, Real):  # an array or tensor
         value = value.item()
     if not isinstance(value, Real) or not math.isfinite(value):
@@ -90,17 +94,17 @@ def as_number(value: Any) -> float:
 
 
 def as_score(value: Any, response: Response) -> Score:
-    """Return a checked Score for the value that a reward returned for one response; a failed Score for an invalid value."""
+    """Return the Score of one response. `value` is what the reward returned for it; an invalid value gives a failed Score."""
     try:
-        return _checked(value, response) if isinstance(value, Score) else Score(as_number(value))
+        return _validate(value, response) if isinstance(value, Score) else Score(as_number(value))
     except Exception as error:  # user-defined numbers and mappings may raise anything
         return Score.failed(f"the reward returned no valid score: {error or type(error).__name__}")
 
 
-def _checked(score: Score, response: Response) -> Score:
+def _validate(score: Score, response: Response) -> Score:
     if score.failure is not None:
-        return Score.failed(str(score.failure), _named(score.parts), _named(score.terms))
-    parts, terms = _named(score.parts), _named(score.terms)
+        return Score.failed(str(score.failure), _rename_parts(score.parts), _rename_parts(score.terms))
+    parts, terms = _rename_parts(score.parts), _rename_parts(score.terms)
     if score.turn_values is None:
         return Score(as_number(score.value), parts=parts, terms=terms)
     turns = tuple(map(as_number, score.turn_values))
@@ -112,24 +116,24 @@ def _checked(score: Score, response: Response) -> Score:
     return Score(float(sum(turns)), parts=parts, turn_values=turns, terms=terms)
 
 
-def _named(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Return parts under names that are valid in metric names."""
+def _rename_parts(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts. Characters that a metric name cannot have are replaced in their names."""
     return {re.sub(r"\W+", "_", str(name)): as_number(value) for name, value in parts.items()}
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of B responses as columns, for the driver."""
+    """Scores of B responses, as arrays."""
 
-    values: NDArray[np.float64]  # [B] 0 if scoring failed
-    failed: NDArray[np.bool_]  # [B]
-    parts: dict[str, NDArray[np.float64]]  # each [B]; NaN if a response has no such part
-    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] value of each assistant turn; None: no values per turn
+    values: NDArray[np.float64]  # [B] value of each response; 0 if scoring failed
+    failed: NDArray[np.bool_]  # [B] whether scoring failed
+    parts: dict[str, NDArray[np.float64]]  # name of a part -> its values [B]; NaN if a response has no such part
+    turn_values: tuple[tuple[float, ...] | None, ...]  # [B] values of the assistant turns; None: no values per turn
     seconds: float  # wall time of decoding and scoring
 
     @classmethod
     def of(cls, scores: Sequence[Score], seconds: float = 0.0) -> "Scores":
-        """Return the columns of a list of scores."""
+        """Return the scores of a list as arrays."""
         names = sorted({name for score in scores for name in score.parts})
         return cls(
             np.array([score.value for score in scores], np.float64),
@@ -140,7 +144,7 @@ class Scores:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: mean reward, mean of each part over the responses that have it, and fraction of failures."""
+        """Return metrics: mean reward, mean of each part over the responses that have this part, and fraction of failures."""
         parts = {f"reward/{name}_mean": float(np.nanmean(column)) for name, column in self.parts.items()}
         return parts | {
             "reward/mean": float(self.values.mean()),
@@ -154,58 +158,61 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class Weighted:
-    """Weighted sum of named rewards, the parts. Each part is logged as `reward/<name>_mean`, before its weight.
+    """Weighted sum of named rewards, which are its parts. The mean of each part is logged as `reward/<name>_mean`.
 
-    The unweighted values are also the `terms` of every score (0 for a failed part); GDPO normalises each of them
-    separately. A response fails if one of its parts fails. Parts of a part are named `<name>_<part>`. Values per turn
-    are summed per turn; the value of a part without turn values is added to the last turn.
+    The logged mean does not include the weight. Every score also has the values of the parts without weights as its
+    `terms`; GDPO normalises each term separately. If a part fails for a response, the response has a failed score, and
+    the term of this part is 0. If a part has parts itself, they get the names `<name>_<part>`. If a part has a value for
+    each turn, these values are summed per turn; values of other parts are added to the last turn.
 
     Raises ValueError if parts and weights have different names, or if a name is not valid in a metric name.
     """
 
     parts: Mapping[str, Reward]
-    weights: Mapping[str, float] = field(default_factory=dict)  # by part name; empty: all 1
+    weights: Mapping[str, float] = field(default_factory=dict)  # name of a part -> weight; empty: all weights are 1
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ValueError("parts is empty; name at least one reward, as parts: {name: {_target_: ...}}.")
+            raise ValueError("parts is empty; give at least one reward, in the form parts: {name: {_target_: ...}}.")
         for name, part in self.parts.items():
             if not _NAME.fullmatch(name):
-                raise ValueError(f"parts.{name}: a name is made of a-z, 0-9 and _, and begins with a letter.")
+                raise ValueError(f"parts.{name}: a name consists of a-z, 0-9 and _, and begins with a letter.")
             if not callable(part):
                 raise ValueError(f"parts.{name}: expected a reward (a node with _target_), got {part!r:.80}.")
         for name in self.weights.keys() - self.parts.keys():
             near = difflib.get_close_matches(name, self.parts, n=1, cutoff=0.0)[0]
-            raise ValueError(f"weights.{name}: there is no part of this name; did you mean {near!r}?")
+            raise ValueError(f"weights.{name}: there is no part with this name; did you mean {near!r}?")
         for name in (self.parts.keys() - self.weights.keys()) if self.weights else ():
-            raise ValueError(f"weights.{name} is missing; give a weight to every part, or to none.")
+            raise ValueError(f"weights.{name} is missing; give every part a weight, or give no weights.")
         for name, weight in self.weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float):
                 raise ValueError(f"weights.{name}={weight!r}: expected a number.")
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """Call the parts one after another; no part may be a coroutine function. A Scorer runs the parts in parallel instead."""
-        found: dict[str, list[Score]] = {}
+        """Call the parts one after another. No part may be a coroutine function. (A Scorer runs the parts in parallel.)"""
+        part_scores: dict[str, list[Score]] = {}
         for name, part in self.parts.items():
             values: Any = part(responses)
-            found[name] = [as_score(value, response) for value, response in zip(values, responses, strict=True)]
-        return self.combine(found)
+            part_scores[name] = [as_score(value, response) for value, response in zip(values, responses, strict=True)]
+        return self.combine(part_scores)
 
-    def combine(self, found: Mapping[str, list[Score]]) -> list[Score]:
-        """Return the total scores from the scores of each part. All lists are in the order of the responses."""
-        count = len(next(iter(found.values())))
-        return [self._total({name: scores[i] for name, scores in found.items()}) for i in range(count)]
+    def combine(self, part_scores: Mapping[str, list[Score]]) -> list[Score]:
+        """Return the total score of each response. `part_scores` maps the name of a part to its score of each response."""
+        count = len(next(iter(part_scores.values())))
+        return [self._total({name: scores[i] for name, scores in part_scores.items()}) for i in range(count)]
 
-    def _total(self, found: Mapping[str, Score]) -> Score:
-        parts = {name: score.value for name, score in found.items() if score.failure is None}
-        parts |= {f"{name}_{inner}": x for name, score in found.items() for inner, x in score.parts.items()}
-        terms = {name: score.value if score.failure is None else 0.0 for name, score in found.items()}
-        failures = [f"{name}: {score.failure}" for name, score in found.items() if score.failure is not None]
+    def _total(self, part_scores: Mapping[str, Score]) -> Score:
+        parts = {name: score.value for name, score in part_scores.items() if score.failure is None}
+        parts |= {f"{name}_{inner}": x for name, score in part_scores.items() for inner, x in score.parts.items()}
+        terms = {name: score.value if score.failure is None else 0.0 for name, score in part_scores.items()}
+        failures = [f"{name}: {score.failure}" for name, score in part_scores.items() if score.failure is not None]
         if failures:
             return Score.failed("; ".join(failures), parts, terms)
-        turns = max((len(score.turn_values) for score in found.values() if score.turn_values is not None), default=0)
+        turns = max(
+            (len(score.turn_values) for score in part_scores.values() if score.turn_values is not None), default=0
+        )
         values = [0.0] * max(turns, 1)
-        for name, score in found.items():
+        for name, score in part_scores.items():
             weight, part_values = self.weights.get(name, 1.0), score.turn_values or (score.value,)
             for i, value in enumerate(part_values, start=len(values) - len(part_values)):
                 values[i] += weight * value
@@ -215,28 +222,31 @@ class Weighted:
 
 
 CallResult = list[Score] | str
-"""The scores of a call, or the reason why it failed."""
+"""The scores that a call of a reward returned, or the reason why the call failed."""
 
 
 def call_reward(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward, sync or async; return its scores, or why the call failed. Must not be called in an event loop."""
+    """Call a reward, which may be a coroutine function. Return its scores, or why the call failed.
+
+    This function must not be called in an event loop.
+    """
     try:
-        found: Any = reward(responses)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        found = list(found)
+        values: Any = reward(responses)
+        if inspect.isawaitable(values):
+            values = asyncio.run(_as_coroutine(values))
+        values = list(values)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code may raise anything
         return describe_error(error)
-    if len(found) != len(responses):
-        return f"the reward gave {len(found)} values for {len(responses)} responses."
-    return [as_score(value, response) for value, response in zip(found, responses, strict=True)]
+    if len(values) != len(responses):
+        return f"the reward returned {len(values)} values for {len(responses)} responses."
+    return [as_score(value, response) for value, response in zip(values, responses, strict=True)]
 
 
 def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-async def _awaited(result: Any) -> Any:
+async def _as_coroutine(result: Any) -> Any:
     return await result
 
 
@@ -250,13 +260,14 @@ async def gather_scores(
     """Run calls concurrently and return their scores in order. A call that raises or exceeds a limit gives a failed Score.
 
     Args:
+        calls: functions, each of which returns the awaitable score of one response.
         concurrency: number of concurrent calls.
-        timeout_s: time limit of one call, from its start.
-        deadline_s: time limit of all calls together.
+        timeout_s: time limit of one call in seconds, from the start of the call.
+        deadline_s: time limit of all calls together in seconds.
     """
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(call: Callable[[], Awaitable[Score]]) -> Score:
+    async def run_call(call: Callable[[], Awaitable[Score]]) -> Score:
         async with slots:
             limit = asyncio.timeout(timeout_s)
             try:
@@ -265,17 +276,21 @@ async def gather_scores(
             except (Exception, asyncio.CancelledError) as error:  # user code and the network may raise anything
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
-                    raise  # cancelled by the deadline, not by the call itself
-                late = limit.expired()
-                return Score.failed(f"no answer within {timeout_s} s." if late else f"{type(error).__name__}: {error}")
+                    raise  # the deadline cancelled this task, not the call itself
+                expired = limit.expired()
+                return Score.failed(
+                    f"no answer within {timeout_s} s." if expired else f"{type(error).__name__}: {error}"
+                )
 
-    tasks = [asyncio.create_task(one(call)) for call in calls]
+    tasks = [asyncio.create_task(run_call(call)) for call in calls]
     if tasks:
-        _, late = await asyncio.wait(tasks, timeout=deadline_s)
-        for task in late:
+        _, unfinished = await asyncio.wait(tasks, timeout=deadline_s)
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
     return [
-        Score.failed(f"not scored within {deadline_s} s of the whole batch.") if task.cancelled() else task.result()
+        Score.failed(f"not scored within {deadline_s} s, the limit of the whole batch.")
+        if task.cancelled()
+        else task.result()
         for task in tasks
     ]

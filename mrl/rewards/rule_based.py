@@ -1,4 +1,4 @@
-"""Rule-based rewards: compare answers with the ground truth, or check the form, length and repetition of a response."""
+"""Rule-based rewards: they compare answers with the ground truth, or check the form, length and repetition of a response."""
 
 import math
 import re
@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from mrl.rewards.reward_types import Response
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
-_MARKED = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-_TAIL = 4000  # number of characters at the end of a response that are searched for the answer
+_MARKED_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+_SEARCHED_CHARACTERS = 4000  # the answer is searched in this many characters at the end of a response
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 if the stripped response equals the ground truth, else 0."""
+    """1 if the response equals the ground truth, else 0. White space at the beginning and end is ignored."""
 
     in_process: ClassVar[bool] = True
 
@@ -25,21 +25,22 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class GSM8K:
-    """1 if the final number equals the ground truth, else 0. The final number is the last one after `####`.
+    """1 if the final number of the response equals the ground truth, else 0.
 
-    Without `strict`, a response without `####` is judged by its last number.
+    The final number is the last number after `####`. With `strict=False`, the final number of a response without `####`
+    is its last number.
     """
 
     in_process: ClassVar[bool] = True
 
-    strict: bool = True  # False: accept a last number without ####
+    strict: bool = True  # False: a response without #### is scored by its last number
 
     def __call__(self, responses: list[Response]) -> list[float]:
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the final number in a canonical form; None if there is none."""
-        found = _MARKED.findall(response.text)
+        """Return the final number in a canonical form, or None if there is no final number."""
+        found = _MARKED_NUMBER.findall(response.text)
         if not found and not self.strict:
             found = _NUMBER.findall(response.text)
         return _canonical(found[-1]) if found else None
@@ -50,7 +51,7 @@ class GSM8K:
 
 
 def _canonical(text: str) -> str | None:
-    """Return a number in a canonical form, the same for equal numbers; None if the text is not a number."""
+    """Return a number in a canonical form, which is the same for equal numbers; None if the text is not a number."""
     try:
         return repr(float(text.replace(",", "")) + 0.0)  # turns -0 into 0
     except ValueError:
@@ -59,11 +60,12 @@ def _canonical(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class MathVerify:
-    r"""1 if the answer is mathematically equal to the ground truth, else 0: \frac{1}{2} = 0.5 = 1/2 (library math-verify).
+    r"""1 if the answer is mathematically equal to the ground truth, else 0.
 
-    The answer is the last \boxed{...} of the response, or else its last formula or number. The ground truth is a number
-    or LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters are read. Some comparisons do not
-    terminate; the scorer stops them at its time limit.
+    For example, \frac{1}{2}, 0.5 and 1/2 are equal. The library math-verify compares. The answer is the content of the
+    last \boxed{...} of the response. Without \boxed it is the last formula or number. The ground truth is a number or
+    LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters of a response are read. Some
+    comparisons do not terminate; the Scorer ends them at its time limit.
     """
 
     per_sample: ClassVar[bool] = True
@@ -72,14 +74,14 @@ class MathVerify:
     boxed: bool = False  # True: only an answer in \boxed{...} counts
 
     def __call__(self, responses: list[Response]) -> list[float]:
-        """Return 0 or 1 per response. Raises ValueError if a ground truth is neither a number nor LaTeX."""
+        """Return 0 or 1 for each response. Raises ValueError if a ground truth is neither a number nor LaTeX."""
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the last boxed answer without spaces, or else the last number. It is not simplified."""
+        """Return the last boxed answer without spaces and not simplified. Without a boxed answer, return the last number."""
         found = last_boxed(response.text)
         if found is None and not self.boxed:
-            found = (_NUMBER.findall(response.text[-_TAIL:]) or [None])[-1]
+            found = (_NUMBER.findall(response.text[-_SEARCHED_CHARACTERS:]) or [None])[-1]
         return "".join(found.split()) or None if found else None
 
     def _correct(self, response: Response) -> bool:
@@ -87,18 +89,20 @@ class MathVerify:
         answer = last_boxed(response.text)
         if answer is None and self.boxed:
             return False
-        return _equal(gold, _parsed(response.text[-_TAIL:] if answer is None else rf"\boxed{{{answer}}}"))
+        return _equal(
+            gold, _parsed(response.text[-_SEARCHED_CHARACTERS:] if answer is None else rf"\boxed{{{answer}}}")
+        )
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...} or \fbox{...} in the last 4,000 characters, or None."""
-    tail = text[-_TAIL:]
+    tail = text[-_SEARCHED_CHARACTERS:]
     for opening in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", tail))):
         depth = 1
-        for place in range(opening.end(), len(tail)):
-            depth += (tail[place] == "{") - (tail[place] == "}")
+        for end in range(opening.end(), len(tail)):
+            depth += (tail[end] == "{") - (tail[end] == "}")
             if depth == 0:
-                return tail[opening.end() : place]
+                return tail[opening.end() : end]
     return None
 
 
@@ -113,12 +117,12 @@ def _parsed_truth(truth: Any) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return the parsed forms of the last formula or number: expressions and text."""
+    """Return the forms of the last formula or number that math-verify finds: SymPy expressions and text."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # sympy takes a second to import
 
     _silence_warnings()
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    # no timeout of the library: it uses signals, which cannot stop long arithmetic
+    # The timeouts of the library are off: they use signals, which cannot stop long arithmetic.
     return parse(text, targets, parsing_timeout=0)
 
 
@@ -129,33 +133,34 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def _silence_warnings() -> None:
-    """Silence the library's warning about disabled timeouts; the scorer has its own limits."""
+    """Silence the warning of math-verify about disabled timeouts. The Scorer has its own time limits."""
     import logging
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-# Possessive quantifiers (`*+`) prevent exponential backtracking on responses of many brackets.
+# Pattern of an option letter, which may be inside brackets or markup. Possessive quantifiers (`*+`) prevent exponential
+# backtracking on responses with many brackets.
 _WRAPPED = r"[\s$*_`\"'({\[]*+(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*+\{\s*+)*+[\s(]*+([%s])(?![A-Za-z'’])"
-_FORMS = (  # in order of priority; the last match of a form counts
+_FORMS = (  # forms of an answer, in order of priority; %s is a wrapped letter; the last match of a form counts
     r"\\boxed\s*+\{%s",
     r"<answer>%s",
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",
 )
-_LONE = r"^[\s*(\[]*+([%s])[\s*)\].:]*+$"  # a line with the letter only
-_OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # "B) because ..."
+_LETTER_LINE = r"^[\s*(\[]*+([%s])[\s*)\].:]*+$"  # a line that contains only the letter
+_OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # the begin of a response, as in "B) because ..."
 
 
 @dataclass(frozen=True)
 class MultipleChoice:
     r"""1 if the response chooses the letter of the ground truth, else 0.
 
-    Accepted forms, in order of priority: \boxed{B}, <answer>B</answer>, "the answer is (B)", a line with only the
-    letter, and a response that begins with "B)" or "B." The last match of a form counts. Only capital letters count,
-    because "a" is also an article.
+    These forms of an answer are accepted, in order of priority: \boxed{B}, <answer>B</answer>, "the answer is (B)", a
+    line that contains only the letter, and a response that begins with "B)" or "B." The last match of a form counts.
+    Only capital letters are accepted, because "a" is also an article.
 
-    Raises ValueError if `letters` are not capital letters. Scoring raises ValueError if a ground truth is not one of
-    the letters.
+    Raises ValueError if `letters` contains anything but capital letters. Scoring raises ValueError if a ground truth is
+    not one of the letters.
     """
 
     in_process: ClassVar[bool] = True
@@ -170,18 +175,18 @@ class MultipleChoice:
         return [float(self.choice(r.text) == self._truth(r.ground_truth)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the letter that a response chooses."""
+        """Return the letter that a response chooses, or None."""
         return self.choice(response.text)
 
     def choice(self, text: str) -> str | None:
         """Return the letter that a text chooses, or None."""
         text = re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
-        tail = text[-4000:]
+        tail = text[-_SEARCHED_CHARACTERS:]
         wrapped = _WRAPPED % self.letters
         for form in _FORMS:
             if found := re.findall(form % wrapped, tail):
                 return found[-1]
-        if found := re.findall(_LONE % self.letters, tail, re.MULTILINE):
+        if found := re.findall(_LETTER_LINE % self.letters, tail, re.MULTILINE):
             return found[-1]
         opening = re.match(_OPENING % self.letters, text)
         return opening[1] if opening else None
@@ -197,19 +202,20 @@ class MultipleChoice:
 class Format:
     """1 if the whole response has the given form, else 0.
 
-    `tags` (think, answer) mean `<think>...</think> <answer>...</answer>`: each tag once, in this order, with only
-    white space around them. `pattern` is a regular expression of the whole response, in which `.` matches line breaks.
+    With `tags`, for example (think, answer), the form is `<think>...</think> <answer>...</answer>`: each tag occurs once,
+    in this order, and there is only white space between and around the tags. With `pattern`, the form is a regular
+    expression that matches the whole response; `.` also matches line breaks.
 
-    Raises ValueError for an invalid regular expression, and unless exactly one of `tags` and `pattern` is set.
+    Raises ValueError for an invalid regular expression, if both `tags` and `pattern` are given, and if none is given.
     """
 
-    tags: tuple[str, ...] = ()  # or one tag as a text
+    tags: tuple[str, ...] = ()  # names of the tags; a single tag may be a text
     pattern: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", (self.tags,) if isinstance(self.tags, str) else tuple(self.tags))
         if bool(self.tags) == (self.pattern is not None):
-            raise ValueError(f"give either tags or pattern, got tags={list(self.tags)} and pattern={self.pattern!r}.")
+            raise ValueError(f"give either tags or pattern; got tags={list(self.tags)} and pattern={self.pattern!r}.")
         try:
             re.compile(self.pattern or "")
         except re.error as error:
@@ -220,12 +226,12 @@ class Format:
         return [float(fits(response.text)) for response in responses]
 
     def _matches(self, text: str) -> bool:
-        assert self.pattern is not None, "checked when built"
+        assert self.pattern is not None, "only called with a pattern"
         return re.fullmatch(self.pattern, text, re.DOTALL) is not None
 
     def _has_tags(self, text: str) -> bool:
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
-        outside = ""
+        outside = ""  # text outside the tags
         for number, mark in enumerate(marks):
             before, found, text = text.partition(mark)
             if not found or any(other in before for other in marks):
@@ -242,9 +248,10 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Length:
-    """1 for an empty response, decreasing to 0 at `max_tokens` and beyond, linearly or as half a cosine.
+    """Score that decreases from 1 for an empty response to 0 at `max_tokens` sampled tokens. Longer responses get 0.
 
-    Raises ValueError for an unknown shape, and if `max_tokens` is below 1.
+    The score decreases linearly, or as a cosine from angle 0 to pi. Raises ValueError for an unknown shape, and if
+    `max_tokens` is below 1.
     """
 
     in_process: ClassVar[bool] = True
@@ -266,39 +273,39 @@ class Length:
 class Overlong:
     """DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
 
-    It is 0 up to `max_tokens - cache_tokens` sampled tokens, decreases linearly to -1 at `max_tokens`, and is -1
-    beyond.
+    The score is 0 up to `max_tokens - cache_tokens` sampled tokens. From there it decreases linearly to -1 at
+    `max_tokens`. Longer responses get -1.
 
-    Raises ValueError unless 0 < cache_tokens <= max_tokens.
+    Raises ValueError if `cache_tokens` is below 1 or above `max_tokens`.
     """
 
     in_process: ClassVar[bool] = True
 
-    max_tokens: int  # L_max
-    cache_tokens: int  # L_cache: length of the interval in which the punishment grows
+    max_tokens: int  # L_max in the paper
+    cache_tokens: int  # L_cache in the paper: length of the interval in which the score decreases
 
     def __post_init__(self) -> None:
         if not 0 < self.cache_tokens <= self.max_tokens:
             raise ValueError(f"cache_tokens={self.cache_tokens}: must be from 1 to max_tokens={self.max_tokens}.")
 
     def __call__(self, responses: list[Response]) -> list[float]:
-        free = self.max_tokens - self.cache_tokens
-        return [min(0.0, max(-1.0, (free - r.num_tokens) / self.cache_tokens)) for r in responses]
+        unpunished_tokens = self.max_tokens - self.cache_tokens
+        return [min(0.0, max(-1.0, (unpunished_tokens - r.num_tokens) / self.cache_tokens)) for r in responses]
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Minus the fraction of repeated word n-grams: 0 if all are distinct, near -1 for a loop.
+    """Minus the fraction of repeated word n-grams: 0 if all n-grams are distinct, near -1 if the response is a loop.
 
-    It follows the repetition penalty of Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs), but as
-    a fraction of the response instead of a penalty per token.
+    Yeo et al. 2025 (Demystifying Long Chain-of-Thought Reasoning in LLMs) define such a penalty per token. Here it is
+    one number per response.
 
     Raises ValueError if `ngram` is below 1.
     """
 
     in_process: ClassVar[bool] = True
 
-    ngram: int = 20  # words
+    ngram: int = 20  # number of words in an n-gram
 
     def __post_init__(self) -> None:
         if self.ngram < 1:

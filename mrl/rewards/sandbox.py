@@ -1,10 +1,11 @@
 """Sandbox for untrusted Python: programs in responses, and the code tool of agents.
 
-Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before the process compiles the program, it
-gives up access to the network, to other processes, and to all files except the Python installation and its own
-temporary folder; it also cannot start processes. The kernel enforces this (Landlock, seccomp, resource limits). This
-module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports why
-it ended. docs/tutorials/reward.md lists the restrictions.
+Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before this process compiles the program, it gives
+up access to the network and to other processes. After that it can read only the Python installation and system libraries,
+write only to its own temporary folder, and start no process. The kernel enforces these restrictions (Landlock, seccomp, resource limits).
+
+This module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports
+why the process ended. docs/tutorials/reward.md lists the restrictions.
 """
 
 import difflib
@@ -31,81 +32,90 @@ from typing import Any, Literal, Self
 from mrl.rewards import sandbox_child
 
 Reason = Literal[
-    "ok",  # exited with status 0
-    "wrong exit",  # exited with another status, for example after an uncaught exception
-    "forbidden",  # uncaught PermissionError: a file, the network, a new process
-    "time limit",  # wall clock
-    "cpu limit",
+    "ok",  # the program exited with status 0
+    "wrong exit",  # the program exited with another status, for example after an uncaught exception
+    "forbidden",  # uncaught PermissionError, for example after access to a file or the network
+    "time limit",  # limit of the wall time
+    "cpu limit",  # limit of the CPU time
     "memory",
     "too much output",
     "too many threads",
-    "too much on disk",  # bytes or files
-    "killed",  # by a signal that the sandbox did not send: a crash, or the machine is out of memory
+    "too much on disk",  # too many bytes or too many files
+    "killed",  # a signal that the sandbox did not send, for example after a crash or when the machine has no memory left
 ]
-_TICK_S = 0.02  # seconds between two checks of threads and files
-_PF_EXITING = 0x4  # flag in /proc/PID/stat
-_LEAST_MEMORY = 64 << 20  # bytes that the interpreter needs to start
-_START_S = 30.0  # time limit for the start of the interpreter and its restrictions; long enough for a busy machine
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
-_DEVICES = ("/dev/urandom", "/dev/random", "/dev/zero")
+_CHECK_INTERVAL_S = 0.02  # seconds between two checks of the limits
+_PF_EXITING = 0x4  # flag of an exiting thread in /proc/PID/stat
+_MIN_MEMORY_BYTES = 64 << 20  # memory that the interpreter needs to start
+_START_LIMIT_S = 30.0  # seconds in which the interpreter must start and restrict itself; long enough for a busy machine
+_SYSTEM_PATHS = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+)
+_DEVICE_FILES = ("/dev/urandom", "/dev/random", "/dev/zero")
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
     """Resource limits of one run. Raises ValueError for a limit that is too small."""
 
-    wall_s: float = 10.0
-    cpu_s: int = 10  # of all threads together
-    memory_bytes: int = 1 << 30  # address space; the interpreter itself takes about 20 MiB
-    output_bytes: int = 1 << 20  # limit of stdout, and of stderr
-    disk_bytes: int = 16 << 20  # all files in its temporary folder together
-    files: int = 64
-    threads: int = 32
+    wall_s: float = 10.0  # wall time in seconds
+    cpu_s: int = 10  # CPU time in seconds of all threads together
+    memory_bytes: int = 1 << 30  # size of the address space; the interpreter itself takes about 20 MiB
+    output_bytes: int = 1 << 20  # size of stdout; the same limit holds for stderr
+    disk_bytes: int = 16 << 20  # size of all files in the temporary folder together
+    files: int = 64  # number of files
+    threads: int = 32  # number of threads
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least = getattr(self, each.name), _LEAST_MEMORY if each.name == "memory_bytes" else 0
-            kinds = (int, float) if each.name == "wall_s" else (int,)
-            if not isinstance(value, kinds) or value <= least:
-                kind = "number" if each.name == "wall_s" else "whole number"
-                raise ValueError(f"sandbox limit {each.name}={value!r}: expected a {kind} above {least}.")
+            value, bound = getattr(self, each.name), _MIN_MEMORY_BYTES if each.name == "memory_bytes" else 0
+            types = (int, float) if each.name == "wall_s" else (int,)
+            if not isinstance(value, types) or value <= bound:
+                expected = "number" if each.name == "wall_s" else "whole number"
+                raise ValueError(f"sandbox limit {each.name}={value!r}: expected a {expected} above {bound}.")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the limits of a config node. Raises ValueError for an unknown name."""
+        """Return the limits that a config node sets. Raises ValueError for an unknown name."""
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in values if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"{unknown[0]!r} is not a limit of the sandbox; did you mean {near!r}? SandboxLimits: {', '.join(known)}."
+                f"{unknown[0]!r} is not a limit of the sandbox; did you mean {near!r}? The limits are {', '.join(known)}."
             )
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Result of a run. Output is decoded as UTF-8; invalid bytes become U+FFFD."""
+    """Result of a run. Its output is decoded as UTF-8, and invalid bytes become U+FFFD."""
 
     reason: Reason
-    detail: str  # the limit, or the last line on stderr
+    detail: str  # the limit that was exceeded, or the last line on stderr
     stdout: str
     stderr: str
-    returncode: int  # as in subprocess: -N for signal N
+    returncode: int  # exit status; -N if signal N ended the process
     seconds: float  # wall time of the program, without the start of the interpreter
 
     @property
     def failure(self) -> str | None:
-        """Reason and detail in one line; None after a normal end."""
+        """The reason and the detail in one line; None if the program ended normally."""
         return None if self.reason == "ok" else f"{self.reason}: {self.detail}"
 
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Return why this machine does not support the sandbox; None if it does."""
+    """Return why this machine does not support the sandbox, or None if it does."""
     if sys.platform != "linux" or os.uname().machine not in sandbox_child.ARCHITECTURES:
-        return f"it needs Linux on {' or '.join(sandbox_child.ARCHITECTURES)}, this is {sys.platform} on {os.uname().machine}"
+        expected = " or ".join(sandbox_child.ARCHITECTURES)
+        return f"the sandbox needs Linux on {expected}, but this is {sys.platform} on {os.uname().machine}"
     if sandbox_child.landlock_abi() < 1:
-        return "the kernel offers no Landlock (Linux 5.13 or later with lsm=landlock; a container runtime may also hide it)"
+        return "the kernel offers no Landlock (it needs Linux 5.13 or later with lsm=landlock; a container runtime may hide it)"
     if not sandbox_child.seccomp_works():
         return "the kernel offers no seccomp filters (CONFIG_SECCOMP_FILTER)"
     return None
@@ -120,39 +130,42 @@ def require_sandbox() -> None:
 
 
 def run_python(source: str, limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a program without input, for example for a code tool; see `run`."""
+    """Run a program that has no input, in the way of `run`."""
     return run(source, "", limits or SandboxLimits())
 
 
 def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = ()) -> SandboxResult:
-    """Run the Python program `source` on `stdin` and return when its process has ended.
+    """Run a Python program. Return after its process has ended.
 
     Args:
+        source: the program.
+        stdin: standard input of the program.
+        limits: resource limits.
         path: additional folders that the program may read and import from.
 
     Raises:
         ValueError: the machine does not support the sandbox.
-        RuntimeError: restricting the process failed; the program has not run.
+        RuntimeError: the restrictions could not be applied, so the program has not run.
     """
     require_sandbox()
     with (
         tempfile.TemporaryDirectory(prefix="mrl-code-", ignore_cleanup_errors=True) as folder,
-        _sealed("source", source) as source_file,
-        _sealed("stdin", stdin) as stdin_file,
+        _sealed_file("source", source) as source_file,
+        _sealed_file("stdin", stdin) as stdin_file,
     ):
         process, status = _start(Path(folder), source_file, stdin_file, limits, path)
         with process, open(status, "rb") as ready:
-            run = _Run(process, Path(folder), limits, os.fstat(stdin_file))
+            run = _RunningProgram(process, Path(folder), limits, os.fstat(stdin_file))
             try:
-                run.wait_for_lock(ready.fileno())
+                run.wait_for_restrictions(ready.fileno())
                 return run.watch()
             finally:
                 process.kill()
 
 
 @contextmanager
-def _sealed(name: str, text: str) -> Iterator[int]:
-    """Yield the descriptor of a sealed in-memory file with `text`, which nothing can change."""
+def _sealed_file(name: str, text: str) -> Iterator[int]:
+    """Yield the descriptor of an in-memory file with `text`. The file is sealed, so no process can change it."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", buffering=0) as file:
         data = memoryview(text.encode("utf-8", "replace"))
@@ -168,7 +181,7 @@ def _sealed(name: str, text: str) -> Iterator[int]:
 def _start(
     folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start sandbox_child.py. Return the process, and the descriptor from which its report LOCKED can be read."""
+    """Start sandbox_child.py. Return the process, and the descriptor to read its message RESTRICTED from."""
     ready, status = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
@@ -179,7 +192,7 @@ def _start(
             "FSIZE": limits.disk_bytes,
             "STACK": stack,
         },
-        "readable": [*dict.fromkeys([*stdlib, *_SYSTEM, *_DEVICES, *path])],
+        "readable": [*dict.fromkeys([*stdlib, *_SYSTEM_PATHS, *_DEVICE_FILES, *path])],
         "path": list(path),
         "parent": os.getpid(),
         "source_fd": source,
@@ -205,30 +218,35 @@ def _start(
 
 
 @dataclass
-class _Run:
-    """One process of the sandbox, from start to end."""
+class _RunningProgram:
+    """A process of the sandbox that runs a program."""
 
     process: subprocess.Popen[bytes]
     folder: Path
     limits: SandboxLimits
     stdin: os.stat_result
-    output: dict[int, bytearray] = field(default_factory=dict)  # by descriptor
-    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it did not
+    output: dict[int, bytearray] = field(
+        default_factory=dict
+    )  # descriptor of stdout or stderr -> what was read from it
+    stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it did not end the process
     started: float = 0.0  # time.monotonic() when the program started
     checked: float = 0.0  # time.monotonic() of the last check of the limits
 
-    def wait_for_lock(self, ready: int) -> None:
-        """Wait until the process reports that its restrictions are in force. Raises RuntimeError if it does not."""
+    def wait_for_restrictions(self, ready: int) -> None:
+        """Wait until the process reports that its restrictions are in force. Raises RuntimeError if it does not report this."""
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(ready, select.POLLIN)
-        if poll.poll(_START_S * 1000) and os.read(ready, 64) == sandbox_child.LOCKED:
+        if poll.poll(_START_LIMIT_S * 1000) and os.read(ready, 64) == sandbox_child.RESTRICTED:
             return
         self.process.kill()
-        said = self.process.communicate()[1].decode("utf-8", "replace").strip()
-        raise RuntimeError(f"the sandbox could not be locked, nothing was run: {_last_line(said) or 'no answer'}")
+        stderr = self.process.communicate()[1].decode("utf-8", "replace")
+        raise RuntimeError(
+            "the restrictions of the sandbox could not be applied, so the program was not run: "
+            f"{_last_line(stderr) or 'the process gave no answer'}"
+        )
 
     def watch(self) -> SandboxResult:
-        """Read the output of the process and check its limits until it ends; return the result."""
+        """Read the output of the process and check its limits until it ends. Return the result."""
         assert self.process.stdout and self.process.stderr, "both are pipes"
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
         self.output = {out: bytearray(), err: bytearray()}
@@ -238,7 +256,7 @@ class _Run:
             for descriptor in (out, err, ended):
                 selector.register(descriptor, selectors.EVENT_READ)
             while ended in selector.get_map():
-                for key, _ in selector.select(_TICK_S):
+                for key, _ in selector.select(_CHECK_INTERVAL_S):
                     if key.fd == ended or not self._read(key.fd):
                         selector.unregister(key.fd)
                 if ended in selector.get_map():
@@ -254,11 +272,11 @@ class _Run:
         return SandboxResult(reason, detail, stdout, stderr, self.process.returncode, seconds)
 
     def _read(self, descriptor: int) -> bool:
-        """Read available output, up to the limit. Return False at the end of the output."""
-        room = self.limits.output_bytes - len(self.output[descriptor])
+        """Read available output. Return False at the end of the output, and if the output is longer than its limit."""
+        remaining_bytes = self.limits.output_bytes - len(self.output[descriptor])
         chunk = os.read(descriptor, 1 << 16)
-        self.output[descriptor] += chunk[:room]
-        if len(chunk) > room:
+        self.output[descriptor] += chunk[:remaining_bytes]
+        if len(chunk) > remaining_bytes:
             self._stop("too much output", f"more than {self.limits.output_bytes} bytes")
             return False
         return bool(chunk)
@@ -266,7 +284,7 @@ class _Run:
     def _check(self) -> None:
         """Stop the running process if it exceeds a limit that the kernel does not enforce."""
         now = time.monotonic()
-        if now - self.checked < _TICK_S:
+        if now - self.checked < _CHECK_INTERVAL_S:
             return
         self.checked = now
         if now - self.started > self.limits.wall_s:
@@ -280,55 +298,64 @@ class _Run:
         self._check_disk()
 
     def _check_disk(self) -> None:
-        blocks: dict[tuple[int, int], int] = {}  # blocks of each file, counted once for all its hard links
-        names = 0
+        blocks: dict[
+            tuple[int, int], int
+        ] = {}  # (device, inode) -> number of disk blocks; hard links have the same inode
+        num_files = 0
         try:
-            for names, found in enumerate(self._files(), start=1):
+            for num_files, found in enumerate(self._all_files(), start=1):
                 blocks[found.st_dev, found.st_ino] = found.st_blocks
-                if names > self.limits.files:
+                if num_files > self.limits.files:
                     return self._stop("too much on disk", f"more than {self.limits.files} files")
         except PermissionError:
-            return self._stop("forbidden", "its open files cannot be inspected")
+            return self._stop("forbidden", "the open files of the process cannot be inspected")
         if sum(blocks.values()) * 512 > self.limits.disk_bytes:
             self._stop("too much on disk", f"more than {self.limits.disk_bytes} bytes")
-        elif self._maps_removed():
+        elif self._maps_removed_file():
             self._stop("too much on disk", "a removed file is still mapped into memory")
 
-    def _files(self) -> Iterator[os.stat_result]:
-        """Yield the files in the folder and the removed files that are still open. Raises PermissionError if these are hidden."""
+    def _all_files(self) -> Iterator[os.stat_result]:
+        """Yield the files in the folder, and removed files that are still open.
+
+        Raises PermissionError if the process hides its open files.
+        """
         for entry in os.scandir(self.folder):
-            with suppress(OSError):  # removed in the meantime
+            with suppress(OSError):  # the file was removed in the meantime
                 yield entry.stat(follow_symlinks=False)
-        removed: dict[int, os.stat_result] = {}  # by inode, because threads share descriptors
-        for task in self._tasks():
-            for found in _opened(task):
+        removed: dict[
+            int, os.stat_result
+        ] = {}  # inode -> file; threads share descriptors, so a file may be found twice
+        for thread in self._thread_folders():
+            for found in _open_files(thread):
                 if stat.S_ISREG(found.st_mode) and not found.st_nlink and not os.path.samestat(found, self.stdin):
                     removed[found.st_ino] = found
         yield from removed.values()
 
-    def _maps_removed(self) -> bool:
-        """Whether the process maps a file that it removed. Such a file uses disk space that cannot be measured."""
-        inside = os.fsencode(os.path.realpath(self.folder)) + b"/"
-        for task in self._tasks():
-            with suppress(OSError):  # the thread ends
-                if maps := Path(f"{task}/maps").read_bytes():  # the same for all live threads
-                    return any(line.endswith(b" (deleted)") and inside in line for line in maps.splitlines())
+    def _maps_removed_file(self) -> bool:
+        """Return whether the process maps a file that it removed. The disk space of such a file cannot be measured."""
+        folder = os.fsencode(os.path.realpath(self.folder)) + b"/"
+        for thread in self._thread_folders():
+            with suppress(OSError):  # the thread has ended
+                if maps := Path(f"{thread}/maps").read_bytes():  # all threads that are alive have the same maps
+                    return any(line.endswith(b" (deleted)") and folder in line for line in maps.splitlines())
         return False
 
-    def _tasks(self) -> list[str]:
-        """Return the /proc folders of the threads. The main thread may end before other threads; its folder is then empty."""
-        with suppress(OSError):  # it has ended
+    def _thread_folders(self) -> list[str]:
+        """Return the /proc folders of the threads. If the main thread has ended before other threads, its folder is empty."""
+        with suppress(OSError):  # the process has ended
             return [entry.path for entry in os.scandir(f"/proc/{self.process.pid}/task")]
         return []
 
     def _stop(self, reason: Reason, detail: str) -> None:
         if not self.stopped:
             self.stopped = reason, detail
-            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill might reap the process and lose its resource usage
+            os.kill(
+                self.process.pid, signal.SIGKILL
+            )  # Popen.kill might wait for the process, and its resource usage would be lost
 
     def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
-        """Return why the process ended, if this module did not stop it. `usage` is its resource usage."""
-        code, said = self.process.returncode, _last_line(stderr)
+        """Return why the process ended, if this module did not stop the process."""
+        code, last_line = self.process.returncode, _last_line(stderr)
         cpu = usage.ru_utime + usage.ru_stime
         if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self.limits.cpu_s):
             return "cpu limit", f"more than {self.limits.cpu_s} s"
@@ -338,40 +365,43 @@ class _Run:
             return "killed", f"signal {-code} ({signal.strsignal(-code)})"
         if code == 0:
             return "ok", ""
-        for mark, reason in _REFUSALS.items():
-            if said.startswith(mark):
-                return reason, said
-        return "wrong exit", f"status {code}" + (f", {said}" if said else "")
+        for prefix, reason in _REASON_BY_PREFIX.items():
+            if last_line.startswith(prefix):
+                return reason, last_line
+        return "wrong exit", f"status {code}" + (f", {last_line}" if last_line else "")
 
 
-def _opened(task: str) -> Iterator[os.stat_result]:
-    """Yield the open files of a thread. Raises PermissionError if the thread is alive and hides them."""
+def _open_files(thread: str) -> Iterator[os.stat_result]:
+    """Yield the open files of the thread with the /proc folder `thread`.
+
+    Raises PermissionError if the thread is alive and hides its open files.
+    """
     try:
-        opened = list(os.scandir(f"{task}/fd"))
+        entries = list(os.scandir(f"{thread}/fd"))
     except PermissionError:
-        if _is_ending(task):
+        if _is_exiting(thread):
             return
         raise
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return
-    for entry in opened:
-        with suppress(OSError):  # closed in the meantime
+    for entry in entries:
+        with suppress(OSError):  # the file was closed in the meantime
             yield os.stat(entry.path)
 
 
-def _is_ending(task: str) -> bool:
-    """Whether a thread is exiting. Its /proc files then belong to root for a moment before they vanish."""
+def _is_exiting(thread: str) -> bool:
+    """Return whether a thread is exiting. The files in its /proc folder then belong to root for a moment."""
     try:
-        flags = int(Path(f"{task}/stat").read_bytes().rpartition(b")")[2].split()[6])
+        flags = int(Path(f"{thread}/stat").read_bytes().rpartition(b")")[2].split()[6])
     except OSError:
         return True
     return bool(flags & _PF_EXITING)
 
 
-# Start of the last line on stderr -> reason, for uncaught exceptions that a limit or a restriction causes.
-_REFUSALS: dict[str, Reason] = {
+# How the last line on stderr begins after an uncaught exception -> reason why the program ended.
+_REASON_BY_PREFIX: dict[str, Reason] = {
     "PermissionError: ": "forbidden",
-    "OSError: [Errno 38]": "forbidden",  # ENOSYS: a system call that the sandbox hides
+    "OSError: [Errno 38]": "forbidden",  # ENOSYS: a system call that the sandbox refuses
     "MemoryError": "memory",
     "OSError: [Errno 12]": "memory",  # ENOMEM
     "RuntimeError: can't start new thread": "too many threads",

@@ -1,9 +1,10 @@
-"""The child process of the sandbox: restricts itself permanently, then runs an untrusted program.
+"""The child process of the sandbox: it restricts itself permanently, and then runs an untrusted program.
 
-`mrl.rewards.sandbox` runs this file as a script without site packages (`python -I -S sandbox_child.py CONFIG`).
-Therefore it imports only fast modules of the standard library (not json, signal or typing). The order of the steps
-matters: resource limits, Landlock, capabilities, seccomp, and last the compilation of the program. If a step fails, the
-process ends before it writes `LOCKED`, and the sandbox reports that nothing was run.
+`mrl.rewards.sandbox` runs this file as a script without site packages (`python -I -S sandbox_child.py CONFIG`). The file
+imports only modules of the standard library that load fast (not json, signal or typing).
+
+The order of the steps matters: resource limits, Landlock, capabilities, seccomp, and last the compilation of the program.
+If a step fails, the process ends before it writes `RESTRICTED`, and the sandbox reports that the program was not run.
 """
 
 import builtins
@@ -15,13 +16,14 @@ import struct
 import sys
 import types
 
-LOCKED = b"locked"  # written to the status pipe after all restrictions are in force
+RESTRICTED = b"restricted"  # message on the status pipe: all restrictions are in force
 
 # -- seccomp: system calls ------------------------------------------------------------------------------------------------
 
-ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column in the tables below
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> (audit number, column in DENIED)
 
-# Name, number on x86_64, number on aarch64 (`-`: none). These calls fail with EPERM for any arguments.
+# Calls that fail with EPERM for all arguments. An entry has the name, the number on x86_64 and the number on aarch64; `-` means
+# that there is no such call. Each line begins with the category of its calls.
 DENIED = """
 network      socket 41 198, connect 42 203, accept 43 202, accept4 288 242, bind 49 200, listen 50 201,
              sendmsg 46 211, sendmmsg 307 269
@@ -35,7 +37,7 @@ metadata     chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55
              listxattr 194 11, llistxattr 195 12, truncate 76 45,
              name_to_handle_at 303 264, open_by_handle_at 304 265, inotify_init 253 -, inotify_init1 294 26,
              inotify_add_watch 254 27, fanotify_init 300 262
-left behind  memfd_create 319 279, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
+persistent   memfd_create 319 279, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
              semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181
 kernel       keyctl 250 219, add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241,
              userfaultfd 323 282, personality 135 92, modify_ldt 154 -, iopl 172 -, ioperm 173 -, syslog 103 116,
@@ -47,8 +49,9 @@ machine      mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, uns
              adjtimex 159 171, clock_adjtime 305 266
 """
 
-# From this number on, both architectures use the same numbers. Calls that are not listed here fail with ENOSYS: io_uring,
-# clone3, openat2, pidfds, new mounts, and the calls of later kernels. The x32 calls of x86_64 have larger numbers and fail too.
+# From this number on, both architectures use the same numbers. Of these calls, only those in ALLOWED_COMMON work. Others fail
+# with ENOSYS: io_uring, clone3, openat2, pidfds, new mounts, and calls of later kernels. The x32 calls of x86_64 have larger
+# numbers, so they fail too.
 FIRST_COMMON = 424
 ALLOWED_COMMON = {
     "faccessat2": 439,
@@ -62,30 +65,37 @@ ALLOWED_COMMON = {
 }
 
 _SOCK_STREAM, _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 1, 8, 15, 0x8901, 0x8902
-_THREAD = 0x10000 | 0x400  # CLONE_THREAD, CLONE_FILES: a thread with its own descriptors could hide open files
-_ANY = 0xFFFFFFFF
+_THREAD = 0x10000 | 0x400  # CLONE_THREAD and CLONE_FILES; a thread with its own descriptors could hide open files
+_ALL_BITS = 0xFFFFFFFF
 _TRUNCATES, _OPEN_MASK = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
 
 
-# Rule for a call that depends on an argument: (numbers on x86_64 and aarch64, index of the argument, mask, values, allowed).
-# If `allowed`, only these values are allowed; otherwise only these values are refused.
+# Rule for a system call that is allowed or refused by the value of an argument. Its fields are: the numbers of the call on
+# x86_64 and aarch64, the index of the argument, a mask for its value, a list of values, and whether the rule allows them. If it
+# does, all other values are refused. If not, the values are refused and all others are allowed.
 Rule = tuple[tuple[int, int | None], int, int, tuple[int, ...], bool]
 
 
 def argument_rules(pid: int) -> list[Rule]:
-    """Return the rules for system calls of process `pid` that are allowed or refused by an argument."""
+    """Return the rules for the system calls of process `pid` that depend on an argument."""
     return [
-        ((56, 220), 0, _THREAD, (_THREAD,), True),  # clone: only threads, no processes
-        ((62, 129), 0, _ANY, (pid,), True),  # kill: only itself
-        ((234, 131), 0, _ANY, (pid,), True),  # tgkill: only itself
-        ((302, 261), 0, _ANY, (0,), True),  # prlimit64: only its own limits
-        ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: only streams, which connect no other process
-        ((72, 25), 1, _ANY, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to other processes
-        ((16, 29), 1, _ANY, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: no signals to other processes
+        ((56, 220), 0, _THREAD, (_THREAD,), True),  # clone: it may create threads, but no processes
+        ((62, 129), 0, _ALL_BITS, (pid,), True),  # kill: only the process itself
+        ((234, 131), 0, _ALL_BITS, (pid,), True),  # tgkill: only the process itself
+        ((302, 261), 0, _ALL_BITS, (0,), True),  # prlimit64: only limits of the process itself
+        ((53, 199), 1, 0xF, (_SOCK_STREAM,), True),  # socketpair: only streams, which cannot reach another process
+        ((72, 25), 1, _ALL_BITS, (_F_SETOWN, _F_SETOWN_EX), False),  # fcntl: no signals to other processes
+        ((16, 29), 1, _ALL_BITS, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: no signals to other processes
         # prctl: the process cannot outlive its parent, and cannot hide its open files
-        ((157, 167), 0, _ANY, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), False),
+        ((157, 167), 0, _ALL_BITS, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), False),
         ((2, None), 1, _OPEN_MASK, (_TRUNCATES,), False),  # open: no truncation of files opened for reading
-        ((257, 56), 2, _OPEN_MASK, (_TRUNCATES,), False),  # openat: the same; Landlock covers this only from ABI 3 on
+        (
+            (257, 56),
+            2,
+            _OPEN_MASK,
+            (_TRUNCATES,),
+            False,
+        ),  # openat: as for open; Landlock prevents this only from ABI 3 on
     ]
 
 
@@ -105,14 +115,17 @@ def denied(column: int) -> list[int]:
 
 def _argument_filter(number: int, argument: int, mask: int, values: tuple[int, ...], allowed: bool) -> list[bytes]:
     match, other = (_ALLOW, _EPERM) if allowed else (_EPERM, _ALLOW)
-    body = [_instruction(_LOAD, 16 + 8 * argument), _instruction(_AND, mask)]  # low half of seccomp_data.args[argument]
+    body = [
+        _instruction(_LOAD, 16 + 8 * argument),
+        _instruction(_AND, mask),
+    ]  # lower 32 bits of seccomp_data.args[argument]
     body += [_instruction(_EQUAL, value, len(values) - i) for i, value in enumerate(values)]
     body += [_instruction(_RETURN, other), _instruction(_RETURN, match)]
     return [_instruction(_EQUAL, number, 0, len(body)), *body]
 
 
 def seccomp_program(machine: str, pid: int) -> bytes:
-    """Return the BPF program that filters every system call of this process, as an array of `struct sock_filter`."""
+    """Return the BPF program that filters every system call of process `pid`, as an array of `struct sock_filter`."""
     audit, column = ARCHITECTURES[machine]
     common = sorted(ALLOWED_COMMON.values())
     program = [
@@ -136,23 +149,24 @@ def seccomp_program(machine: str, pid: int) -> bytes:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-# Lowest ABI version -> all file rights of this version.
+# ABI version of Landlock -> bit mask of all file rights that exist from this version on.
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-# Rights in the temporary folder: plain files only, no subfolders.
+# Rights in the temporary folder: they allow plain files, but no subfolders.
 _WORK_RIGHTS = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 4, 22, 38, 9
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(result: int, what: str) -> int:
+def _require_success(result: int, what: str) -> int:
+    """Return the result of a system call. Raises OSError if the call has failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
 def landlock_abi() -> int:
-    """Return the Landlock version of the running kernel; 0 if it has none."""
+    """Return the ABI version of Landlock in the running kernel, or 0 if there is no Landlock."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
@@ -163,28 +177,36 @@ def seccomp_works() -> bool:
     return _libc.syscall(numbers.get(os.uname().machine, -1), 2, 0, ctypes.byref(action)) == 0
 
 
-def _allow(ruleset: int, path: str, rights: int) -> None:
+def _allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     rule = struct.pack("=Qi", rights, beneath)
-    _call(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
+    _require_success(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
     os.close(beneath)
 
 
-def lock_files(work: str, readable: list[str]) -> None:
-    """Restrict file access: read only the paths `readable`, and write only plain files in the folder `work`."""
+def restrict_files(work: str, readable: list[str]) -> None:
+    """Restrict access to files. Only the paths `readable` and plain files in the folder `work` can be read.
+
+    Only plain files in the folder `work` can be written.
+    """
     abi = landlock_abi()
     handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
-    tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)  # refuse all TCP, abstract sockets and signals
+    tcp, scope = (
+        (3 if abi >= 4 else 0),
+        (3 if abi >= 6 else 0),
+    )  # refuse TCP, abstract sockets and signals, if the kernel can
     attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
-    ruleset = _call(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock")
-    _allow(ruleset, work, _WORK_RIGHTS & handled)
+    ruleset = _require_success(
+        _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock"
+    )
+    _allow_path(ruleset, work, _WORK_RIGHTS & handled)
     for path in readable:
-        _allow(ruleset, path, _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE)
-    _allow(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
-    _call(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
+        _allow_path(ruleset, path, _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE)
+    _allow_path(ruleset, "/dev/null", _READ_FILE | _WRITE_FILE)
+    _require_success(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
@@ -192,44 +214,47 @@ def lock_files(work: str, readable: list[str]) -> None:
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Set hard resource limits. The core limit is 1 byte: at any other limit, the kernel may run a core dump handler."""
+    """Set hard resource limits.
+
+    The limit of core dumps is 1 byte, because with any other limit the kernel may start a handler of core dumps.
+    """
     for name, value in {"CORE": 1, "NOFILE": 64, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (max(1, soft - 1), hard))  # SIGXCPU a second before SIGKILL
+    resource.setrlimit(resource.RLIMIT_CPU, (max(1, soft - 1), hard))  # SIGXCPU is sent one second before SIGKILL
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities, so that root has only the rights of its user id."""
+    """Drop all capabilities, so that root has only the file permissions of its user id."""
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    _call(_libc.capset(header, nothing), "capset")
+    _require_success(_libc.capset(header, nothing), "capset")
 
 
-def lock_calls() -> None:
-    """Install the seccomp filter; it cannot be removed."""
+def restrict_system_calls() -> None:
+    """Install the seccomp filter. It cannot be removed."""
     program = seccomp_program(os.uname().machine, os.getpid())
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    _call(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+    _require_success(_libc.prctl(_PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
 
 
-def lock(config: dict) -> None:
-    """Apply all restrictions to this process. Raises OSError if the kernel refuses one."""
+def restrict_process(config: dict) -> None:
+    """Apply all restrictions to this process. Raises OSError if the kernel refuses a restriction."""
     limit_resources(config["limits"])
-    _libc.mallopt(-8, 1)  # one malloc arena, because each one reserves 64 MiB of the limited address space
-    _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    lock_files(os.getcwd(), config["readable"])
+    _libc.mallopt(-8, 1)  # only one malloc arena, because each arena reserves 64 MiB of the limited address space
+    _require_success(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    restrict_files(os.getcwd(), config["readable"])
     drop_capabilities()
-    _call(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "parent death signal")
-    assert os.getppid() == config["parent"], f"started by {config['parent']}, which is gone"
-    lock_calls()
+    _require_success(_libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "parent death signal")
+    assert os.getppid() == config["parent"], f"process {config['parent']}, which started this process, has ended"
+    restrict_system_calls()
 
 
-def _show(source: str):
-    """Return an excepthook that prints a traceback of the program, without the frames of this file."""
+def _excepthook(source: str):
+    """Return a function for sys.excepthook. It prints the traceback of the program, without the frames of this file."""
 
     def show(kind, error, trace) -> None:
         import linecache
@@ -244,16 +269,16 @@ def _show(source: str):
 
 
 def main() -> None:
-    """Restrict this process, report `LOCKED`, and run the program as `__main__`."""
+    """Restrict this process, report `RESTRICTED`, and run the program as `__main__`."""
     config = marshal.loads(bytes.fromhex(sys.argv[1]))
-    lock(config)
-    os.write(config["status_fd"], LOCKED)
+    restrict_process(config)
+    os.write(config["status_fd"], RESTRICTED)
     os.close(config["status_fd"])
     with open(config["source_fd"], encoding="utf-8") as file:
         source = file.read()
     sys.argv, sys.path = ["program.py"], sys.path + config["path"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally set by `site`, which -S disables
-    sys.excepthook = _show(source)
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally the module `site` sets them, but -S disables it
+    sys.excepthook = _excepthook(source)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(source, "program.py", "exec"), module.__dict__)
 

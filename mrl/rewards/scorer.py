@@ -1,4 +1,4 @@
-"""Runs a reward on batches of responses. A failing reward gives failed scores and never ends the run."""
+"""Runs a reward on batches of responses. If the reward fails, responses get failed scores, and the run continues."""
 
 import inspect
 import logging
@@ -15,17 +15,17 @@ from mrl.rewards.worker_pool import DEADLINE_PASSED, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-SHOWN_FAILURES = 3  # failures logged per call
+SHOWN_FAILURES = 3  # number of failures that one call of a Scorer logs
 
 
 class Scorer:
-    """Scores batches of responses. mrl.rewards.reward_types.Reward describes how a reward is called.
+    """Scores batches of responses. mrl.rewards.reward_types.Reward describes how the reward is called.
 
         with Scorer(reward) as scorer:
             scores = scorer(responses)
 
-    If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores
-    (a `failure`, and value 0). A call takes at most a little longer than `timeout_s`.
+    If the reward raises, hangs, crashes or returns an invalid result, the responses that cause this get failed scores:
+    `failure` is the reason, and the value is 0. A call of the scorer takes at most a little longer than `timeout_s`.
     """
 
     def __init__(
@@ -37,30 +37,33 @@ class Scorer:
         timeout_s: float = 300.0,
         memory_gb: float = 4.0,
     ) -> None:
-        """Prepare scoring without starting processes.
+        """Prepare scoring. No process is started yet.
 
         Args:
-            workers: number of processes; default: one per core, at most 8.
-            sample_timeout_s: time limit per response.
-            timeout_s: time limit of one call of the scorer. Responses that have no score by then fail.
-            memory_gb: memory limit of one process, in GiB.
+            reward: the reward, which may be a weighted sum of rewards.
+            workers: number of worker processes. None: one process per core, at most 8.
+            sample_timeout_s: time limit per response in seconds.
+            timeout_s: time limit of one call of the scorer in seconds. Responses without a score then get failed scores.
+            memory_gb: memory limit of one worker process in GiB.
 
         Raises:
             ValueError: the reward cannot be pickled.
         """
         self.reward = reward
         self.sample_timeout_s, self.timeout_s = sample_timeout_s, timeout_s
-        self._isolated = [leaf for leaf in _leaves(reward) if not _declares(leaf, "in_process")]
+        self._worker_rewards = [each for each in _single_rewards(reward) if not _declares(each, "in_process")]
         cores = len(os.sched_getaffinity(0))
-        self._pool = WorkerPool(self._isolated, workers or min(8, cores), memory_gb) if self._isolated else None
+        self._pool = (
+            WorkerPool(self._worker_rewards, workers or min(8, cores), memory_gb) if self._worker_rewards else None
+        )
 
     def start(self) -> None:
-        """Start the worker processes now, if the reward needs any, so that the first call does not wait for them."""
+        """Start the worker processes now, so that the first call does not wait for them. Some rewards need none."""
         if self._pool:
             self._pool.start()
 
     def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return one score per response, in order."""
+        """Return one score per response, in the order of the responses."""
         if not responses:
             return []
         scores = self._score(self.reward, responses, time.monotonic() + self.timeout_s)
@@ -77,15 +80,16 @@ class Scorer:
                 }
                 return reward.combine({name: job.result() for name, job in jobs.items()})
 
-        def run(parts: list[list[Response]]) -> list[CallResult]:
-            place = next((i for i, leaf in enumerate(self._isolated) if leaf is reward), None)
-            if place is None or self._pool is None:
+        def run(batches: list[list[Response]]) -> list[CallResult]:
+            index = next((i for i, each in enumerate(self._worker_rewards) if each is reward), None)
+            if index is None or self._pool is None:
                 return [
-                    _call_in_process(reward, part) if time.monotonic() < deadline else DEADLINE_PASSED for part in parts
+                    _call_in_process(reward, batch) if time.monotonic() < deadline else DEADLINE_PASSED
+                    for batch in batches
                 ]
-            return self._pool.run(place, parts, self.sample_timeout_s, deadline)
+            return self._pool.run(index, batches, self.sample_timeout_s, deadline)
 
-        return _retry_on_smaller_parts(run, responses, list(_splits(reward, responses)), deadline)
+        return _retry_in_smaller_batches(run, responses, list(_batch_keys(reward, responses)), deadline)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -105,62 +109,63 @@ def check_reward(reward: Reward) -> None:
     """Check a reward without calling it.
 
     Raises:
-        ValueError: it cannot be called with a list of responses, or it cannot be pickled for the worker processes.
+        ValueError: the reward does not accept a list of responses, or it cannot be pickled for the worker processes.
     """
-    for leaf in _leaves(reward):
+    for each in _single_rewards(reward):
         try:
-            inspect.signature(leaf).bind([])
+            inspect.signature(each).bind([])
         except TypeError as error:
-            raise ValueError(f"reward {leaf!r:.120} cannot be called with a list of responses: {error}.") from error
+            raise ValueError(f"reward {each!r:.120} cannot be called with a list of responses: {error}.") from error
     Scorer(reward)
 
 
 def _call_in_process(reward: Reward, responses: list[Response]) -> CallResult:
-    """Call a reward in this process, without a time limit. The call is registered so that a hang report can name it."""
+    """Call a reward in this process, without a time limit. The call is registered, so that a hang report can name it."""
     name = getattr(reward, "__qualname__", type(reward).__qualname__)  # name of the function or class
     with track_activity(f"reward {name} on {len(responses)} responses, the first {responses[0].text!r:.60}"):
         return call_reward(reward, responses)
 
 
-PartKey = Callable[[int], Hashable]  # number of a response -> key of its part; one call scores one part
+BatchKey = Callable[[int], Hashable]
+"""Function of the number of a response. One call of the reward scores all responses with the same result."""
 
 
-def _retry_on_smaller_parts(
+def _retry_in_smaller_batches(
     run: Callable[[list[list[Response]]], list[CallResult]],
     responses: list[Response],
-    splits: list[PartKey],
+    keys: list[BatchKey],
     deadline: float,
 ) -> list[Score]:
-    """Score the responses, and score the responses of failed calls again in smaller parts, split by the next of `splits`."""
+    """Score the responses in the batches of the first of `keys`. Repeat failed batches with the next of `keys`."""
     scores: dict[int, Score] = {}
-    left = list(range(len(responses)))  # responses without a score
-    tried: set[tuple[int, ...]] = set()  # parts whose call failed
-    for number, split in enumerate(splits):
-        if not left or (number and time.monotonic() > deadline):
+    unscored = list(range(len(responses)))  # numbers of the responses without a score
+    failed: set[tuple[int, ...]] = set()  # batches whose call failed
+    for attempt, key in enumerate(keys):
+        if not unscored or (attempt and time.monotonic() > deadline):
             break
-        parts = [part for part in _parts(left, split) if part not in tried]
-        results = run([[responses[i] for i in part] for part in parts]) if parts else []
-        answered: set[int] = set()
-        for part, result in zip(parts, results, strict=True):
+        batches = [batch for batch in _group_by_key(unscored, key) if batch not in failed]
+        results = run([[responses[i] for i in batch] for batch in batches]) if batches else []
+        scored: set[int] = set()
+        for batch, result in zip(batches, results, strict=True):
             if isinstance(result, str):
-                tried.add(part)
-                result = [Score.failed(result) for _ in part]
+                failed.add(batch)
+                result = [Score.failed(result) for _ in batch]
             else:
-                answered.update(part)
-            scores.update(zip(part, result, strict=True))
-        left = [i for i in left if i not in answered]
+                scored.update(batch)
+            scores.update(zip(batch, result, strict=True))
+        unscored = [i for i in unscored if i not in scored]
     return [scores[i] for i in range(len(responses))]
 
 
-def _parts(numbers: list[int], key: PartKey) -> list[tuple[int, ...]]:
-    parts: dict[Hashable, list[int]] = {}
+def _group_by_key(numbers: list[int], key: BatchKey) -> list[tuple[int, ...]]:
+    batches: dict[Hashable, list[int]] = {}
     for number in numbers:
-        parts.setdefault(key(number), []).append(number)
-    return [tuple(part) for part in parts.values()]
+        batches.setdefault(key(number), []).append(number)
+    return [tuple(batch) for batch in batches.values()]
 
 
-def _splits(reward: Reward, responses: list[Response]) -> Iterator[PartKey]:
-    """Yield the splits to try in turn: the whole batch, one part per prompt, one part per response."""
+def _batch_keys(reward: Reward, responses: list[Response]) -> Iterator[BatchKey]:
+    """Yield the keys to try in turn: all responses in one batch, one batch per prompt, one batch per response."""
     if not _declares(reward, "per_sample"):
         yield lambda number: None
         yield lambda number: responses[number].group
@@ -168,15 +173,15 @@ def _splits(reward: Reward, responses: list[Response]) -> Iterator[PartKey]:
         yield lambda number: number
 
 
-def _leaves(reward: Reward) -> Iterator[Reward]:
-    """Yield the rewards that a weighted sum consists of, or the reward itself."""
+def _single_rewards(reward: Reward) -> Iterator[Reward]:
+    """Yield the rewards of a weighted sum, also of nested sums. Any other reward is yielded itself."""
     if isinstance(reward, Weighted):
         for part in reward.parts.values():
-            yield from _leaves(part)
+            yield from _single_rewards(part)
     else:
         yield reward
 
 
 def _declares(reward: Any, attribute: str) -> bool:
-    """Whether a reward has the attribute with a true value. A plain function has none of these attributes."""
+    """Return whether a reward has the attribute, with a true value. A plain function has no such attribute."""
     return bool(getattr(reward, attribute, False))

@@ -1,4 +1,4 @@
-"""A user-defined function as a reward, with the signature of verl's compute_score."""
+"""Reward that calls a function of the user. The function has the signature of verl's compute_score."""
 
 import difflib
 import importlib
@@ -16,46 +16,47 @@ from typing import Any
 from mrl.rewards.reward_types import Response, Score, as_number, as_score, gather_scores
 
 RESPONSE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keyword arguments of the function for each response, in addition to `args`."""
+"""Keyword arguments that the function gets for each response, in addition to `Function.args`."""
 
 
 @dataclass(frozen=True)
 class Function:
     """Scores each response by `compute_score(data_source, solution_str, ground_truth, extra_info, **args)`.
 
-    The function returns a number, a bool, or a dict with `score`; other numbers in the dict become parts. A coroutine
-    function is called for up to `concurrency` responses at the same time, each call for at most `timeout_s`.
+    The function returns a number, a bool, or a dict with the key `score`. Other numbers in the dict become parts of the
+    score. A coroutine function is called for up to `concurrency` responses at the same time. Each of its calls may take
+    `timeout_s` seconds.
 
-    Raises ValueError if the file or module cannot be imported or has no such function, or if the function does not take
-    these arguments.
+    Raises ValueError if the file or module cannot be imported, if it has no such function, or if the function does not
+    accept these arguments.
     """
 
-    path: str  # path of a Python file ending in .py, or a dotted module name
+    path: str  # path of a Python file that ends in .py, or a dotted module name
     name: str = "compute_score"
-    args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments
-    concurrency: int = 64  # concurrent calls of a coroutine function
-    timeout_s: float = 60.0  # seconds per response, for a coroutine function
+    args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments of the function
+    concurrency: int = 64  # number of concurrent calls of a coroutine function
+    timeout_s: float = 60.0  # time limit in seconds of one call of a coroutine function
 
     def __post_init__(self) -> None:
         if self.path.endswith(".py"):
-            # an absolute path, because workers may have another working directory
+            # The path is made absolute, because workers may have another working directory.
             object.__setattr__(self, "path", str(Path(self.path).expanduser().resolve()))
         _check_signature(_load(self.path, self.name), self.name, self.args)
 
     @property
     def per_sample(self) -> bool:
-        """Whether each worker call gets one response. A coroutine function gets many, and scores them concurrently."""
+        """Whether each call of this reward gets one response. With a coroutine function, a call gets many responses."""
         return not inspect.iscoroutinefunction(_load(self.path, self.name))
 
     def __call__(self, responses: list[Response]) -> Any:
-        """Return the scores; for a coroutine function, return an awaitable of the scores."""
+        """Return the scores. For a coroutine function, return an awaitable of the scores."""
         function = _load(self.path, self.name)
         if not self.per_sample:
-            calls = [partial(self._wait, function, response) for response in responses]
+            calls = [partial(self._await_score, function, response) for response in responses]
             return gather_scores(calls, concurrency=self.concurrency, timeout_s=self.timeout_s)
         return [_as_score(function(**self._arguments(response)), response) for response in responses]
 
-    async def _wait(self, function: Callable[..., Any], response: Response) -> Score:
+    async def _await_score(self, function: Callable[..., Any], response: Response) -> Score:
         return _as_score(await function(**self._arguments(response)), response)
 
     def _arguments(self, response: Response) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Function:
 
 
 def _as_score(result: Any, response: Response) -> Score:
-    """Return a Score from the result of the function: a number, a bool, or a dict with `score`."""
+    """Return the Score for a result of the function, which should be a number, a bool, or a dict with the key `score`."""
     if not isinstance(result, dict):
         return as_score(result, response)
     if "score" not in result:
@@ -82,33 +83,35 @@ def _as_score(result: Any, response: Response) -> Score:
 
 @cache
 def _load(path: str, name: str) -> Callable[..., Any]:
-    module = _module(path)
+    module = _import(path)
     if name not in vars(module):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = difflib.get_close_matches(name, functions, n=1)
-        has = f"it has {', '.join(functions)}." if functions else "it has no function."
-        raise ValueError(f"name={name}: {path} has no such function; {f'did you mean {near[0]!r}?' if near else has}")
-    found = vars(module)[name]
-    if not callable(found):
-        raise ValueError(f"name={name}: in {path} this is {type(found).__name__}, not a function.")
-    return found
+        names = f"it has {', '.join(functions)}." if functions else "it has no function."
+        raise ValueError(
+            f"name={name}: {path} has no function of this name; {f'did you mean {near[0]!r}?' if near else names}"
+        )
+    function = vars(module)[name]
+    if not callable(function):
+        raise ValueError(f"name={name}: in {path} this is of type {type(function).__name__}, not a function.")
+    return function
 
 
-def _module(path: str) -> ModuleType:
+def _import(path: str) -> ModuleType:
     if path.endswith(".py") and not Path(path).is_file():
         raise ValueError(f"path={path}: there is no such file.")
     try:
-        return _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+        return _import_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except (Exception, SystemExit) as error:  # user code may raise anything
         raise ValueError(f"path={path}: cannot be imported ({type(error).__name__}: {error}).") from error
 
 
-def _from_file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     name = "mrl_reward_of" + re.sub(r"\W", "_", str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, f"{path} is a Python file"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
+    sys.modules[name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -120,7 +123,7 @@ def _check_signature(function: Callable[..., Any], name: str, args: dict[str, An
         return
     for key in RESPONSE_ARGUMENTS:
         if key in args:
-            raise ValueError(f"args.{key}: {name} gets this for each response; remove it from args.")
+            raise ValueError(f"args.{key}: {name} gets this argument for each response; remove it from args.")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in () if takes_any else args.keys() - signature.parameters.keys():
         near = difflib.get_close_matches(key, list(signature.parameters), n=1)

@@ -1,4 +1,4 @@
-"""Worker processes for rewards that may raise, hang or crash. A call that hangs is ended at its time limit."""
+"""Worker processes for rewards that may raise, hang or crash. A call that hangs ends at its time limit."""
 
 import fcntl
 import multiprocessing
@@ -19,13 +19,13 @@ from mrl.rewards.reward_types import CallResult, Response, Reward, call_reward, 
 DEADLINE_PASSED = "not scored before the deadline of the whole batch (scoring.timeout_s)."
 
 
-_rewards: list[Reward] | str = []  # in a worker process: the rewards, or the reason why they could not be loaded
+_rewards: list[Reward] | str = []  # only set in a worker process: the rewards, or the reason why they cannot be loaded
 
 
 def _init_worker(pickled: bytes, memory_bytes: int) -> None:
-    """Initialise a worker process: make it end when the owner of the pool ends, limit its memory, and load the rewards."""
+    """Initialise a worker process: limit its memory, load the rewards, and let it end when the owner of the pool ends."""
     global _rewards
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # must also end code that never returns to the interpreter
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM must also end code that never returns to the interpreter
     owner = multiprocessing.parent_process()
     assert owner is not None, "a worker has a parent"
     # The kernel ends this process with SIGIO when the owner ends.
@@ -36,79 +36,82 @@ def _init_worker(pickled: bytes, memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
     try:
         _rewards = pickle.loads(pickled)
-    except Exception as error:  # from a user module; every call returns it as the reason of its failure
+    except Exception as error:  # an error of the user's module; every call returns it as the reason of its failure
         _rewards = f"the reward cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
 
-def _call_in_worker(place: int, responses: list[Response]) -> CallResult:
+def _call_in_worker(index: int, responses: list[Response]) -> CallResult:
     try:
-        return _rewards if isinstance(_rewards, str) else call_reward(_rewards[place], responses)
-    except BaseException as error:  # an interrupt raised by the reward must not end the pool
+        return _rewards if isinstance(_rewards, str) else call_reward(_rewards[index], responses)
+    except BaseException as error:  # an interrupt that the reward raises must not end the pool
         return describe_error(error)
 
 
 class WorkerPool:
     """Runs calls of rewards in worker processes. A process that hangs or crashes is replaced.
 
-    Workers are forked from a single-threaded fork server that has preloaded the shared imports. Forking this process
-    could deadlock because it has threads, and spawned workers would repeat the imports.
+    Workers are forked from a fork server, which has only one thread and has already imported the slow modules. A fork of
+    this process could deadlock because the process has threads. Spawned workers would repeat the imports.
     """
 
     def __init__(self, rewards: Sequence[Reward], workers: int, memory_gb: float) -> None:
-        """Prepare the pool without starting processes.
+        """Prepare the pool. No process is started yet.
 
-        `memory_gb` is the limit of each worker in GiB; beyond it, allocations raise MemoryError. Raises ValueError if
-        a reward cannot be pickled.
+        `memory_gb` is the memory limit of each worker in GiB. Allocations above the limit raise MemoryError. Raises
+        ValueError if a reward cannot be pickled.
         """
         try:
             self._pickled = pickle.dumps(list(rewards))
-        except Exception as error:  # pickle raises errors of many types
+        except Exception as error:  # pickle may raise any error
             raise ValueError(
                 f"the reward cannot be sent to a worker process ({error}); use a class or function at the top level of a module."
             ) from error
-        shared = {name for reward in rewards for name in getattr(reward, "imports", ())}  # optional in user classes
+        shared = {
+            name for reward in rewards for name in getattr(reward, "imports", ())
+        }  # a class need not have `imports`
         self._imports = [__name__, *sorted(shared)]
         self._workers, self._memory_bytes = workers, int(memory_gb * 2**30)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
     def start(self) -> None:
-        """Start the processes now. Otherwise the first call starts them and waits for them."""
+        """Start the processes now. Otherwise the first call of a reward starts them and waits for them."""
         with self._lock:
-            assert self._started().active, "the property starts the pool"
+            assert self._started_pool().active, "the pool is started"
 
-    def run(self, place: int, parts: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
-        """Call reward number `place` once for each part of the responses.
+    def run(self, index: int, batches: list[list[Response]], sample_s: float, deadline: float) -> list[CallResult]:
+        """Call reward number `index` once for each batch of responses.
 
         The time limit of a call is `sample_s` seconds per response, but at most half of the time until `deadline`
-        (time.monotonic), so that time remains for a second attempt. Calls that still run at the deadline are ended.
+        (a time of time.monotonic), so that time remains for a second attempt. Calls that still run at the deadline are
+        ended.
         """
-        results = self._run(place, parts, sample_s, deadline)
+        results = self._run(index, batches, sample_s, deadline)
         lost = [i for i, result in enumerate(results) if result is None]
-        again = self._run(place, [parts[i] for i in lost], sample_s, deadline) if lost else []
-        for i, result in zip(lost, again, strict=True):
+        retried = self._run(index, [batches[i] for i in lost], sample_s, deadline) if lost else []
+        for i, result in zip(lost, retried, strict=True):
             results[i] = result
         return ["the worker processes died" if result is None else result for result in results]
 
     def _run(
-        self, place: int, parts: list[list[Response]], sample_s: float, deadline: float
+        self, index: int, batches: list[list[Response]], sample_s: float, deadline: float
     ) -> list[CallResult | None]:
-        limits = [min(len(part) * sample_s, max(0.1, deadline - time.monotonic()) / 2) for part in parts]
+        limits = [min(len(batch) * sample_s, max(0.1, deadline - time.monotonic()) / 2) for batch in batches]
         with self._lock:
-            pool = self._started()
+            pool = self._started_pool()
             try:
                 futures = [
-                    pool.schedule(_call_in_worker, (place, part), timeout=limit)
-                    for part, limit in zip(parts, limits, strict=True)
+                    pool.schedule(_call_in_worker, (index, batch), timeout=limit)
+                    for batch, limit in zip(batches, limits, strict=True)
                 ]
             except RuntimeError:  # the pool broke in the meantime
-                return [None for _ in parts]
+                return [None for _ in batches]
         results = [_result(future, limit, deadline) for future, limit in zip(futures, limits, strict=True)]
         if DEADLINE_PASSED in results:  # otherwise the workers would still start the queued calls
             self.close()
         return results
 
-    def _started(self) -> ProcessPool:
+    def _started_pool(self) -> ProcessPool:
         if self._pool is None or not self._pool.active:
             self._stop()
             context = multiprocessing.get_context("forkserver")
@@ -130,16 +133,16 @@ class WorkerPool:
 
 
 def _result(future: ProcessFuture, limit: float, deadline: float) -> CallResult | None:
-    """Return the result of a call; None if the pool broke, which another call may have caused."""
+    """Return the result of a call, or None if the pool broke. Another call may have broken the pool."""
     try:
         return future.result(timeout=max(0.0, deadline - time.monotonic()))
     except FutureTimeout:
         if future.done():
-            return f"no score within {limit:.1f} s; its process was ended."
+            return f"no score within {limit:.1f} s; the worker process was ended."
         future.cancel()
         return DEADLINE_PASSED
     except ProcessExpired as error:
-        return f"the process that scored it died (exit code {error.exitcode})."
+        return f"the worker process died (exit code {error.exitcode})."
     except BrokenProcessPool:
         return None
     except Exception as error:  # a result that cannot be pickled

@@ -194,10 +194,10 @@ def test_a_row_without_test_cases_is_a_failure_of_that_row(ground_truth, message
 
 def test_a_sandbox_that_cannot_be_locked_is_a_failure(monkeypatch):
     def broken(*arguments):
-        raise RuntimeError("the sandbox could not be locked, nothing was run: no answer")
+        raise RuntimeError("the restrictions of the sandbox could not be applied")
 
     monkeypatch.setattr(code_execution, "run", broken)
-    assert score("print(1)", DOUBLE).failure == "the sandbox could not be locked, nothing was run: no answer"
+    assert score("print(1)", DOUBLE).failure == "the restrictions of the sandbox could not be applied"
 
 
 def test_the_number_of_concurrent_programs_is_the_number_of_workers(monkeypatch):

@@ -76,8 +76,8 @@ def test_a_judge_gets_its_template_and_its_number_is_scaled():
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (chat("I would rather not say."), "the judge's answer has no number like"),
-        (chat("Score: 11"), "the judge's number 11 is not from 0 to 10"),
+        (chat("I would rather not say."), "the judge's answer has no match of"),
+        (chat("Score: 11"), "the judge's number 11 is not in the range from 0 to 10"),
         (chat(None), "the judge's answer has no number"),
         ((200, {"choices": []}), "IndexError"),
         ((200, b"<html>"), "JSONDecodeError"),
@@ -143,7 +143,7 @@ def test_a_batch_has_a_deadline():
         start = time.monotonic()
         scores = scores_of(Judge(url=url, model="m", concurrency=1, deadline_s=0.8), *"abcdefghijklmnopqrst")
         assert time.monotonic() - start < 4, "one after another they take 6 s"
-    assert scores[0].value == 1.0 and "not scored within 0.8 s of the whole batch" in scores[-1].failure
+    assert scores[0].value == 1.0 and "not scored within 0.8 s, the limit of the whole batch" in scores[-1].failure
 
 
 def test_concurrent_calls_are_bounded():
@@ -197,8 +197,8 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         (dict(url="localhost:1"), "url='localhost:1': expected http://HOST:PORT"),
         (dict(template="{respnse}"), "{response} is missing"),
         (dict(pattern="("), "is not a regular expression"),
-        (dict(pattern="Score: 1"), "expected one group, around the number; got 0"),
-        (dict(low=10.0), "low=10.0 must be below high=10.0"),
+        (dict(pattern="Score: 1"), "expected one group, around the number; the pattern has 0"),
+        (dict(low=10.0), "low=10.0: must be below high=10.0"),
         (dict(concurrency=0), "concurrency=0: must be greater than 0"),
         (
             dict(timeout=1),
@@ -244,9 +244,9 @@ def test_a_reward_model_gets_the_conversation_as_token_ids(tokenizer_folder):
 def test_a_model_with_several_outputs_is_no_reward_model(tokenizer_folder):
     with service(lambda *_: (200, {"embedding": [1.0, 2.0]})) as url:
         (score,) = scores_of(RewardModel(url=url, tokenizer=tokenizer_folder), "x")
-    assert "gives 2 numbers; a reward model gives one" in score.failure
+    assert "returned 2 numbers; expected a model with one output" in score.failure
 
 
 def test_a_reward_model_needs_its_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer.json is missing; name the reward model's folder"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing; give the folder of the reward model"):
         RewardModel(url="http://h:1", tokenizer=str(tmp_path))

@@ -249,7 +249,9 @@ def test_a_program_that_hides_its_open_files_is_stopped(monkeypatch):
         return real(path)
 
     monkeypatch.setattr(sandbox.os, "scandir", refused)
-    assert short("import time\ntime.sleep(19)").failure == "forbidden: its open files cannot be inspected"
+    assert (
+        short("import time\ntime.sleep(19)").failure == "forbidden: the open files of the process cannot be inspected"
+    )
 
 
 def test_many_open_files_of_the_parent_are_harmless():
@@ -518,7 +520,8 @@ def test_a_failed_lock_is_an_error_and_not_a_result(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(sandbox_child, "__file__", str(broken))
     with pytest.raises(
-        RuntimeError, match=r"could not be locked, nothing was run: OSError: .*Landlock: Bad file descriptor"
+        RuntimeError,
+        match=r"could not be applied, so the program was not run: OSError: .*Landlock: Bad file descriptor",
     ):
         run_python(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert not (tmp_path / "ran").exists()

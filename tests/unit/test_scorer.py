@@ -199,7 +199,7 @@ class Forgetful:
 def test_a_wrong_number_of_values_fails_only_the_responses_that_cause_it():
     scores = Scorer(Forgetful())(of_texts("a", "b", "forget", "d"))
     assert [s.value for s in scores] == [1.0, 1.0, 0.0, 1.0]
-    assert scores[2].failure == "the reward gave 0 values for 1 responses."
+    assert scores[2].failure == "the reward returned 0 values for 1 responses."
 
 
 @dataclass(frozen=True)
