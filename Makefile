@@ -2,20 +2,20 @@
 .PHONY: help train test test-all lint docs format lock audit setup clean
 .DEFAULT_GOAL := help
 LOCK ?= requirements.txt
-# Number of pytest processes. Tests that wait for engines use little CPU: 3 processes keep two cores busy and need 24 GiB.
+# Number of pytest processes. Many tests wait for engines, so 3 processes keep two cores busy. They need 24 GiB of memory.
 WORKERS ?= 3
 BIN := .venv/bin
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: setup ## install what is missing, then train; ARGS="experiment=quickstart trainer.max_steps=10" are arguments of mrl train
+train: setup ## run `make setup`, then mrl train with the arguments in ARGS, e.g. ARGS="experiment=quickstart trainer.max_steps=10"
 	$(BIN)/mrl train $(ARGS)
 
-test: lint ## lint, then the strongest test of each promise: at most 10 minutes on two cores; ARGS="-k packing" are arguments of pytest
+test: lint ## lint, then the core tests: at most 10 minutes on two cores; ARGS has arguments of pytest, e.g. ARGS="-k packing"
 	$(PYTEST) $(ARGS)
 
-test-all: lint ## lint, every test without GPU, Slurm or hours, then the mutation score: at most 60 minutes
+test-all: lint ## lint, all tests that need no GPU, no Slurm and no hours, then the mutation score: at most 60 minutes
 	$(PYTEST) -m "$(ALL)" --hypothesis-profile=random $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/mutation_score.py
 
@@ -29,18 +29,18 @@ lint: setup ## check style, formatting, import directions, types and the links o
 	$(BIN)/pyrefly check --output-format min-text
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-docs: setup ## build the documentation as a site in build/site
+docs: setup ## build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: setup ## fix style and formatting with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-setup: ## create or update .venv from LOCK (requirements.txt; on a cluster LOCK=requirements-gpu.txt)
+setup: ## create or update .venv from LOCK (default: requirements.txt; on a cluster, use LOCK=requirements-gpu.txt)
 	@scripts/setup.sh $(LOCK)
 
-# The CPU lock is the GPU lock without the packages that only a GPU can use. Both have the same versions.
-lock: setup ## resolve both locks from setup.py; UPGRADE=--upgrade takes newer versions
+# The CPU lock is the GPU lock without the packages that only a GPU can use. Both locks have the same versions.
+lock: setup ## resolve both locks from setup.py; with UPGRADE=--upgrade, take the newest versions that setup.py allows
 	$(COMPILE) setup.py --extra dev --extra optuna --extra gpu $(UPGRADE) -o requirements-gpu.txt
 	$(COMPILE) setup.py --extra dev --extra optuna --override requirements/overrides-cpu.txt -c requirements-gpu.txt -o requirements.txt
 	$(COMPILE) requirements/uv.in $(UPGRADE) -o requirements/uv.txt
@@ -48,7 +48,7 @@ lock: setup ## resolve both locks from setup.py; UPGRADE=--upgrade takes newer v
 COMPILE = PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 UV_CUSTOM_COMPILE_COMMAND="make lock" \
 	uv pip compile --quiet --no-annotate --generate-hashes --python-version 3.12
 
-audit: setup ## list known vulnerabilities of the packages in LOCK, from PyPI's database; needs the network, not part of CI
+audit: setup ## list known vulnerabilities of the packages in LOCK, from PyPI's database; needs the network, so CI does not run it
 	PATH=".uv/bin:$$PATH" UV_SYSTEM_CERTS=1 uv tool run pip-audit==2.10.1 --disable-pip --require-hashes -r $(LOCK)
 
 clean: ## remove .venv, caches and build output; keep outputs/

@@ -1,7 +1,7 @@
-"""The package and its dependency ranges, stated here only.
+"""Metadata of the package mrl, and the version ranges of its dependencies.
 
-`requirements.txt` (any machine, no GPU needed) and `requirements-gpu.txt` (clusters) are locks that `make lock`
-resolves from these ranges; a test fails when a lock leaves them.
+`make lock` resolves these ranges and writes two locks: `requirements.txt` for machines without a GPU, and
+`requirements-gpu.txt` for clusters. A test fails if a version in a lock is outside its range.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEPENDENCIES = [
-    # The engines and the model: these move together, sglang pins torch and transformers exactly.
+    # Engines and models. These packages are updated together, because sglang needs exact versions of torch and transformers.
     "torch>=2.14,<2.15",
     "megatron-core>=0.19.2,<0.20",
     "sglang>=0.5.23,<0.6",
@@ -21,26 +21,26 @@ DEPENDENCIES = [
     "hydra-core>=1.3.8,<1.4",
     "omegaconf>=2.3.1,<2.4",
     "httpx>=0.28,<1",
-    "aiohttp>=3.14,<4",  # thousands of requests at one time, as agents have them
+    "aiohttp>=3.14,<4",  # handles the thousands of concurrent requests that agents make
     "orjson>=3.13,<4",
     "xxhash>=4",  # checksums
-    "zstandard>=0.25",  # differences of weights on their way to engines
-    # What a run needs to go on.
-    "msgspec>=0.21",  # samples in the rollout log
-    "filelock>=4",  # one process at a time in a run's folder
-    "fsspec>=2026.2",  # copies of checkpoints, wherever a store is
+    "zstandard>=0.25",  # compresses the differences of weights that are sent to engines
+    # Files of a run.
+    "msgspec>=0.21",  # encodes the samples in the rollout log
+    "filelock>=4",  # lets only one process use a run directory
+    "fsspec>=2026.2",  # copies checkpoints to storage of any kind
     "psutil>=7",  # Megatron-Core imports it without declaring it
     # Data.
-    "numpy>=2.3,<2.4",  # mistral-common, which sglang needs beside its CUDA kernels, stops there
+    "numpy>=2.3,<2.4",  # sglang with CUDA kernels needs mistral-common, which excludes 2.4
     "pyarrow>=26",
-    "datasets>=5.2",  # folders that its save_to_disk wrote
-    "jinja2>=3.1",  # errors of chat templates
+    "datasets>=5.2",  # reads folders that its save_to_disk wrote
+    "jinja2>=3.1",  # defines the errors of chat templates
     # Rewards and evaluation.
-    "math-verify[antlr4_9_3]>=0.9",  # the version of antlr4 that hydra-core needs
+    "math-verify[antlr4_9_3]>=0.9",  # the extra selects the version of antlr4 that hydra-core needs
     "pebble>=5.2",  # pools of processes whose tasks have deadlines
     "tenacity>=9.2",  # retries with limits
     "scipy>=1.18",  # confidence intervals
-    # What a run shows.
+    # Display of metrics.
     "matplotlib>=3.11,<4",
     "rich>=15",
     "wandb>=0.31,<1",
@@ -48,9 +48,9 @@ DEPENDENCIES = [
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.20,<3"],
-    "optuna": ["optuna>=5,<6"],  # hydra/sweeper=optuna
+    "optuna": ["optuna>=5,<6"],  # needed by hydra/sweeper=optuna
     "dev": [
-        "cosmic-ray>=8.7",  # mutations of the algorithms, which unit tests must notice
+        "cosmic-ray>=8.7",  # makes small changes of the code, which unit tests must notice
         "import-linter>=2.5",
         "linkchecker>=10.6",
         "mkdocs-material>=9.8,<10",
@@ -83,8 +83,8 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.12,<3.13",
-    # {"": "."} makes an editable install a plain .pth entry, under which a folder named `models/` in the working
-    # directory does not win over ours; `include` keeps tests, conf and outputs out of a wheel.
+    # With {"": "."}, an editable install is one line in a .pth file. Python then prefers our package `models` to a folder
+    # `models/` in the working directory. `include` keeps tests, conf and outputs out of a wheel.
     package_dir={"": "."},
     packages=find_packages(".", include=["mrl*", "parallel*", "models*"]),
     package_data={package: ["py.typed"] for package in ("mrl", "models", "parallel")},

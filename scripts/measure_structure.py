@@ -1,14 +1,15 @@
-"""Measures the structure of a checkout: modules, lines, shared class names, config keys, doc pages, call paths.
+"""Measures the structure of a checkout: modules, lines, class names, config keys, documentation pages and call paths.
 
     python scripts/measure_structure.py [CHECKOUT] [--json]
 
-It reads source text only and imports nothing of the project, so it also measures other revisions. Exit status 1: a limit
-is exceeded (only where CHECKOUT is this checkout's own tree, because the call paths are those of this revision).
+The script only reads source text and imports nothing of the project. So it can also measure other revisions. The exit status is
+1 if a limit is exceeded or a call path is broken. If CHECKOUT is not the script's own checkout, the exit status is always 0,
+because scripts/call_paths.json contains the call paths of the script's own revision.
 
-A call path (scripts/call_paths.json) follows one sample, or one weight. It has every function of ours that runs while the next
-one is called, and each helper that makes the kind of object in which the sample or the weight goes on: a request, a block, a
-batch. It does not have other helpers (lookups, parts of the same kind), nor branches that only read the sample (rewards, columns
-of scores, advantages, logs), nor functions of Megatron and SGLang.
+A call path follows one sample or one weight through the code. It contains every function of this project that is running when the
+next function of the path is called. It also contains each helper that builds the object which carries the sample or the weight
+from then on, such as a request, a block or a batch. It does not contain other helpers, functions that only read the sample (such
+as rewards, advantages and logs), or functions of Megatron and SGLang.
 """
 
 import argparse
@@ -20,9 +21,9 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("mrl", "models", "parallel")
-PATHS_FILE = HOME / "scripts" / "call_paths.json"
+CALL_PATHS_FILE = REPOSITORY / "scripts" / "call_paths.json"
 LIMITS = {
     "modules": 200,
     "modules under 60 lines": 30,
@@ -40,7 +41,7 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_files(root: Path) -> list[Path]:
-    """Return every source file that has content of its own: package docstrings in `__init__.py` are not modules."""
+    """Return all source files except `__init__.py` files, which contain only the docstrings of packages."""
     files = (path for package in PACKAGES for path in (root / package).rglob("*.py"))
     return sorted(path for path in files if path.name != "__init__.py")
 
@@ -64,19 +65,19 @@ def functions_of(tree: ast.Module) -> dict[str, Function]:
 
 
 def class_names_defined_twice(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
-    """Return the public top-level classes whose name is defined in more than one module, with these modules."""
-    places: dict[str, list[str]] = defaultdict(list)
+    """Return the names of public top-level classes that several modules define, with the paths of these modules."""
+    definitions: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(str(path))
-    return {name: paths for name, paths in places.items() if len(paths) > 1}
+                definitions[node.name].append(str(path))
+    return {name: paths for name, paths in definitions.items() if len(paths) > 1}
 
 
 def config_keys(root: Path) -> tuple[list[str], list[str]]:
-    """Return the dotted leaf keys of the config schema, and those of them without a description.
+    """Return two lists: all dotted leaf keys of the config schema, and the leaf keys that have no description.
 
-    A key is described by a comment on its line or above it, or by `help=` of its field.
+    A description is a comment on the key's line or on the line above it, `help=`, or a call of `key()` or `config_field()`.
     """
     path = next(path for path in (root / "mrl/config/schema.py", root / "mrl/config.py") if path.exists())
     imports = (
@@ -91,7 +92,7 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = (node, lines)
     keys: list[str] = []
-    unexplained: list[str] = []
+    undescribed: list[str] = []
 
     def visit(name: str, prefix: str) -> None:
         node, lines = classes[name]
@@ -103,32 +104,35 @@ def config_keys(root: Path) -> tuple[list[str], list[str]]:
             kinds = [one.id for one in ast.walk(item.annotation) if isinstance(one, ast.Name) and one.id in classes]
             assert isinstance(item.target, ast.Name)
             key = prefix + item.target.id
-            if kinds and issubclass_of_section(classes[kinds[0]][0]):
+            if kinds and is_section_class(classes[kinds[0]][0]):
                 visit(kinds[0], key + ".")
                 continue
             keys.append(key)
             text = "\n".join(lines[max(0, item.lineno - 2) : item.end_lineno])
             if "#" not in text and "help=" not in text and not re.search(r"\b(key|config_field)\(", text):
-                unexplained.append(key)
+                undescribed.append(key)
 
     visit("Config", "")
-    return keys, unexplained
+    return keys, undescribed
 
 
-def issubclass_of_section(node: ast.ClassDef) -> bool:
-    """Tell whether a class of the schema is a section of keys, and not an enumeration of values."""
+def is_section_class(node: ast.ClassDef) -> bool:
+    """Return whether a class of the schema is a section of keys. Otherwise it is an enumeration of values."""
     return not any(isinstance(base, ast.Name | ast.Attribute) and "Enum" in ast.unparse(base) for base in node.bases)
 
 
 def broken_links(root: Path, path: list[str]) -> list[str]:
-    """Return what is wrong with a call path, a list of `file.py:Class.method` in the order of the calls.
+    """Return the errors in a call path. Each link of `path` is a function, `file.py:Class.method`, in the order of the calls.
 
-    Every function must exist, and name the next one as a word: its name, the class of a `__call__`, or the function around a
-    nested one. After " -> " a link may say why it does not. "return": it returns, and an earlier function of the path names the
-    next one. Any other reason, such as a call through Ray, makes the link a jump, which is counted and not checked further.
+    Every function must exist, and its source must contain the name of the next function. Instead of the name of a special method
+    such as `__call__`, it must contain the name of the class. Instead of a nested function, it may name the outer function.
+
+    A link may end with " -> " and a reason why the function does not name the next function. The reason "return" means that the
+    function returns, and that an earlier function of the path names the next function. Any other reason, such as a call through
+    Ray, makes the link a jump. Jumps are counted but not checked.
     """
     errors: list[str] = []
-    texts: list[str] = []  # of the functions up to here
+    texts: list[str] = []  # sources of the functions up to this link
     links = [one.partition(" -> ") for one in path]
     for (here, _, reason), following in zip(links, [*(link[0] for link in links[1:]), ""], strict=True):
         file, _, name = here.partition(":")
@@ -146,7 +150,7 @@ def broken_links(root: Path, path: list[str]) -> list[str]:
 
 
 def _names_of(qualified: str) -> list[str]:
-    """Return the words that name a function `Class.method` or `outer.inner` where it is called or passed on."""
+    """Return the words by which source code can name a function `Class.method` or `outer.inner`."""
     *outer, name = qualified.split(".")
     if name in ("__init__", "__call__", "__enter__"):
         return outer[-1:]
@@ -154,12 +158,12 @@ def _names_of(qualified: str) -> list[str]:
 
 
 def jumps(path: list[str]) -> list[str]:
-    """Return the links of a call path that are jumps."""
+    """Return the links of a call path that are jumps (see broken_links)."""
     return [link for link in path if " -> " in link and not link.endswith(" -> return")]
 
 
 def measure(root: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the measured numbers by name, and details: longest function and file, double class names, errors of call paths."""
+    """Return the measured numbers by name, and lines of text with details, such as the errors in call paths."""
     files = module_files(root)
     trees = {path.relative_to(root): ast.parse(path.read_text()) for path in files}
     lengths = {path.relative_to(root): len(path.read_text().splitlines()) for path in files}
@@ -168,8 +172,8 @@ def measure(root: Path) -> tuple[dict[str, int], list[str]]:
         for path, tree in trees.items()
         for name, node in functions_of(tree).items()
     )
-    twice = class_names_defined_twice(trees)
-    keys, unexplained = config_keys(root)
+    repeated_names = class_names_defined_twice(trees)
+    keys, undescribed = config_keys(root)
     longest_file = max((length, str(path)) for path, length in lengths.items())
     pages = [
         page for page in (root / "docs").rglob("*.md") if "adr" not in page.parts and "decisions" not in page.parts
@@ -178,18 +182,18 @@ def measure(root: Path) -> tuple[dict[str, int], list[str]]:
         "modules": len(files),
         "modules under 60 lines": sum(length < 60 for length in lengths.values()),
         "modules in the root of mrl": sum(path.parent == Path("mrl") for path in lengths),
-        "public class names defined twice": len(twice),
+        "public class names defined twice": len(repeated_names),
         "lines of the longest function": longest[0],
         "lines of the longest file": longest_file[0],
         "config leaf keys": len(keys),
-        "config leaf keys without a description": len(unexplained),
+        "config leaf keys without a description": len(undescribed),
         "documentation pages": len(pages),
     }
     details = [f"longest function: {longest[1]}", f"longest file: {longest_file[1]}"]
-    details += [f"class {name}: {', '.join(paths)}" for name, paths in sorted(twice.items())]
-    details += [f"config key without a description: {key}" for key in unexplained]
-    if root == HOME and PATHS_FILE.exists():
-        for name, path in json.loads(PATHS_FILE.read_text()).items():
+    details += [f"class {name}: {', '.join(paths)}" for name, paths in sorted(repeated_names.items())]
+    details += [f"config key without a description: {key}" for key in undescribed]
+    if root == REPOSITORY and CALL_PATHS_FILE.exists():
+        for name, path in json.loads(CALL_PATHS_FILE.read_text()).items():
             numbers[f"functions from {name}"] = len(path)
             numbers[f"jumps from {name}"] = len(jumps(path))
             details += [f"call path from {name}: {error}" for error in broken_links(root, path)]
@@ -197,9 +201,9 @@ def measure(root: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def main() -> int:
-    """Print the numbers beside their limits; return the exit status."""
+    """Print the numbers and their limits, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", nargs="?", default=str(HOME), help="root of a checkout; default: this one")
+    parser.add_argument("checkout", nargs="?", default=str(REPOSITORY), help="root of a checkout; default: this one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     root = Path(arguments.checkout).resolve()
@@ -214,7 +218,7 @@ def main() -> int:
         print("\n".join(details))
     exceeded = any(number > LIMITS.get(name, number) for name, number in numbers.items())
     broken = any(detail.startswith("call path") for detail in details)
-    return int(root == HOME and (exceeded or broken))
+    return int(root == REPOSITORY and (exceeded or broken))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measures how many small mistakes in pure code the unit tests notice: mutation testing with cosmic-ray's operators.
+"""Mutation testing with the operators of cosmic-ray: measures which fraction of small changes of the code the unit tests notice.
 
-    python scripts/mutation_score.py [--sample 150] [--seed 0] [--module PART_OF_A_PATH] [--minimum 0.85]
+    python scripts/mutation_score.py [--sample 10] [--seed 0] [--module PART_OF_A_PATH] [--minimum 0.85]
 
 Each mutant changes one operator, comparison, number or boolean of a target module. The unit tests that import this module
-run on it in a fork of one process that has the libraries loaded, so a mutant costs about a second. cosmic-ray itself would
-start a new interpreter for each. A mutant is caught when a test fails or when the tests take more than a minute.
-Exit status 1: the share of caught mutants is below the minimum. Mutants that cannot change any result do not count; the
-file scripts/equivalent_mutants.json, where it exists, lists them with the reason.
+run on the mutant, in a fork of a process that has imported the libraries already. So a mutant takes about a second, whereas
+cosmic-ray itself would start a new interpreter for each mutant. A mutant is caught if a test fails or if the tests take more
+than a minute. The exit status is 1 if the fraction of caught mutants is below the minimum. Mutants that cannot change any
+result are left out. The file scripts/equivalent_mutants.json, if it exists, lists them with reasons.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Mutant:
 
 
 class _Mutator(Visitor):
-    """Applies one occurrence of an operator to a syntax tree; counts the occurrences."""
+    """Applies a mutation operator at one of its positions in a syntax tree, and counts the positions."""
 
     def __init__(self, operator, occurrence: int) -> None:
         self.operator, self.left, self.count = operator, occurrence, 0
@@ -98,7 +99,7 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 def tests_of(path: Path) -> tuple[str, ...]:
-    """Return the unit tests that import a module by its dotted name, or the package that it is in."""
+    """Return the unit tests that import a module, directly or through a helper module of the tests."""
     dotted = ".".join(path.relative_to(HOME).with_suffix("").parts)
     package, _, name = dotted.rpartition(".")
     imports = re.compile(rf"(from|import) {re.escape(dotted)}\b|from {re.escape(package)} import [^\n]*\b{name}\b")
@@ -110,7 +111,7 @@ def tests_of(path: Path) -> tuple[str, ...]:
 
 
 def survivors_of(mutants: list[Mutant], jobs: int) -> list[Mutant]:
-    """Run the tests on each mutant in a fork, `jobs` at one time; return the mutants on which all tests pass."""
+    """Run the tests on each mutant in a fork, with `jobs` forks at one time. Return the mutants on which all tests pass."""
     waiting, running, alive = list(reversed(mutants)), {}, []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -133,7 +134,7 @@ def survivors_of(mutants: list[Mutant], jobs: int) -> list[Mutant]:
 
 
 def _run_tests(mutant: Mutant) -> None:
-    """Run pytest in this fork with the mutated source in place of the module; never return."""
+    """Run pytest with the mutated source in place of the module, and end this forked process."""
     status = 99
     try:
         os.setpgid(0, 0)
@@ -157,7 +158,7 @@ def _run_tests(mutant: Mutant) -> None:
 
 
 def preload() -> None:
-    """Import the libraries that the tests need, but nothing of the project, which each fork imports itself."""
+    """Import the libraries that the tests need. Each fork later imports the project itself, with its own mutant."""
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401
     import omegaconf  # noqa: F401
@@ -170,10 +171,21 @@ def preload() -> None:
     assert not loaded, f"{loaded} are imported already; a mutant of them would not be seen"
 
 
+def drawn(mutants: list[Mutant], per_module: int, seed: int) -> list[Mutant]:
+    """Return a random sample of `per_module` mutants of each module; 0 returns all mutants."""
+    random.Random(seed).shuffle(mutants)
+    number, sample = Counter(), []
+    for mutant in sorted(mutants, key=lambda mutant: mutant.path):
+        number[mutant.path] += 1
+        if not per_module or number[mutant.path] <= per_module:
+            sample.append(mutant)
+    return sample
+
+
 def main() -> int:
     """Print each survivor and the score; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=150, help="mutants to try, drawn by --seed; 0: all")
+    parser.add_argument("--sample", type=int, default=10, help="mutants of each module to try, drawn by --seed; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--module", default="", help="only target modules whose path contains this text")
     parser.add_argument("--minimum", type=float, default=0.85, help="least share of mutants that tests must catch")
@@ -187,8 +199,7 @@ def main() -> int:
     equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else []
     known = {(one["file"], one["before"], one["after"]) for one in equivalent}
     counted = [m for m in mutants if (str(m.path.relative_to(HOME)), m.before.strip(), m.after.strip()) not in known]
-    random.Random(arguments.seed).shuffle(counted)
-    tried = counted[: arguments.sample] if arguments.sample else counted
+    tried = drawn(counted, arguments.sample, arguments.seed)
     unchanged = [Mutant(path, 0, "", "unchanged", path.read_text(), tests_of(path)) for path in {m.path for m in tried}]
     failing = set(unchanged) - set(survivors_of(unchanged, arguments.jobs))
     if failing:
@@ -201,6 +212,9 @@ def main() -> int:
     survivors = survivors_of(tried, arguments.jobs)
     for mutant in sorted(survivors, key=str):
         print("survived:", mutant)
+    total, missed = Counter(m.path for m in tried), Counter(m.path for m in survivors)
+    for path, number in total.items():
+        print(f"{number - missed[path]:4d} of {number:4d}  {path.relative_to(HOME)}")
     score = 1 - len(survivors) / len(tried)
     print(
         f"{len(tried) - len(survivors)} of {len(tried)} mutants caught ({score:.1%}); {len(mutants)} exist, "

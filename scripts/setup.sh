@@ -9,13 +9,14 @@ export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1} # use the certificates of the machi
 
 say() { echo "setup: $*" >&2; }
 
-# Prints what .venv is made from and its place; a checkout that was moved needs a new .venv.
+# Prints the folder of the checkout, and a checksum of the files from which .venv is made. A moved checkout needs a new .venv.
 fingerprint() {
     pwd
     cat "$lock" setup.py | cksum
 }
 
-# Prints the path of interpreter $1 if it is Python $2 (3.12, or 3 for any). It runs the interpreter, because a pyenv shim may exist and fail.
+# Prints the path of interpreter $1 if its version is $2 (3.12, or 3 for any Python 3). The interpreter is run, because a pyenv shim
+# may exist but fail.
 is_python() {
     "$1" -c 'import sys; print(sys.executable) if sys.version.startswith(sys.argv[1] + ".") else sys.exit(1)' "$2" 2>/dev/null
 }
@@ -24,7 +25,7 @@ find_uv() {
     local python
     if command -v uv; then return; fi
     if [ ! -x .uv/bin/uv ]; then
-        say "no uv on PATH: installing one into .uv"
+        say "uv is not on PATH: installing it into .uv"
         python=$(find_python || is_python python3 3) || return 1
         "$python" -m venv .uv && echo '*' >.uv/.gitignore &&
             .uv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt >&2 || return 1
@@ -42,16 +43,16 @@ find_python() {
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then exit 0; fi
 
-uv=$(find_uv) || { say "needs uv, and could not install it with pip; install uv and run this again"; exit 1; }
+uv=$(find_uv) || { say "uv is needed, but pip could not install it; install uv and run this again"; exit 1; }
 python=$(find_python || "$uv" python find --system 3.12 2>/dev/null || { "$uv" python install 3.12 >&2 && "$uv" python find --system 3.12; }) ||
-    { say "needs Python 3.12: none on PATH, in pyenv or from uv; install one and run this again"; exit 1; }
+    { say "Python 3.12 is needed, but it is not on PATH or in pyenv, and uv could not install it; install it and run this again"; exit 1; }
 
 if ! is_python .venv/bin/python 3.12 >/dev/null || { [ -f "$stamp" ] && [ "$(head -1 "$stamp")" != "$(pwd)" ]; }; then
     "$uv" venv --quiet --clear --python "$python" .venv
 fi
 say "installing $lock into .venv with $("$python" --version)"
-# Packages that are built here compile against the locked torch. Byte code is compiled now, because a dozen processes per run import
-# these packages, and some of them cannot write it. A file whose hash is not in the lock is refused.
+# Packages that are built here compile against the locked version of torch. Byte code is compiled now, because a dozen processes of
+# each run import these packages, and some of these processes cannot write byte code. uv refuses a file whose hash is not in the lock.
 "$uv" pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps --require-hashes --build-constraints "$lock" -r "$lock"
 "$uv" pip install --quiet --python .venv/bin/python --no-deps --build-constraints "$lock" -e .
 fingerprint >"$stamp"

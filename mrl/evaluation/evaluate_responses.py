@@ -93,7 +93,7 @@ def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> No
 
 
 def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
-    """Write the position, score and answer of each response. The reported pass@k, maj@k and mean scores can be recomputed from this file."""
+    """Write the position, score and answer of each response. pass@k, maj@k and mean scores can be recomputed from them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -126,9 +126,7 @@ def _times(
     is tied, and the number has the factor y.
     """
     for size, number in rivals:
-        if (
-            votes == 1
-        ):  # many answers may be distinct, so the binomial theorem gives the polynomial of all rivals at once
+        if votes == 1:  # there may be many rivals, so their product is computed with the binomial theorem
             drawn_j = np.array([float(comb(number, j) * size**j) for j in range(min(number, max_m) + 1)])
             power = drawn_j * nodes_y[:, None] ** np.arange(len(drawn_j))
             grown = [np.convolve(ways, row)[: max_m + 1] for ways, row in zip(ways_ym, power, strict=True)]
