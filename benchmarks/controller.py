@@ -50,7 +50,7 @@ from mrl.controller.trainer import Phases, Trainer, TrainingSchedule
 from mrl.core.types import ColumnPart, Handle, RankBatch, SyncReport, TokenBlock, UpdateReport
 from mrl.data.batching import CostModel
 from mrl.data.columns import PromptExample
-from mrl.data.prompts import PromptDataset, SourceShare
+from mrl.data.prompts import MixtureSource, PromptDataset
 from mrl.data.row_files import RowReport
 from mrl.planner.engine_time import EngineSpeeds
 from mrl.rewards.reward_types import Response
@@ -220,7 +220,7 @@ def random_prompts(rows: int) -> Prompts:
     cu_seqlens = np.cumsum([0, *rng.integers(32, 96, rows)])
     tokens = rng.integers(1000, 50000, cu_seqlens[-1]).astype(np.int32)
     examples = [PromptExample([], "", "", {})] * rows
-    return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (SourceShare("", rows),), RowReport(rows, rows), "")
+    return Prompts(examples, np.arange(rows), tokens, cu_seqlens, (MixtureSource("", rows),), RowReport(rows, rows), "")
 
 
 class RandomReward:
@@ -386,7 +386,7 @@ def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str)
     return lifecycle
 
 
-def _raise(error: BaseException, state_after_step: object) -> Any:
+def _raise(error: BaseException, state: object) -> Any:
     raise error
 
 

@@ -1,1 +1,1 @@
-"""Data sets of prompts and supervised rows, tokenizers, and the balancing of batches."""
+"""Data sets of prompts and of supervised rows, tokenizers, and the balancing of batches over replicas."""

@@ -1,12 +1,12 @@
 """Balances a batch over data-parallel replicas and divides the rows of each replica into micro-batches.
 
-    unit   rows packed together: one response, or several responses that share one computed prompt
-    part   the units of one data-parallel replica; parts have nearly equal cost
-    pack   the units of one micro-batch, within a token budget; the packs of a part have nearly equal cost
+    unit   rows that are packed together: one row, or several rows of a group whose prompt is computed only once
+    part   the units of one data-parallel replica; all parts have nearly equal cost
+    pack   the units of one micro-batch, within a token budget; all packs of a part have nearly equal cost
 
-Only sequence lengths are needed. The same search assigns units to parts, units to packs, and rows to the pieces of a
-large group: it assigns greedily (`_assign_greedily`), then moves and swaps units as long as the heaviest part becomes
-lighter (`_rebalance`).
+This needs only the lengths of the sequences. One search (`_assign`) serves three purposes: it assigns units to parts, units to
+packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
+(`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,16 @@ Rows = NDArray[np.int64]
 
 UNBOUNDED = np.inf
 EVEN_ENOUGH = 1.0005  # the search stops when the heaviest part costs at most this times the mean
-CANDIDATES = (256, 4096)  # units of the heaviest part, and of other parts, that a search step compares; limits memory
-# Cost limits above which a group is cut, relative to the mean cost of a part. Some are above 1, because a cut computes the
-# prompt twice but the mean counts it once.
+# A search step compares at most about this many units of the heaviest part, and of all other parts. This limits its memory.
+CANDIDATES = (256, 4096)
+# Limits of the cost of a group, relative to the mean cost of a part. A group above the limit is cut. Some limits are above 1,
+# because a group that is cut computes its prompt several times, but the mean cost contains the prompt only once.
 GROUP_LIMITS = (1.5, 1.25, 1.0, 0.75, 0.5, 0.35, 0.25)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of a causal sequence of L tokens, in any unit: linear * L + quadratic * L**2."""
+    """Compute cost of a causal sequence of L tokens: linear * L + quadratic * L**2. Only ratios of costs matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -38,15 +39,15 @@ class CostModel:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Rows that are packed together: one response, or several responses that share one computed prompt."""
+    """Rows that are packed together: one row, or several rows of a group whose prompt is computed only once."""
 
     rows: tuple[int, ...]
-    tokens: int  # in the pack: prompt and response of a single row, or the shared prompt once and all responses
+    tokens: int  # tokens in the pack: the prompt (only once if it is shared), and all responses
     cost: float
-    group: int = -1  # group whose prompt is shared; -1: not shared
+    group: int = -1  # the group whose prompt is shared; -1: no prompt is shared
 
 
-def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings of the cuts
+def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings of the packing
     prompt_lengths: NDArray[np.int64],
     response_lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
@@ -56,12 +57,12 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
     parts: int,
     share_prompts: bool,
 ) -> list[PackingUnit]:
-    """Return the units of `rows`. Lengths (tokens) and groups are columns [B] of the whole batch.
+    """Return the units of `rows`. `prompt_lengths`, `response_lengths` and `groups` are columns [B] of the whole batch.
 
-    Without `share_prompts`, every row is a unit. With `share_prompts`, a group is a unit of P + sum R_i tokens. A group
-    is cut into several units if it exceeds `max_tokens`, or if its cost would make the `parts` uneven. Each of these
-    units computes the prompt again. Therefore the function uses the largest of GROUP_LIMITS for which the heaviest part
-    is nearly as light as with the best limit.
+    Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit: its prompt once, and all its
+    responses. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` uneven.
+    Each of these units computes the prompt again. The function therefore cuts as little as possible: it uses the largest of
+    GROUP_LIMITS for which the heaviest part is nearly as light as with the best limit.
     """
     lengths = prompt_lengths + response_lengths
     if not share_prompts:
@@ -81,15 +82,15 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 
     uncut = cut(UNBOUNDED)
     mean = _total_cost(uncut) / parts
-    if _heaviest(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so no cut is better
+    if _heaviest_cost(uncut, parts) <= EVEN_ENOUGH * mean:  # cuts add cost, so no cut would be better
         return uncut
-    choices = [uncut, *(cut(mean * share) for share in GROUP_LIMITS)]
-    heaviest = [_heaviest(units, parts) for units in choices]
+    choices = [uncut, *(cut(mean * limit) for limit in GROUP_LIMITS)]
+    heaviest = [_heaviest_cost(units, parts) for units in choices]
     return next(units for units, load in zip(choices, heaviest, strict=True) if load <= EVEN_ENOUGH * min(heaviest))
 
 
 def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[PackingUnit]]:
-    """Distribute units over `parts` of nearly equal cost. With fewer units than parts, some parts are empty."""
+    """Distribute units over `parts` parts of nearly equal cost. If there are fewer units than parts, some parts are empty."""
     costs = np.array([unit.cost for unit in units], dtype=np.float64)
     assignment = _assign(costs, np.zeros(len(units), np.int64), parts, UNBOUNDED)
     assert assignment is not None, f"{len(units)} units did not fit into {parts} parts of any size"
@@ -97,10 +98,10 @@ def partition_units(units: Sequence[PackingUnit], parts: int) -> list[list[Packi
 
 
 def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None = None) -> list[list[PackingUnit]]:
-    """Distribute units over packs of at most `max_tokens` and nearly equal cost. A unit with more tokens gets its own pack.
+    """Distribute units over packs of at most `max_tokens` tokens and nearly equal cost.
 
-    Without `count`, first-fit-decreasing decides the number of packs. With `count`, exactly `count` packs are returned;
-    some may be empty.
+    A unit with more than `max_tokens` tokens gets a pack of its own. Without `count`, first-fit-decreasing decides the number
+    of packs. With `count`, exactly `count` packs are returned, and some may be empty.
 
     Raises:
         ValueError: the units do not fit into `count` packs.
@@ -114,7 +115,7 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
         needed = _count_packs(units, max_tokens)
         raise ValueError(
             f"{tokens.sum()} tokens need {needed} micro-batches of {max_tokens} tokens, but only {count} are "
-            "allowed; raise the number of micro-batches or the token budget"
+            "allowed; raise the number of micro-batches or the token budget."
         )
     return _collect(units, assignment, count)
 
@@ -122,14 +123,15 @@ def pack_units(units: Sequence[PackingUnit], max_tokens: int, count: int | None 
 def plan_micro_batches(
     units: Sequence[PackingUnit], parts: int, max_tokens: int, *, equal_counts: bool, multiple_of: int
 ) -> list[tuple[Rows, ...]]:
-    """Return the rows of each micro-batch, for each of `parts` data-parallel replicas. Each row is in one micro-batch.
+    """Return one tuple for each of the `parts` data-parallel replicas: the rows of each of its micro-batches.
+
+    Every row is in exactly one micro-batch.
 
     Args:
         equal_counts: give every replica as many micro-batches as the replica that needs most.
-        multiple_of: round the numbers of micro-batches up to a multiple of this, as a virtual pipeline requires. 0 stays
-            0.
+        multiple_of: round the number of micro-batches of a replica up to a multiple of this, as a virtual pipeline requires.
 
-    Micro-batches added to reach a count are empty.
+    The micro-batches that are added for these reasons are empty.
     """
     replicas = partition_units(units, parts)
     counts = [_count_packs(replica, max_tokens) for replica in replicas]
@@ -163,10 +165,10 @@ def _shared_unit(
 def _split_group(
     rows: list[int], prompt: int, response_lengths: NDArray[np.int64], cost: CostModel, max_tokens: int, limit: float
 ) -> list[list[int]]:
-    """Split a group into the fewest pieces of nearly equal cost within `max_tokens` and a cost of `limit`.
+    """Split a group into as few pieces as possible. A piece has at most `max_tokens` tokens and a cost of at most `limit`.
 
-    A row that exceeds a bound without other rows is its own piece. A piece is not split for its cost if the prompt is at
-    least half of its cost, because every split computes the prompt again.
+    All pieces have nearly equal cost. A row that alone exceeds `max_tokens` or `limit` becomes a piece. A piece may exceed
+    `limit` if the prompt is at least half of its cost, because each further piece would compute the prompt again.
     """
     too_long = [[row] for row in rows if prompt + response_lengths[row] > max_tokens]
     rows = [row for row in rows if prompt + response_lengths[row] <= max_tokens]
@@ -186,10 +188,10 @@ def _split_group(
 
 
 def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float) -> Rows | None:
-    """Return the part of each unit [U], with nearly equal costs and at most `capacity` tokens per part; None if it fails.
+    """Return the part of each unit: [units]. The parts have nearly equal cost, and at most `capacity` tokens each.
 
-    Units are assigned in order of falling cost, each to the lightest part. If the parts are too full for a unit,
-    first-fit-decreasing by tokens is tried, which fits more units.
+    Units are assigned in order of decreasing cost, each to the lightest part. If the last units do not fit, all units are
+    assigned again, by first-fit-decreasing of their tokens, which can fit more units. Returns None if this fails, too.
     """
     assignment = _assign_greedily(np.argsort(-costs, kind="stable"), costs, tokens, parts, capacity)
     if assignment is None:
@@ -201,9 +203,10 @@ def _assign(costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, c
 def _assign_greedily(
     order: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Rows | None:
-    """Assign each unit, in `order`, to the lightest part with room. Return the parts [U], or None if a unit has no room.
+    """Assign the units, in `order`, each to the lightest part that has room. Returns the part of each unit: [units].
 
-    Among equally light parts, the first one is used. An empty part has room for a unit of any size.
+    If several parts are equally light, the first one is used. An empty part has room for a unit of any size. Returns None if a
+    unit does not fit into any part.
     """
     loads, used = np.zeros(parts), np.zeros(parts, np.int64)
     assignment = np.zeros(len(order), np.int64)
@@ -221,9 +224,9 @@ def _assign_greedily(
 def _rebalance(
     assignment: Rows, costs: NDArray[np.float64], tokens: NDArray[np.int64], parts: int, capacity: float
 ) -> Rows:
-    """Return the assignment [U] after repeated moves and swaps that reduce the load of the heaviest part."""
+    """Return the part of each unit, [units], after moves and swaps that made the heaviest part lighter."""
     assignment, count = assignment.copy(), len(assignment)
-    # One empty unit per part, after the real units: a swap with an empty unit is a move.
+    # One empty unit per part is appended to the real units. A swap with an empty unit is a move.
     costs, tokens = np.append(costs, np.zeros(parts)), np.append(tokens, np.zeros(parts, np.int64))
     for _ in range(2 * (count + parts)):
         part_of = np.append(assignment, np.arange(parts))
@@ -231,8 +234,11 @@ def _rebalance(
         heavy = loads.argmax()
         if loads[heavy] <= EVEN_ENOUGH * loads.mean():
             break
-        ours, theirs = _thin(part_of == heavy, count, CANDIDATES[0]), _thin(part_of != heavy, count, CANDIDATES[1])
-        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that leaves the heaviest part
+        ours, theirs = (
+            _sample_units(part_of == heavy, count, CANDIDATES[0]),
+            _sample_units(part_of != heavy, count, CANDIDATES[1]),
+        )
+        moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest part
         shifted = tokens[ours, None] - tokens[theirs]
         highest = np.maximum(loads[heavy] - moved, loads[part_of[theirs]] + moved)
         highest[(used[heavy] - shifted > capacity) | (used[part_of[theirs]] + shifted > capacity)] = np.inf
@@ -245,8 +251,11 @@ def _rebalance(
     return assignment
 
 
-def _thin(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
-    """Return selected indices: about `most` evenly spaced indices below `count`, and all indices from `count` on."""
+def _sample_units(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
+    """Return the indices of some selected units.
+
+    These are about `most` evenly spaced real units (indices below `count`), and all empty units (indices from `count` on).
+    """
     units = np.flatnonzero(selected[:count])
     return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))
 
@@ -254,8 +263,8 @@ def _thin(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
 def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
     """Return the number of packs that first-fit-decreasing needs.
 
-    For T tokens the number is at most 2 T / max_tokens + 1, because two neighbouring packs together hold more than
-    `max_tokens`.
+    For T tokens, the number is at most 2 T / max_tokens + 1, because two successive packs together have more than `max_tokens`
+    tokens.
     """
     tokens = np.array([unit.tokens for unit in units], dtype=np.int64)
     most = min(len(units), 2 * int(tokens.sum()) // max_tokens + 1)
@@ -265,7 +274,7 @@ def _count_packs(units: Sequence[PackingUnit], max_tokens: int) -> int:
 
 
 def _collect[T](items: Sequence[T], assignment: Rows, parts: int) -> list[list[T]]:
-    """Return the items of each part, in their given order."""
+    """Return the items of each part, in the order of `items`."""
     collected: list[list[T]] = [[] for _ in range(parts)]
     for item, part in zip(items, assignment.tolist(), strict=True):
         collected[part].append(item)
@@ -273,7 +282,7 @@ def _collect[T](items: Sequence[T], assignment: Rows, parts: int) -> list[list[T
 
 
 def _ordered_rows(pack: Sequence[PackingUnit]) -> Rows:
-    """Return the rows of a micro-batch, shortest unit first, with the pieces of a group next to each other."""
+    """Return the rows of a micro-batch. Short units come first, and the pieces of a group are next to each other."""
     shortest: dict[int, int] = {}
     for unit in pack:
         shortest[unit.group] = min(unit.tokens, shortest.get(unit.group, unit.tokens))
@@ -289,6 +298,6 @@ def _total_cost(units: Iterable[PackingUnit]) -> float:
     return sum(unit.cost for unit in units)
 
 
-def _heaviest(units: Sequence[PackingUnit], parts: int) -> float:
-    """Return the cost of the heaviest of `parts` parts after partition_units."""
+def _heaviest_cost(units: Sequence[PackingUnit], parts: int) -> float:
+    """Return the cost of the heaviest part if `partition_units` distributes the units over `parts` parts."""
     return max(map(_total_cost, partition_units(units, parts)))

@@ -1,4 +1,4 @@
-"""Maps the columns of a row to a prompt, its ground truth and its metadata, and checks their values."""
+"""Reads prompt, ground truth and metadata from the columns of a row, and checks their values."""
 
 import difflib
 import math
@@ -27,22 +27,27 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a file. A dotted name is a field inside a column. The defaults are the common five columns.
+    """Names of the columns of a file. The defaults are verl's columns. A dotted name is a field inside a column.
 
-    A column that the user names (`named`) must exist in every row. If a row lacks the default column of `data_source`,
-    the data source is the name of the source; if it lacks the default column of `extra_info`, the extra info is empty.
-    None means that the file has no such column; the ground truth is then an empty text.
+    A column that the user names (`named`) must exist in every row. Two default columns may be absent: without `data_source`,
+    the data source is the name of the source; without `extra_info`, the extra info is empty. None means that the file has no
+    such column. Without a column of ground truths, the ground truth is an empty text.
     """
 
     prompt: str = "prompt"  # text, or a list of messages
     ground_truth: str | None = "reward_model.ground_truth"  # text, number, list or object
     data_source: str | None = "data_source"
-    extra_info: str | tuple[str, ...] | None = "extra_info"  # a column with an object, or several columns to collect
-    named: frozenset[str] = frozenset()  # the fields above that the user set
+    extra_info: str | tuple[str, ...] | None = (
+        "extra_info"  # one column with an object, or several columns that become the fields of an object
+    )
+    named: frozenset[str] = frozenset()  # names of the fields above that the user has set
 
     @classmethod
     def of(cls, node: Node, key: str, base: "Columns | None" = None) -> "Columns":
-        """Return `base` (default: the default columns) with the columns that the config sets at `key`. Raises ValueError."""
+        """Return `base` (default: verl's columns), changed by `node`, which is the value of the config key `key`.
+
+        Raises ValueError if `node` has an unknown field or an invalid value.
+        """
         known = [f.name for f in fields(cls) if f.name != "named"]
         for name, column in node.items():
             if name not in known:
@@ -60,7 +65,7 @@ class Columns:
         return replace(base, **chosen, named=named)
 
     def __call__(self, row: Row, source: str, system: str | None = None) -> PromptExample:
-        """Return the prompt of a row. `source` is the default data source, `system` the default system message.
+        """Return the prompt of a row. `source` is the default data source, and `system` is the default system message.
 
         Raises:
             RowError: a column is missing or has an invalid value.
@@ -91,7 +96,7 @@ def read_messages(value: Any, name: str) -> Messages:
     """Return the messages of a prompt. A text becomes one user message.
 
     Raises:
-        RowError: `value` is neither a text nor a list of {role, content} messages with texts and a known role.
+        RowError: `value` is neither a text nor a list of messages {role, content}, or a role is unknown.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -107,14 +112,14 @@ def read_messages(value: Any, name: str) -> Messages:
 
 
 def with_system_message(messages: Messages, system: str | None) -> Messages:
-    """Return `messages` preceded by a system message, unless they begin with one."""
+    """Return `messages`, with the system message `system` before them if they do not begin with a system message."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def _ground_truth(value: Any, name: str) -> GroundTruth:
-    """Return a text, list or object unchanged, and a number as text. Raises RowError for other values."""
+    """Return a text, list or object unchanged, and a number as text. Raises RowError for all other values."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal | list | dict):

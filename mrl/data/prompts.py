@@ -1,4 +1,4 @@
-"""Prompt data sets for RL: checked and tokenised rows, and an endless stream that draws them."""
+"""Prompt data sets for RL: rows that are checked and tokenised, and an endless stream that draws rows."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, conve
 from mrl.data.sources import PromptSource
 from mrl.data.tokenizer import ChatTemplate, Messages
 
-CHUNK = 4096  # prompts tokenised at once; the tokenizer library needs many times the memory of their tokens
+CHUNK = 4096  # number of prompts that are tokenised at once; this limits the memory of the tokenizer library
 
 
 @dataclass(frozen=True)
 class PromptConstraints:
-    """Limits on the tokens of a prompt, and the chat template that renders prompts."""
+    """Conditions for the tokens of a prompt, and the chat template that renders the prompt."""
 
     max_prompt_tokens: int
-    vocab_size: int  # size of the model's vocabulary
+    vocab_size: int  # a token id must be smaller than this size of the model's vocabulary
     chat: ChatTemplate = field(default_factory=ChatTemplate)
 
 
 @dataclass(frozen=True)
-class SourceShare:
-    """The number of rows of one source, and its weight in the mixture."""
+class MixtureSource:
+    """A source in the mixture of a data set: its number of usable rows, and its weight."""
 
     name: str
     rows: int
@@ -40,14 +40,14 @@ class SourceShare:
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """The usable rows of all sources, numbered from 0, source after source. Rows are tokenised once, into flat arrays."""
+    """The usable rows of all sources, numbered from 0, source after source. Their tokens are in one flat array."""
 
-    examples: list[PromptExample]  # [R]
-    row_numbers: NDArray[np.int64]  # [R] row number in its own file, from 0
-    tokens: NDArray[np.int32]  # [T] tokens of all prompts
-    cu_seqlens: NDArray[np.int64]  # [R+1] start of each prompt in `tokens`
-    shares: tuple[SourceShare, ...]  # one per source
-    report: RowReport
+    examples: list[PromptExample]  # [rows]
+    row_numbers: NDArray[np.int64]  # [rows] row number in the file that has the row, from 0
+    tokens: NDArray[np.int32]  # [tokens of all prompts]
+    cu_seqlens: NDArray[np.int64]  # [rows + 1] start of each prompt in `tokens`, and the end of the last
+    mixture: tuple[MixtureSource, ...]  # the sources, in the order of their rows
+    report: RowReport  # number of rows, and the rows that cannot be used
     model_path: str  # folder of the tokenizer
 
     @classmethod
@@ -56,8 +56,8 @@ class PromptDataset:
     ) -> "PromptDataset":
         """Read and tokenise every row of every source.
 
-        Bad and overlong rows are omitted and listed in `report`; enforce_row_policies checks whether the config allows
-        them.
+        Bad and overlong rows are omitted, and listed in `report`. Call `enforce_row_policies` to check whether the config
+        allows such rows.
 
         Raises:
             ValueError: a file cannot be read; the tokenizer or its chat template cannot be used.
@@ -66,15 +66,15 @@ class PromptDataset:
         examples: list[PromptExample] = []
         numbers: list[int] = []
         tokens: list[NDArray[np.int32]] = []
-        shares, report = [], RowReport(0, 0)
+        mixture, report = [], RowReport(0, 0)
         for source in sources:
             files = [_FilePrompts.read(table, source, tokenizer, constraints) for table in source.tables()]
-            of_source = sum((part.report for part in files), RowReport(0, 0))
-            shares.append(SourceShare(source.name, of_source.kept, source.weight))
-            report += of_source
-            examples += (example for part in files for example in part.examples)
-            numbers += (number for part in files for number in part.numbers)
-            tokens += (ids for part in files for ids in part.tokens)
+            source_report = sum((file.report for file in files), RowReport(0, 0))
+            mixture.append(MixtureSource(source.name, source_report.kept, source.weight))
+            report += source_report
+            examples += (example for file in files for example in file.examples)
+            numbers += (number for file in files for number in file.numbers)
+            tokens += (ids for file in files for ids in file.tokens)
         cu_seqlens = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
         flat = np.concatenate([np.empty(0, np.int32), *tokens])
         return cls(
@@ -82,28 +82,28 @@ class PromptDataset:
             np.array(numbers, np.int64),
             flat,
             cu_seqlens,
-            tuple(shares),
+            tuple(mixture),
             report,
             str(Path(model_path).resolve()),
         )
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the omitted rows to `path`, and raise if a policy forbids them. A policy is "error" or "skip".
+        """Write the omitted rows to `path`, and raise an error if a policy forbids them. A policy is "error" or "skip".
 
         Raises:
             ValueError: a row was omitted under the policy "error", or a source has no usable row.
         """
         self.report.enforce_row_policies(path, bad_rows=bad_rows, overlong=overlong)
-        for share in self.shares:
-            if not share.rows:
-                source = f"source {share.name!r}" if share.name else "the files"
-                raise ValueError(f"{source}: no row is left ({self.report}); {path} lists the reasons.")
+        for source in self.mixture:
+            if not source.rows:
+                described = f"source {source.name!r}" if source.name else "the files"
+                raise ValueError(f"{described}: no row is left ({self.report}); {path} lists the reasons.")
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def encode(self, row: int) -> list[int]:
-        """Return the token ids of a prompt, up to the start of the response."""
+        """Return the token ids of a prompt. The response follows them directly."""
         return self.tokens[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
@@ -111,34 +111,36 @@ class PromptDataset:
         return text.decode(self.model_path, responses)
 
     def messages(self, row: int) -> Messages:
-        """Return the messages of the prompt, with the system message."""
+        """Return the messages of a prompt, including the system message."""
         return self.examples[row].messages
 
     def ground_truth(self, row: int) -> Any:
-        """Return the ground truth: a text, list or object."""
+        """Return the ground truth of a prompt: a text, list or object."""
         return self.examples[row].ground_truth
 
     def data_source(self, row: int) -> str:
+        """Return the name of the source that the row states, or its default."""
         return self.examples[row].data_source
 
     def extra_info(self, row: int) -> dict[str, Any]:
+        """Return the further fields of the row, which rewards may read."""
         return self.examples[row].extra_info
 
-    def sets(self) -> dict[str, range]:
-        """Return the row numbers of each source by name; a source without a name has the key `""`."""
-        ends = list(accumulate(share.rows for share in self.shares))
-        return {share.name: range(end - share.rows, end) for share, end in zip(self.shares, ends, strict=True)}
+    def rows_by_source(self) -> dict[str, range]:
+        """Return name of a source -> its rows in this data set. A source without a name has the key `""`."""
+        ends = accumulate(source.rows for source in self.mixture)
+        return {source.name: range(end - source.rows, end) for source, end in zip(self.mixture, ends, strict=True)}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the tokens in order. Data sets with the same fingerprint have the same prompts."""
+        """Digest of all tokens. Data sets with the same fingerprint have the same prompts in the same order."""
         digest = hashlib.blake2b(self.tokens.tobytes(), digest_size=16)
         digest.update(self.cu_seqlens.tobytes())
         return digest.hexdigest()
 
     def stream(self, batch_size: int, seed: int, shuffle: bool) -> "PromptStream":
-        """Return an endless stream of row numbers that draws from the sources in proportion to their weights."""
-        return PromptStream(len(self), batch_size, seed, shuffle, self.shares, self.fingerprint)
+        """Return an endless stream of rows, which draws from the sources in proportion to their weights."""
+        return PromptStream(len(self), batch_size, seed, shuffle, self.mixture, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class _FilePrompts:
 
     examples: list[PromptExample]
     numbers: list[int]  # row number of each example in the file
-    tokens: list[NDArray[np.int32]]
+    tokens: list[NDArray[np.int32]]  # tokens of each example
     report: RowReport
 
     @classmethod
@@ -168,24 +170,27 @@ class _FilePrompts:
             _check_text(source.columns.ground_truth or "", example.ground_truth)
             return number, example, rendered
 
-        found, left_out = convert_rows(table, convert)
+        converted, omitted = convert_rows(table, convert)
         examples, numbers, tokens = [], [], []
-        for chunk in batched(found, CHUNK):
+        for chunk in batched(converted, CHUNK):
             encoded = text.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
             for (number, example, _), ids in zip(chunk, encoded, strict=True):
                 reason, overlong = _token_fault(ids, constraints)
                 if reason:
-                    left_out.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
+                    omitted.append(BadRow(table.file, number, source.columns.prompt, reason, overlong))
                 else:
                     examples.append(example)
                     numbers.append(number)
                     tokens.append(np.array(ids, np.int32))
-        left_out.sort(key=lambda bad: bad.row)
-        return cls(examples, numbers, tokens, RowReport(len(table), len(examples), tuple(left_out)))
+        omitted.sort(key=lambda bad: bad.row)
+        return cls(examples, numbers, tokens, RowReport(len(table), len(examples), tuple(omitted)))
 
 
 def _check_text(column: str, value: Any) -> None:
-    """Raise RowError for a text that UTF-8 cannot encode, such as a lone surrogate. Only user-defined data sets have these."""
+    """Raise RowError for a text that UTF-8 cannot encode, such as a lone surrogate.
+
+    Only user-defined data sets can have such texts.
+    """
     try:
         value.encode() if isinstance(value, str) else None
     except UnicodeEncodeError as error:
@@ -193,7 +198,10 @@ def _check_text(column: str, value: Any) -> None:
 
 
 def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, bool]:
-    """Return (why these tokens cannot be a prompt, whether they are only too many); the reason is empty if they can."""
+    """Return (reason, overlong). The reason says why these tokens cannot be a prompt, and is empty if they can.
+
+    `overlong` is true if the only reason is that there are too many tokens.
+    """
     if not ids:
         return "the chat template gave no tokens.", False
     if max(ids) >= constraints.vocab_size:
@@ -210,12 +218,12 @@ def _token_fault(ids: list[int], constraints: PromptConstraints) -> tuple[str, b
 
 
 class PromptStream:
-    """Endless stream of row numbers in batches. A batch may span two epochs, so every row is drawn in every epoch.
+    """Endless stream of batches of rows. A batch may span two epochs, so every row is drawn in every epoch.
 
-    A source with a fraction w of the total weight has on average w n of the first n rows, and always fewer than
-    w n + 1. Each source has its own epochs. The order within an epoch depends only on (seed, epoch, source), and the
-    choice of the next source depends only on the number of rows drawn from each source. So the position of a stream is
-    one number per source.
+    A source with a fraction w of the total weight contributes on average w n of the first n rows, and always fewer than
+    w n + 1. Each source has its own epochs. The order of rows within an epoch depends only on (seed, epoch, source). The
+    choice of the next source depends only on the number of rows that have been drawn from each source. So these numbers are the
+    whole position of a stream.
     """
 
     def __init__(
@@ -224,66 +232,72 @@ class PromptStream:
         batch_size: int,
         seed: int,
         shuffle: bool,
-        shares: Sequence[SourceShare] = (),
+        mixture: Sequence[MixtureSource] = (),
         fingerprint: str = "",
     ) -> None:
         """Start at the first row.
 
-        `shares` are the sources, in the order of their rows; empty: one source. `fingerprint` identifies the data set.
+        `mixture` has the sources in the order of their rows. If it is empty, all rows are one source. `fingerprint` identifies
+        the data set.
         """
         if num_rows < 1:
             raise ValueError("a stream needs at least one row, got none.")
-        self.shares = tuple(shares) or (SourceShare("", num_rows),)
-        assert sum(share.rows for share in self.shares) == num_rows, f"{self.shares} do not have {num_rows} rows"
+        self.mixture = tuple(mixture) or (MixtureSource("", num_rows),)
+        assert sum(source.rows for source in self.mixture) == num_rows, f"{self.mixture} do not have {num_rows} rows"
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.fingerprint = fingerprint
-        self.drawn = [0] * len(self.shares)  # rows drawn from each source so far
-        # source -> (its current epoch, order of its rows in this epoch)
+        self.drawn = [0] * len(self.mixture)  # number of rows that have been drawn from each source
+        # index of a source -> (its current epoch, order of its rows in this epoch)
         self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return self
 
     def __next__(self) -> NDArray[np.int64]:
-        """Return the next `batch_size` row numbers."""
+        """Return the next `batch_size` rows, as row numbers of the data set."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """Return the next `count` row numbers."""
+        """Return the next `count` rows, as row numbers of the data set."""
         sources = self._next_sources(count)
         batch = np.empty(count, np.int64)
-        for source in range(len(self.shares)):
-            places = sources == source
-            batch[places] = self._take(source, int(places.sum()))
+        for source in range(len(self.mixture)):
+            is_from_source = sources == source
+            batch[is_from_source] = self._take_from(source, int(is_from_source.sum()))
         return batch
 
     def _next_sources(self, count: int) -> NDArray[np.int64]:
-        """Return the source of each of the next `count` rows: the one that is furthest behind its weight (first of equals)."""
-        if len(self.shares) == 1:
+        """Return the source of each of the next `count` rows: [count].
+
+        Each row comes from the source whose number of drawn rows is furthest below its fraction of the total weight.
+        """
+        if len(self.mixture) == 1:
             return np.zeros(count, np.int64)
-        total = sum(share.weight for share in self.shares)
-        weights = [share.weight / total for share in self.shares]
-        drawn, first = list(self.drawn), sum(self.drawn) + 1
+        total = sum(source.weight for source in self.mixture)
+        weights = [source.weight / total for source in self.mixture]
+        drawn, next_count = list(self.drawn), sum(self.drawn) + 1
         sources = np.empty(count, np.int64)
-        for place in range(count):
-            behind = [weight * (first + place) - had for weight, had in zip(weights, drawn, strict=True)]
-            sources[place] = source = behind.index(max(behind))
-            drawn[source] += 1
+        for index in range(count):
+            missing = [weight * (next_count + index) - num for weight, num in zip(weights, drawn, strict=True)]
+            chosen = missing.index(max(missing))
+            sources[index] = chosen
+            drawn[chosen] += 1
         return sources
 
-    def _take(self, source: int, count: int) -> NDArray[np.int64]:
-        """Return the next `count` rows of a source; they may span several epochs."""
-        rows = self.shares[source].rows
+    def _take_from(self, source: int, count: int) -> NDArray[np.int64]:
+        """Return the next `count` rows of a source. They may span several epochs."""
+        rows = self.mixture[source].rows
         parts = [np.empty(0, np.int64)]
         while count:
             epoch, position = divmod(self.drawn[source], rows)
             parts.append(self._order(source, epoch)[position : position + count])
             count -= len(parts[-1])
             self.drawn[source] += len(parts[-1])
-        return np.concatenate(parts) + sum(share.rows for share in self.shares[:source])
+        return np.concatenate(parts) + sum(earlier.rows for earlier in self.mixture[:source])
 
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        rows = self.shares[source].rows
+        """Return the order of the rows of a source in an epoch."""
+        rows = self.mixture[source].rows
         if not self.shuffle:
             return np.arange(rows)
         if self._orders.get(source, (-1,))[0] != epoch:
@@ -292,31 +306,31 @@ class PromptStream:
         return self._orders[source][1]
 
     def _identity(self) -> dict[str, Any]:
-        """Return the properties on which a position depends; a position is valid only for a stream with the same values."""
+        """Return the properties of the stream. A saved position is valid only for a stream with the same properties."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "sources": [share.name for share in self.shares],
-            "rows": [share.rows for share in self.shares],
-            "weights": [share.weight for share in self.shares],
+            "sources": [source.name for source in self.mixture],
+            "rows": [source.rows for source in self.mixture],
+            "weights": [source.weight for source in self.mixture],
             "data": self.fingerprint,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and identity of the stream, as plain lists, texts and numbers."""
+        """Return the position and the properties of the stream, as lists, texts and numbers."""
         return {"drawn": list(self.drawn), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a stream with the same rows, seed and weights. The batch size may differ.
 
         Raises:
-            ValueError: the state belongs to another stream; the message names the difference.
+            ValueError: the state was saved by another stream. The message names the difference.
         """
         for name, ours in self._identity().items():
             if name not in state or state[name] != ours:
                 raise ValueError(
-                    f"the saved position in the prompts belongs to other {name}: it has {state.get(name)!r:.200}, this run "
-                    f"has {ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
+                    f"the position in the prompts was saved for other prompts: {name} was {state.get(name)!r:.200}, in this run "
+                    f"it is {ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
                 )
         drawn = state.get("drawn")
         if not isinstance(drawn, list) or len(drawn) != len(self.drawn) or min(drawn) < 0:

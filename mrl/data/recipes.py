@@ -1,4 +1,7 @@
-"""Recipes that convert known data sets to the common five columns: a function from row to answer, and an entry in RECIPES."""
+"""Recipes that convert published data sets to the default columns of mrl, for `mrl data prepare`.
+
+A recipe is a function that converts one row, and an entry in RECIPES.
+"""
 
 import re
 from collections.abc import Callable
@@ -8,13 +11,13 @@ from pathlib import Path
 from mrl.data.row_files import Row, RowError, read_all, text_value
 from parallel.durable_files import atomic_file
 
-Answer = tuple[str, str, Row]  # problem, ground truth, columns to keep in extra_info
+Answer = tuple[str, str, Row]  # problem, ground truth, further columns for extra_info
 
 _GSM8K = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 def gsm8k(row: Row) -> Answer:
-    """Convert a GSM8K row: `question`, and `answer` that ends in `#### NUMBER`."""
+    """Convert a row of GSM8K. It has `question`, and `answer`, which ends in `#### NUMBER`."""
     answer = text_value(row, "answer")
     found = _GSM8K.search(answer)
     if not found:
@@ -23,7 +26,10 @@ def gsm8k(row: Row) -> Answer:
 
 
 def math(row: Row) -> Answer:
-    r"""Convert a MATH row: `problem`, and `solution` with the answer in the last \boxed{...}. Keeps level, type, subject."""
+    r"""Convert a row of MATH. It has `problem`, and `solution` with the answer in the last \boxed{...}.
+
+    The columns level, type and subject go to extra_info.
+    """
     solution = text_value(row, "solution")
     answer = last_boxed(solution)
     if answer is None:
@@ -35,9 +41,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 def last_boxed(solution: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \fbox{...}; None if its braces are not closed. Nested braces are allowed.
+    r"""Return the content of the last \boxed{...} or \fbox{...}. Nested braces are allowed.
 
-    \boxed may also be followed by a single character: \boxed 7.
+    \boxed may also be followed by a single character: \boxed 7. Returns None if there is no box or its braces are not closed.
     """
     boxes = list(_BOX.finditer(solution))
     if not boxes:
@@ -47,7 +53,9 @@ def last_boxed(solution: str) -> str | None:
         single = re.match(r"[^\s{}$\\]", rest)
         return single[0] if single else None
     depth = 0
-    for mark in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # skips escaped braces
+    for mark in re.finditer(
+        r"\\.|[{}]", rest, re.DOTALL
+    ):  # an escaped brace matches together with its backslash, and is not counted
         depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0 and mark[0] == "}":
             return rest[1 : mark.start()].strip()
@@ -59,9 +67,9 @@ class Recipe:
     """Converts the rows of one data set."""
 
     convert: Callable[[Row], Answer]  # raises RowError
-    data_source: str
-    instruction: str  # added to each problem
-    source_columns: str  # columns that `convert` reads, for --help
+    data_source: str  # value of the column data_source
+    instruction: str  # sentence that is added to each problem
+    source_columns: str  # description of the columns that `convert` reads, for --help
 
 
 RECIPES = {
@@ -86,8 +94,8 @@ def prepare(
     """Convert the rows of `source` to prompts in the parquet file `target`, and return their number.
 
     Raises:
-        ValueError: the recipe does not exist, or rows cannot be used; no file is then written. The message has the
-            number of these rows, and file, row, column and reason for the first rows.
+        ValueError: the recipe does not exist, or a row cannot be used. No file is written then. The message contains the
+            number of unusable rows, and for the first ones file, row, column and reason.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

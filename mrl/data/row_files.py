@@ -1,6 +1,6 @@
 """Reads rows of jsonl and parquet files and of saved data sets, and reports rows that cannot be used.
 
-A row that cannot be used is omitted, and reported with its file, row number, column and the reason.
+Every row that cannot be used is omitted. It is reported with file, row number, column and reason.
 """
 
 import difflib
@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-SHOWN = 5  # bad rows in an error message; the report file lists all
+SHOWN = 5  # an error message describes at most this many bad rows; the report file lists all
 
 
 class RowError(ValueError):
-    """A row cannot be used. `column` is empty if the whole row is invalid. The reader turns the error into a BadRow."""
+    """A row cannot be used. `column` is empty if the whole row is invalid. `convert_rows` turns the error into a BadRow."""
 
     def __init__(self, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}" if column else reason)
@@ -24,55 +24,55 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is omitted. Row numbers start at 0; in jsonl files, blank lines are counted."""
+    """A row that is omitted. Row numbers start at 0. In a jsonl file, blank lines are counted, too."""
 
     file: str
     row: int
-    column: str  # empty: the whole row
+    column: str  # empty if the whole row is invalid
     reason: str
-    overlong: bool = False  # the row is valid, but too long
+    overlong: bool = False  # True: the row is valid, but too long
 
     def __str__(self) -> str:
-        where = f"{self.file}, row {self.row}" + (f", column {self.column!r}" if self.column else "")
-        return f"{where}: {self.reason}"
+        position = f"{self.file}, row {self.row}" + (f", column {self.column!r}" if self.column else "")
+        return f"{position}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class RowReport:
-    """Counts of the rows of a data set (rows = kept + bad + overlong), and the omitted rows."""
+    """Number of rows of a data set (rows = kept + bad + overlong), and the omitted rows."""
 
     rows: int
-    kept: int
-    left_out: tuple[BadRow, ...] = ()
+    kept: int  # number of rows that can be used
+    omitted: tuple[BadRow, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.rows == self.kept + len(self.left_out), f"{self.rows} rows, {self.kept} kept, {len(self.left_out)}"
+        assert self.rows == self.kept + len(self.omitted), f"{self.rows} rows, {self.kept} kept, {len(self.omitted)}"
 
     def __add__(self, other: "RowReport") -> "RowReport":
-        return RowReport(self.rows + other.rows, self.kept + other.kept, self.left_out + other.left_out)
+        return RowReport(self.rows + other.rows, self.kept + other.kept, self.omitted + other.omitted)
 
     @property
     def num_overlong(self) -> int:
-        return sum(row.overlong for row in self.left_out)
+        return sum(row.overlong for row in self.omitted)
 
     @property
     def num_bad(self) -> int:
-        return len(self.left_out) - self.num_overlong
+        return len(self.omitted) - self.num_overlong
 
     def __str__(self) -> str:
         return f"{self.kept} of {self.rows} rows kept, {self.num_bad} bad, {self.num_overlong} overlong"
 
     def enforce_row_policies(self, path: Path, *, bad_rows: str, overlong: str) -> None:
-        """Write the omitted rows to `path`, one JSON object per line. Write no file if there are none.
+        """Write the omitted rows to `path`, one JSON object per line. If no row is omitted, no file is written.
 
         Raises:
             ValueError: bad_rows="error" and there are bad rows, or overlong="error" and there are overlong rows.
         """
         path.unlink(missing_ok=True)
-        if self.left_out:
+        if self.omitted:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in self.left_out))
-        refused = [row for row in self.left_out if (overlong if row.overlong else bad_rows) == "error"]
+            path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in self.omitted))
+        refused = [row for row in self.omitted if (overlong if row.overlong else bad_rows) == "error"]
         if refused:
             keys = [("data.bad_rows", self.num_bad, bad_rows), ("data.overlong", self.num_overlong, overlong)]
             skip = " and ".join(f"{key}=skip" for key, count, policy in keys if count and policy == "error")
@@ -82,7 +82,7 @@ class RowReport:
 
 
 def describe_bad_rows(bad: Iterable[BadRow], rows: int) -> str:
-    """Return the number of bad rows and the first of them, for an error message."""
+    """Return a text for an error message: the number of bad rows, and a line for each of the first ones."""
     bad = list(bad)
     lines = [f"{len(bad)} of {rows} rows cannot be used:", *(f"  {row}" for row in bad[:SHOWN])]
     return "\n".join(lines + ([f"  ... and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []))
@@ -92,12 +92,12 @@ Row = dict[str, Any]
 
 EXPECTED = "a .jsonl or .parquet file, or a folder written by datasets' save_to_disk"
 
-MAX_DEPTH = 100  # largest nesting of JSON values, because rows are traversed and pickled recursively
+MAX_DEPTH = 100  # deepest nesting of JSON values; it is limited because rows are traversed and pickled recursively
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of one file. Row numbers start at 0; in jsonl files, blank lines have a number but are not rows."""
+    """The rows of one file. Row numbers start at 0. In a jsonl file, a blank line is no row, but has a row number."""
 
     file: str
     rows: list[Row]
@@ -129,32 +129,32 @@ def read_table(path: str | Path) -> RowTable:
 
 
 def read_all[T](path: str | Path, convert: Callable[[int, Row], T]) -> list[T]:
-    """Return `convert(number, row)` of every row of a file. Every row must be valid.
+    """Return `convert(number, row)` for every row of a file. All rows must be valid.
 
     Raises:
-        ValueError: the file cannot be read, or some rows cannot be read or converted. The message has the number of
-            these rows and describes the first ones.
+        ValueError: the file cannot be read, or a row cannot be read or converted. The message contains the number of such
+            rows, and describes the first ones.
     """
     table = read_table(path)
-    made, bad = convert_rows(table, convert)
+    converted, bad = convert_rows(table, convert)
     if bad:
         raise ValueError(describe_bad_rows(sorted(bad, key=lambda b: b.row), len(table)))
-    return made
+    return converted
 
 
 def convert_rows[T](table: RowTable, convert: Callable[[int, Row], T]) -> tuple[list[T], list[BadRow]]:
-    """Return (`convert(number, row)` of each valid row, the bad rows). `convert` raises RowError for a bad row."""
-    made, bad = [], list(table.bad)
+    """Return the results of `convert(number, row)` for all valid rows, and the bad rows. `convert` may raise RowError."""
+    converted, bad = [], list(table.bad)
     for number, row in zip(table.numbers, table.rows, strict=True):
         try:
-            made.append(convert(number, row))
+            converted.append(convert(number, row))
         except RowError as error:
             bad.append(BadRow(table.file, number, error.column, error.reason))
-    return made, bad
+    return converted, bad
 
 
 def column_value(row: Row, name: str) -> Any:
-    """Return the value of a column. `a.b` is the column `a.b` if it exists, otherwise field `b` of column `a`.
+    """Return the value of a column. The name `a.b` means the column `a.b` if it exists, otherwise the field `b` of column `a`.
 
     Raises:
         RowError: the column does not exist; the message suggests the most similar name.
@@ -166,7 +166,7 @@ def column_value(row: Row, name: str) -> Any:
         if not isinstance(value, dict):
             raise RowError(".".join(parts[:depth]), f"expected an object with {part!r}, got {value!r:.80}.")
         if part not in value:
-            raise RowError(".".join(parts[: depth + 1]), _missing(part, tuple(value)))
+            raise RowError(".".join(parts[: depth + 1]), _missing_message(part, tuple(value)))
         value = value[part]
     return value
 
@@ -179,8 +179,8 @@ def text_value(row: Row, name: str) -> str:
     return value
 
 
-@lru_cache(1024)  # most files give the same message for every row
-def _missing(name: str, found: tuple[str, ...]) -> str:
+@lru_cache(1024)  # cached, because most files give the same message for every row
+def _missing_message(name: str, found: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, found, n=1)
     hint = f"; did you name it {near[0]!r}?" if near else "."
     return f"is missing; found {', '.join(found) or 'nothing'}{hint}"
@@ -205,10 +205,10 @@ def _parse(line: bytes) -> Row:
     import orjson
 
     try:
-        orjson.loads(line)  # strict: rejects invalid UTF-8, lone surrogates, NaN and infinity
+        orjson.loads(line)  # unlike json, this rejects invalid UTF-8, lone surrogates, NaN and infinity
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not a JSON object ({error}): {line[:80]!r}") from error
-    row = json.loads(line, object_pairs_hook=_unique_keys)  # json keeps large integers exact
+    row = json.loads(line, object_pairs_hook=_unique_keys)  # unlike orjson, json keeps large integers exact
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}.")
     if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(row) > MAX_DEPTH:
@@ -271,7 +271,7 @@ def _read_arrow(file: str, table: Any) -> RowTable:
 
 
 def _read_one_by_one(file: str, table: Any) -> RowTable:
-    """Read a table row by row, because some rows contain bytes that are not UTF-8."""
+    """Read a table row by row. This finds the rows with bytes that are not UTF-8."""
     rows, numbers, bad = [], [], []
     for number in range(table.num_rows):
         values: Iterable[tuple[str, Any]] = zip(table.column_names, table.slice(number, 1).columns, strict=True)

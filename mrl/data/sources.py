@@ -1,4 +1,4 @@
-"""Sources of prompts, from the config: files, weighted mixtures, named test sets, or user-defined data sets."""
+"""Reads from the config where prompts come from: files, weighted mixtures, held-out sets, or user-defined data sets."""
 
 import difflib
 import math
@@ -16,9 +16,8 @@ from mrl.data.row_files import BadRow, Row, RowTable, read_table
 class UserDataset(Protocol):
     """Interface of a user-defined data set (`data.dataset`), such as a list of dicts or a Hugging Face Dataset.
 
-    A row has `prompt` (text or messages) and `ground_truth`, and optionally `data_source` and `extra_info`;
-    `data.columns` may set other names. Rows are read once, in order, before any process starts, and are checked like
-    the rows of a file.
+    A row has `prompt` (text or messages) and `ground_truth`, and may have `data_source` and `extra_info`. `data.columns` can
+    set other names. All rows are read once, in order, before any process starts. They are checked like the rows of a file.
     """
 
     def __len__(self) -> int: ...
@@ -28,34 +27,37 @@ class UserDataset(Protocol):
 
 @dataclass(frozen=True)
 class PromptSource:
-    """One source of prompts and its weight in the mixture."""
+    """One source of prompts, and its weight in the mixture."""
 
     files: tuple[str, ...] = ()
     columns: Columns = field(default_factory=Columns)
     system: str | None = None  # system message for prompts without one
-    name: str = ""  # key in data.mixture or data.test_sets; it is the default data_source (empty: the file's name)
-    weight: float = 1.0  # relative number of rows drawn from this source
-    rows: UserDataset | None = None  # user-defined data set instead of files
-    target: str = ""  # _target_ of the user-defined data set, for error messages
+    name: str = ""  # key in data.mixture or data.test_sets, or empty
+    weight: float = 1.0  # number of rows that are drawn from this source, relative to other sources
+    rows: UserDataset | None = None  # a user-defined data set, in place of files
+    target: str = ""  # `_target_` of the user-defined data set, for error messages
 
     def tables(self) -> Iterator[RowTable]:
-        """Yield the rows, file by file. Raises ValueError at a file that cannot be read."""
+        """Yield the rows, file by file. Raises ValueError if a file cannot be read."""
         if self.rows is not None:
             yield _read_user_dataset(self.rows, self.target)
         for path in self.files:
             yield read_table(path)
 
     def split_by_file(self) -> Iterator["PromptSource"]:
-        """Yield one source per file; a user-defined data set is yielded unchanged."""
+        """Yield one source for each file. A source with a user-defined data set is yielded unchanged."""
         yield from ([replace(self, files=(file,)) for file in self.files] if self.files else [self])
 
     def data_source(self, table: RowTable) -> str:
-        """Return the default data_source of the rows of `table`."""
+        """Return the data source of all rows of `table` that do not state one."""
         return self.name or (Path(table.file).stem if self.files else "dataset")
 
 
 def train_sources(data: DataConfig) -> list[PromptSource]:
-    """Return the sources of training prompts. Raises ValueError unless exactly one of data.train, mixture and dataset is set."""
+    """Return the sources of training prompts.
+
+    Raises ValueError if none of data.train, data.mixture and data.dataset is set, or more than one.
+    """
     given = {"data.train": data.train, "data.mixture": data.mixture, "data.dataset": data.dataset}
     chosen = [key for key, value in given.items() if value]
     if not chosen:
@@ -65,7 +67,7 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
         )
     if len(chosen) > 1:
         raise ValueError(
-            f"{' and '.join(chosen)} are set, at most one is allowed; empty the others, as in data.train=[]."
+            f"{' and '.join(chosen)} are set, but at most one of them may be; empty the others, as in data.train=[]."
         )
     if data.train:
         return [_source(dict(files=list(data.train)), "data.train", data)]
@@ -75,7 +77,10 @@ def train_sources(data: DataConfig) -> list[PromptSource]:
 
 
 def test_sources(data: DataConfig) -> list[PromptSource]:
-    """Return the test sets: data.test without a name, and each of data.test_sets by its name. Raises ValueError."""
+    """Return the sources of held-out prompts: data.test, which has no name, and each named set of data.test_sets.
+
+    Raises ValueError if a source is invalid.
+    """
     unnamed = [_source(dict(files=list(data.test)), "data.test", data)] if data.test else []
     return unnamed + [_named(name, node, "data.test_sets", data) for name, node in data.test_sets.items()]
 
@@ -115,13 +120,14 @@ def _files(value: Any, key: str) -> tuple[str, ...]:
 
 
 def _construct_rows(node: Any, key: str) -> UserDataset:
-    """Return the user's object, or the result of the user's function. Raises ValueError unless it is a data set with rows."""
+    """Return the user's object, or the result of the user's function.
+
+    Raises ValueError if this is not a data set, or has no rows.
+    """
     if not isinstance(node, dict):
         raise ValueError(f"{key}={node!r}: expected a _target_ and its arguments.")
     built = instantiate(node, key)
-    if callable(built) and not hasattr(
-        type(built), "__getitem__"
-    ):  # a function or callable object that returns the rows
+    if callable(built) and not hasattr(type(built), "__getitem__"):  # a function or an object that returns the rows
         built = _call(built, key, node["_target_"])
     for method in ("__len__", "__getitem__"):
         if not hasattr(type(built), method):

@@ -1,4 +1,4 @@
-"""Supervised data set: prompts, and responses of one turn or of several turns with tool results."""
+"""Supervised data set. Its rows have a prompt and a response, which may have several turns with tool results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from mrl.data.tool_template import ToolTemplate, encode_text
 
 @dataclass(frozen=True)
 class SftDataset:
-    """Token ids of each row. The loss covers the responses with their end-of-sequence token, without tool results."""
+    """Token ids of each row. The loss covers the response and its end-of-sequence token, but not tool results."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -26,7 +26,7 @@ class SftDataset:
 
         Raises:
             ValueError: a row is invalid or exceeds `max_tokens`, or the chat template cannot render the tool results of
-                a row. The message has file, row, column and reason.
+                a row. The message contains file, row, column and reason.
         """
         tokenizer, args = load_tokenizer(model_path, chat), chat.args if chat else None
         rows = read_all(path, _read)
@@ -35,8 +35,8 @@ class SftDataset:
         for (number, *_), prompt, response in zip(rows, prompts, responses, strict=True):
             if len(prompt) + len(response) > max_tokens:
                 raise ValueError(
-                    f"{path}, row {number}: prompt and response are {len(prompt) + len(response)} tokens, the model's "
-                    f"context is {max_tokens}; shorten or remove the row."
+                    f"{path}, row {number}: prompt and response have {len(prompt) + len(response)} tokens, more than the "
+                    f"{max_tokens} of the model's context; shorten or remove the row."
                 )
         return cls(prompts, responses, sampled)
 
@@ -53,12 +53,15 @@ def _read(number: int, row: Row) -> tuple[int, Messages, ResponseMessages]:
 
 
 def _read_response(response: Any) -> ResponseMessages:
-    """Return a response: a text, or messages of assistant, tool, assistant, ..., assistant. Raises RowError for other values."""
+    """Return a response: a text, or messages whose roles are assistant, tool, assistant, ..., assistant.
+
+    Raises RowError for all other values.
+    """
     if isinstance(response, str):
         return response
     fits = isinstance(response, list) and len(response) % 2 == 1
-    for place, message in enumerate(response if fits else ()):
-        role = ("assistant", "tool")[place % 2]
+    for index, message in enumerate(response if fits else ()):
+        role = ("assistant", "tool")[index % 2]
         fits &= isinstance(message, dict) and message.get("role") == role and isinstance(message.get("content"), str)
     if not fits:
         raise RowError(
@@ -71,26 +74,29 @@ def _read_response(response: Any) -> ResponseMessages:
 def _encode_responses(
     tokenizer: Any, responses: list[ResponseMessages], args: dict[str, Any] | None
 ) -> tuple[list[list[int]], list[list[bool]] | None]:
-    """Return the tokens of each response, and which tokens are in the loss: the assistant's text and its end-of-turn tokens."""
+    """Return the tokens of each response, and whether each token is in the loss.
+
+    The loss covers the assistant's text and its end-of-turn tokens. If all responses are texts, the second result is None.
+    """
     texts = [response for response in responses if isinstance(response, str)]
     if len(texts) == len(responses):
         return [ids + [tokenizer.eos_token_id] for ids in encode_texts(tokenizer, texts)], None
     turns = [[dict(content=x)] if isinstance(x, str) else x for x in responses]
     template = ToolTemplate.of(tokenizer, args=args) if any(len(x) > 1 for x in turns) else None
     pairs = [_encode_turns(tokenizer, template, x) for x in turns]
-    return [ids for ids, _ in pairs], [learned for _, learned in pairs]
+    return [ids for ids, _ in pairs], [in_loss for _, in_loss in pairs]
 
 
 def _encode_turns(
     tokenizer: Any, template: ToolTemplate | None, turns: list[dict[str, str]]
 ) -> tuple[list[int], list[bool]]:
     ids = encode_text(tokenizer, turns[0]["content"])
-    learned = [True] * len(ids)
+    in_loss = [True] * len(ids)
     for tool, assistant in zip(turns[1::2], turns[2::2], strict=True):
         assert template, "several turns have tool results"
         result = template.encode(tool["content"], limit=len(tool["content"]) + 1)
-        between, answer = template.wrap([result], closed=False), encode_text(tokenizer, assistant["content"])
-        ends = len(template.end)
+        between, answer = template.wrap([result], turn_ended=False), encode_text(tokenizer, assistant["content"])
+        num_end_tokens = len(template.end)
         ids += between + answer
-        learned += [True] * ends + [False] * (len(between) - ends) + [True] * len(answer)
-    return [*ids, tokenizer.eos_token_id], [*learned, True]
+        in_loss += [True] * num_end_tokens + [False] * (len(between) - num_end_tokens) + [True] * len(answer)
+    return [*ids, tokenizer.eos_token_id], [*in_loss, True]

@@ -1,7 +1,7 @@
 """Synthetic tasks and tiny models, created locally without a download.
 
-The quickstart uses the doubling task, the agent example uses the calculator task. Both tasks have one token per
-character.
+The quickstart uses the doubling task, and the agent example uses the calculator task. In both tasks, each character is one
+token.
 """
 
 import random
@@ -20,7 +20,7 @@ def make_doubling_task(folder: str | Path, seed: int = 0, model: str = "qwen3") 
     """Create the task of doubling four-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
 
     Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
-    time. `model` is one of TINY_MODELS; each model needs its own folder.
+    time. `model` is a key of TINY_MODELS. Each model needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -46,7 +46,7 @@ def doubling_question(number: int) -> list[dict[str, str]]:
 
 
 def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
-    """Write RL prompts in the common five columns (data_source, prompt, ability, reward_model, extra_info)."""
+    """Write RL prompts with the columns of verl: data_source, prompt, ability, reward_model, extra_info."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -64,7 +64,7 @@ def write_prompts(path: Path, split: str, numbers: list[int]) -> None:
 
 
 def write_supervised(path: Path, numbers: list[int]) -> None:
-    """Write prompt and response rows of the problems, for the supervised warm start."""
+    """Write one row with prompt and response for each problem, for the warm start."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,13 +82,14 @@ CALCULATOR_TEMPLATE = (
 )
 
 
-def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", calls: float = 0.15) -> None:
+def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3", call_fraction: float = 0.15) -> None:
     """Create the task of multiplying three-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
 
-    Does nothing if `folder` exists. The model can answer correctly only by calling the calculator tool. `calls` is the
-    fraction of supervised rows that call the tool; the other rows give a wrong answer without it. The folder is
-    created atomically, so several processes may call this at the same time. `model` is one of TINY_MODELS; each model
-    needs its own folder.
+    The model can answer correctly only if it calls the calculator tool. `call_fraction` is the fraction of supervised rows
+    that call the tool. The other rows give a wrong answer without it.
+
+    Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
+    time. `model` is a key of TINY_MODELS. Each model needs its own folder.
     """
     with atomic_folder(folder) as partial:
         if partial is None:
@@ -104,7 +105,7 @@ def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3"
         )
         _write_parquet(
             partial / "sft.parquet",
-            [_product_demonstration(rng, calls, *problem) for problem in chosen[PRODUCT_NUM_TEST:]],
+            [_product_demonstration(rng, call_fraction, *problem) for problem in chosen[PRODUCT_NUM_TEST:]],
         )
         tokenizer = character_tokenizer()
         tokenizer.add_special_tokens({"additional_special_tokens": list(TOOL_MARKS)})
@@ -120,7 +121,7 @@ def product_question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def _product_prompt(split: str, a: int, b: int) -> dict:
-    """Return an RL row in the common five columns."""
+    """Return an RL row with the same columns as in `write_prompts`."""
     return {
         "data_source": "products",
         "prompt": product_question(a, b),
@@ -130,9 +131,12 @@ def _product_prompt(split: str, a: int, b: int) -> dict:
     }
 
 
-def _product_demonstration(rng: random.Random, calls: float, a: int, b: int) -> dict:
-    """Return a supervised row. The response calls the tool and repeats its result, or gives the two factors as a wrong answer."""
-    if rng.random() >= calls:
+def _product_demonstration(rng: random.Random, call_fraction: float, a: int, b: int) -> dict:
+    """Return a supervised row.
+
+    Its response calls the tool and repeats the result, or gives a wrong answer that consists of the two factors.
+    """
+    if rng.random() >= call_fraction:
         turns = [("assistant", f" {a}{b}")]
     else:
         turns = [("assistant", f"<call>{a}*{b}</call>"), ("tool", str(a * b)), ("assistant", str(a * b))]
@@ -152,13 +156,13 @@ TINY_SIZES = dict(
 TINY_EXPERTS = dict(
     num_experts=8,
     num_experts_per_tok=2,
-    moe_intermediate_size=192,  # two experts are as wide as the dense MLP
+    moe_intermediate_size=192,  # two experts together are as wide as the dense MLP
     norm_topk_prob=True,
     decoder_sparse_step=1,
     mlp_only_layers=[],
 )
 TINY_MODELS: dict[str, dict[str, Any]] = {"qwen3": TINY_SIZES, "qwen3_moe": TINY_SIZES | TINY_EXPERTS}
-"""Sizes by model type of transformers. The dense model has 0.8 M parameters, the MoE model has 2.6 M."""
+"""Model type of transformers -> sizes. The dense model has 0.8 million parameters, the MoE model has 2.6 million."""
 
 
 def make_tiny_model(
@@ -172,7 +176,7 @@ def make_tiny_model(
 ) -> None:
     """Write config, random float32 weights and `tokenizer` to `folder`. The same seed gives the same bytes.
 
-    Raises ValueError if `kind` is not one of TINY_MODELS.
+    Raises ValueError if `kind` is not a key of TINY_MODELS.
     """
     if kind not in TINY_MODELS:
         raise ValueError(f"no tiny model of kind {kind!r}; choose from {', '.join(TINY_MODELS)}.")
@@ -191,7 +195,8 @@ def make_tiny_model(
         initializer_range=initializer_range,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        pad_token_id=None,  # the embedding of a padding token is 0, where the gradient of RMSNorm is 1 / sqrt(eps)
+        # A padding token would have an embedding of zeros, at which the gradient of RMSNorm is huge: 1 / sqrt(eps).
+        pad_token_id=None,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""Loads fast tokenizers without torch, renders and encodes messages, and builds two small tokenizers."""
+"""Loads fast tokenizers without torch, renders and encodes messages, and builds two small tokenizers for tiny models."""
 
 import difflib
 import re
@@ -11,19 +11,22 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 RESERVED = ("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "return_dict")
-"""Arguments of apply_chat_template that mrl passes itself; data.template_args cannot set them."""
+"""Arguments of apply_chat_template that mrl sets itself. data.template_args cannot set them."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template that turns messages into text, and its arguments."""
+    """The chat template that turns messages into text, and its variables."""
 
-    template: str | None = None  # Jinja file; None: the template of the tokenizer
-    args: dict[str, Any] = field(default_factory=dict)  # variables for the template, such as enable_thinking
+    template: str | None = None  # path of a Jinja file; None: the template of the tokenizer
+    args: dict[str, Any] = field(default_factory=dict)  # values of the template's variables, such as enable_thinking
 
 
 def read_tokenizer(folder: str | Path) -> Any:
-    """Return the fast tokenizer of a Hugging Face folder. Raises ValueError without tokenizer.json or end-of-sequence token."""
+    """Return the fast tokenizer of a Hugging Face folder.
+
+    Raises ValueError if the folder has no tokenizer.json, or if the tokenizer has no end-of-sequence token.
+    """
     from transformers import PreTrainedTokenizerFast  # takes 2 s; AutoTokenizer would also import torch
 
     if not (Path(folder) / "tokenizer.json").is_file():
@@ -35,7 +38,7 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
-    """Return the fast tokenizer of a Hugging Face folder, with its own chat template or that of `chat`.
+    """Return the fast tokenizer of a Hugging Face folder. Its chat template is that of `chat`, or else its own.
 
     Raises:
         ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template file of
@@ -59,7 +62,7 @@ def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
 def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> None:
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    where = f"data.chat_template={chat.template}" if chat.template else f"{folder}: chat template"
+    template_name = f"data.chat_template={chat.template}" if chat.template else f"{folder}: chat template"
     words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template)))
     for name in chat.args:
         if name in RESERVED or name not in words:
@@ -69,13 +72,16 @@ def _check_template(tokenizer: Any, chat: ChatTemplate, folder: str | Path) -> N
     try:
         render(tokenizer, [{"role": "user", "content": "?"}], chat.args)
     except TemplateSyntaxError as error:
-        raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
+        raise ValueError(f"{template_name}: line {error.lineno}: {error.message}") from error
     except TemplateError:
-        pass  # the template may reject this test conversation; each row is checked later
+        pass  # a template may reject this short conversation; every row is checked later
 
 
 def render(tokenizer: Any, messages: Messages, args: dict[str, Any] | None = None) -> str:
-    """Return the text of a conversation, up to the start of the assistant's turn. Raises jinja2.TemplateError."""
+    """Return the text of a conversation, up to the start of the assistant's next turn.
+
+    Raises jinja2.TemplateError if the chat template rejects the conversation.
+    """
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(args or {}))
 
 
@@ -88,7 +94,7 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 def encode_messages(
     tokenizer: Any, conversations: list[Messages], args: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each conversation, up to the start of the assistant's turn."""
+    """Return the token ids of each conversation, up to the start of the assistant's next turn."""
     return encode_texts(tokenizer, [render(tokenizer, messages, args) for messages in conversations])
 
 
@@ -98,12 +104,12 @@ def _decoder(folder: str) -> Any:
 
 
 def decode(folder: str, responses: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each response, without special tokens. The tokenizer is loaded once per process."""
+    """Return the text of each response, without special tokens. A process loads the tokenizer only once."""
     return _decoder(folder).batch_decode(responses, skip_special_tokens=True)
 
 
 def check_vocabulary(rows: list[list[int]], vocab_size: int) -> None:
-    """Raise ValueError if a row has a token outside a vocabulary of `vocab_size` tokens."""
+    """Raise ValueError if a row has a token id of `vocab_size` or more."""
     largest = max((max(ids) for ids in rows if ids), default=0)
     if largest >= vocab_size:
         raise ValueError(
@@ -116,7 +122,10 @@ CHARACTERS = "0123456789+-*= "
 
 
 def character_tokenizer(vocab_size: int = 32) -> Any:
-    """Build a tokenizer with one token per character of sums and products. Unused ids decode to reserved names."""
+    """Build a tokenizer with one token for each character that occurs in sums and products.
+
+    It has `vocab_size` token ids. Ids without a character decode to names such as <r0>.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS]
@@ -130,7 +139,10 @@ def character_tokenizer(vocab_size: int = 32) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Build a tokenizer with one token per UTF-8 byte, so that any text round-trips. Chat turns are <|start|>role ... <|end|>."""
+    """Build a tokenizer with one token for each UTF-8 byte, so that every text can be encoded and decoded without loss.
+
+    The chat template renders a message as <|start|>, role, line break, content, <|end|>.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # 256 printable characters, one per byte

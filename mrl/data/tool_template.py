@@ -1,22 +1,25 @@
-"""The tokens that a chat template puts around tool results. The policy samples all other tokens of a multi-turn response."""
+"""The tokens that a chat template puts around tool results. The policy samples the turns between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _USER, _ASSISTANT, _RESULTS = "8*8=", "12+13", ("9081726354", "7203948165")
-_CUT = "..."  # marks the end of a truncated result
+_CUT = "..."  # marks the end of a truncated tool result
 
 
 @dataclass(frozen=True)
 class ToolTemplate:
-    """The tokens between two turns of the assistant: end + before + result [+ between + result ...] + after."""
+    """The tokens between two turns of the assistant.
+
+    With one tool result they are `end + before + result + after`; with two, `end + before + result + between + result + after`.
+    """
 
     tokenizer: Any
     end: tuple[int, ...]  # the token that ends the assistant's turn; empty if the template has none
     before: tuple[int, ...]  # tokens before the first result
     between: tuple[int, ...]  # tokens between two results
-    after: tuple[int, ...]  # tokens after the last result, up to the assistant's next turn
+    after: tuple[int, ...]  # tokens after the last result, up to the start of the assistant's next turn
 
     @classmethod
     def of(cls, tokenizer: Any, role: str = "tool", args: Mapping[str, Any] | None = None) -> "ToolTemplate":
@@ -27,8 +30,8 @@ class ToolTemplate:
             args: variables of the template, the same as for the prompts.
 
         Raises:
-            ValueError: the template rejects the role, changes the user's message if a result follows, drops results or
-                puts nothing around them; or the tokens do not decode to the rendered text.
+            ValueError: the template rejects the role, changes the user's message if a result follows, drops results, or
+                puts nothing around them. Also if the tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))
         around = _after_assistant(role, prompt, one).split(_RESULTS[0])
@@ -44,24 +47,27 @@ class ToolTemplate:
             )
         before, between, after = (encode_text(tokenizer, text) for text in (head, middle, tail))
         _check_round_trip(tokenizer, role, [*before, *encode_text(tokenizer, _RESULTS[0]), *after], head, tail)
-        closing = _closing(tokenizer, args)
-        end = before[:1] if before[:1] == closing[:1] and before[0] in _ends(tokenizer) else []
+        closing = _tokens_after_last_turn(tokenizer, args)
+        end = before[:1] if before[:1] == closing[:1] and before[0] in _end_tokens(tokenizer) else []
         return cls(tokenizer, tuple(end), tuple(before[len(end) :]), tuple(between), tuple(after))
 
     def encode(self, result: str, limit: int) -> list[int]:
-        """Return the tokens of a result, truncated to `limit`. Names of special tokens in a result are encoded as plain text."""
+        """Return the tokens of a result, at most `limit`. Names of special tokens in the result are encoded as plain text."""
         ids = encode_text(self.tokenizer, result, split_special_tokens=True)
         if len(ids) <= limit:
             return ids
         mark = encode_text(self.tokenizer, _CUT)[:limit]
         return ids[: limit - len(mark)] + mark
 
-    def wrap(self, results: Sequence[Sequence[int]], *, closed: bool) -> list[int]:
-        """Return the tokens that follow an assistant's turn. `closed`: the policy has already sampled the `end` token."""
+    def wrap(self, results: Sequence[Sequence[int]], *, turn_ended: bool) -> list[int]:
+        """Return the tokens between an assistant's turn and its next turn, with the tokens of `results`.
+
+        `turn_ended`: the policy has already sampled a token that ends the turn, so `end` is left out.
+        """
         inner: list[int] = []
         for result in results:
             inner += [*(self.between if inner else ()), *result]
-        return [*(() if closed else self.end), *self.before, *inner, *self.after]
+        return [*(() if turn_ended else self.end), *self.before, *inner, *self.after]
 
 
 def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
@@ -70,7 +76,7 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def _render(tokenizer: Any, role: str, num_results: int, args: Mapping[str, Any] | None) -> str:
-    """Render a user message, and with `num_results` > 0 an assistant turn and results, up to the assistant's next turn."""
+    """Render a user message, and if `num_results` > 0 also an assistant's turn and tool results."""
     from jinja2 import TemplateError  # comes with the tokenizer library
 
     messages = [dict(role="user", content=_USER)]
@@ -84,10 +90,10 @@ def _render(tokenizer: Any, role: str, num_results: int, args: Mapping[str, Any]
 
 
 def _after_assistant(role: str, prompt: str, text: str) -> str:
-    """Return the text after the assistant's turn.
+    """Return the part of `text` after the assistant's turn. `prompt` is the text before this turn.
 
-    A template may render the start of an earlier assistant turn in another way, for example without thoughts. This
-    changes no token, because a response is never rendered again.
+    A template may render an earlier turn of the assistant in another way than the last one, for example without thoughts.
+    This changes no token, because mrl never renders a response again.
     """
     user = prompt.rfind(_USER) + len(_USER)
     if not prompt[:user].endswith(_USER) or not text.startswith(prompt[:user]):
@@ -100,19 +106,19 @@ def _after_assistant(role: str, prompt: str, text: str) -> str:
     return rest
 
 
-def _closing(tokenizer: Any, args: Mapping[str, Any] | None) -> list[int]:
+def _tokens_after_last_turn(tokenizer: Any, args: Mapping[str, Any] | None) -> list[int]:
     """Return the tokens that the template puts after the assistant's last turn."""
     messages = [dict(role="user", content=_USER), dict(role="assistant", content=_ASSISTANT)]
     text = tokenizer.apply_chat_template(messages, tokenize=False, **(args or {}))
     return encode_text(tokenizer, text.rpartition(_ASSISTANT)[2])
 
 
-def _ends(tokenizer: Any) -> set[int]:
+def _end_tokens(tokenizer: Any) -> set[int]:
     return {tokenizer.eos_token_id, *tokenizer.all_special_ids}
 
 
 def _check_round_trip(tokenizer: Any, role: str, ids: list[int], head: str, tail: str) -> None:
-    """Raise ValueError unless the separately encoded parts decode to the rendered text."""
+    """Raise ValueError if the parts, which were encoded separately, do not decode to the rendered text."""
     text, expected = tokenizer.decode(ids, clean_up_tokenization_spaces=False), head + _RESULTS[0] + tail
     if text != expected:
         raise _template_error(role, f"the tokens of its parts decode to another text, {text!r}", expected)

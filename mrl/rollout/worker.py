@@ -282,7 +282,7 @@ class RolloutWorker:
         """
         if self.test is None or not self.engines.urls:
             return {}
-        sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.sets().items()}
+        sets = {name: np.array(rows[: self.spec.eval_rows]) for name, rows in self.test.rows_by_source().items()}
         rows = np.concatenate(list(sets.values()))
         prompts = [self.test.encode(row) for row in rows.tolist()]
         trajectories = self._sampler.respond_now(prompts, temperature, [(HELD_OUT, row) for row in rows.tolist()])

@@ -175,7 +175,7 @@ class MegatronModel:
         return float(norm)
 
     def reset_optimizer(self, settings: OptimConfig) -> None:
-        """Replace the optimizer by a new one for the current weights. Used between the warm start and RL."""
+        """Replace the optimizer by a new one for the current weights. Used before and after the warm start."""
         self.optimizer = build_optimizer(self.chunks, settings)
 
     # Memory.

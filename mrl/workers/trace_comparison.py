@@ -22,7 +22,7 @@ Tensors = Mapping[str, NDArray]
 NUM_PROJECTIONS = 8  # K
 EMBEDDING, FINAL_NORM = 0, 10**6  # depths of these modules; the depth of layer n is n, counted from 1
 OUTPUTS = "log-probabilities or values"
-OUTPUTS_AFTER_STEP = "the same after the step"
+OUTPUTS_AFTER_STEP = "log-probabilities or values after the step"
 
 
 class TensorFile(Mapping):

@@ -208,8 +208,8 @@ def check_file(files, kinds, blanks, source):
     data = PromptDataset.load([PromptSource((str(path),))], files.model, files.rules)
 
     expected = {number: kind for number, kind in zip(where, kinds, strict=True) if kind != GOOD}
-    assert [bad.row for bad in data.report.left_out] == sorted(expected)
-    for bad in data.report.left_out:
+    assert [bad.row for bad in data.report.omitted] == sorted(expected)
+    for bad in data.report.omitted:
         _, column, reason = KINDS.get(expected[bad.row], (None, "prompt", f"more than the {LIMIT} that leave room"))
         assert (bad.file, bad.column, bad.overlong) == (str(path), column, expected[bad.row] == LONG)
         assert reason in bad.reason, (expected[bad.row], bad)
@@ -246,8 +246,8 @@ def test_a_parquet_column_of_the_wrong_type_makes_every_row_bad(files, tmp_path,
     table = pa.table(pa.Table.from_pylist([row()] * 3).drop_columns([name]).to_pydict() | {name: pa.array(values)})
     pq.write_table(table, tmp_path / "a.parquet")
     report = PromptDataset.load([PromptSource((str(tmp_path / "a.parquet"),))], files.model, files.rules).report
-    assert (report.rows, report.kept, [bad.row for bad in report.left_out]) == (3, 0, [0, 1, 2])
-    assert all(bad.column.startswith(name) and reason in bad.reason for bad in report.left_out), report
+    assert (report.rows, report.kept, [bad.row for bad in report.omitted]) == (3, 0, [0, 1, 2])
+    assert all(bad.column.startswith(name) and reason in bad.reason for bad in report.omitted), report
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -258,8 +258,8 @@ def test_a_parquet_text_that_is_not_utf8_is_one_bad_row(files, broken):
     rest = pa.Table.from_pylist([{"reward_model": {"ground_truth": "2"}}] * len(broken))
     pq.write_table(rest.append_column("prompt", unchecked), files.folder / "utf8.parquet")
     report = PromptDataset.load([PromptSource((str(files.folder / "utf8.parquet"),))], files.model, files.rules).report
-    assert [bad.row for bad in report.left_out] == [number for number, bad in enumerate(broken) if bad]
-    assert {(bad.column, bad.reason[:9]) for bad in report.left_out} <= {("prompt", "not UTF-8")}
+    assert [bad.row for bad in report.omitted] == [number for number, bad in enumerate(broken) if bad]
+    assert {(bad.column, bad.reason[:9]) for bad in report.omitted} <= {("prompt", "not UTF-8")}
     assert report.kept == broken.count(False)
 
 

@@ -312,4 +312,4 @@ def test_a_swap_may_fill_a_pack_exactly(units, loads):
 def test_a_search_step_compares_evenly_spaced_units_and_all_empty_ones(selected, most, step):
     flags = np.ones(selected + 2, bool)
     expected = [*range(0, selected, step), selected, selected + 1]
-    assert batching._thin(flags, selected, most).tolist() == expected
+    assert batching._sample_units(flags, selected, most).tolist() == expected

@@ -42,7 +42,7 @@ def plain(inputs):
 
 def test_the_quickstart_has_training_and_held_out_prompts(inputs, tmp_path):
     train, test = plan(inputs, tmp_path)
-    assert (len(train), len(test)) == (40, 10) and test.sets() == {"": range(10)}
+    assert (len(train), len(test)) == (40, 10) and test.rows_by_source() == {"": range(10)}
     assert not (tmp_path / "run").exists(), "nothing to list"
 
 
@@ -68,8 +68,8 @@ def test_a_mixture_and_named_test_sets_can_be_set_on_the_command_line(inputs, tm
         inputs, tmp_path, "data.train=[]", f"data.mixture={{{doubling},{sums}}}",
         f"data.test_sets.held_out=[{inputs}/test.parquet]", "data.bad_rows=skip", "data.overlong=skip",
     )  # fmt: skip
-    assert test.sets() == {"": range(10), "held_out": range(10, 20)} and test.data_source(10) == "doubling"
-    assert train.sets() == {"doubling": range(40), "sums": range(40, 60)}
+    assert test.rows_by_source() == {"": range(10), "held_out": range(10, 20)} and test.data_source(10) == "doubling"
+    assert train.rows_by_source() == {"doubling": range(40), "sums": range(40, 60)}
     rows = next(train.stream(64, seed=0, shuffle=True))
     assert (rows < 40).sum() == 48
     with pytest.raises(ValueError, match=r"data.train and data.mixture are set"):

@@ -76,7 +76,7 @@ def test_the_output_of_a_recipe_loads_as_a_prompt_data_set(tmp_path, recipe, row
     data = PromptDataset.load(
         [PromptSource((str(tmp_path / "a.parquet"),))], tmp_path / "model", PromptConstraints(1000, 32)
     )
-    assert data.report.left_out == () and data.ground_truth(0) == {"math": r"\frac{1}{2}", "gsm8k": "1002"}[recipe]
+    assert data.report.omitted == () and data.ground_truth(0) == {"math": r"\frac{1}{2}", "gsm8k": "1002"}[recipe]
     assert data.messages(0)[0]["content"].endswith(RECIPES[recipe].instruction)
 
 

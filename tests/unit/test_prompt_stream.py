@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.data.prompts import PromptStream, SourceShare
+from mrl.data.prompts import MixtureSource, PromptStream
 
 SHARES = st.lists(
-    st.builds(SourceShare, st.text("abc", max_size=2), st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=5
+    st.builds(MixtureSource, st.text("abc", max_size=2), st.integers(1, 40), st.floats(0.05, 20)),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -64,7 +66,7 @@ def test_no_row_repeats_within_an_epoch_of_its_source(shares, batch_size, shuffl
 
 
 def test_each_epoch_of_a_source_has_its_own_order():
-    shares = [SourceShare("a", 50), SourceShare("b", 50)]
+    shares = [MixtureSource("a", 50), MixtureSource("b", 50)]
     rows = draw(stream(shares, batch_size=100), 2)
     epochs = [rows[source_of(shares, rows) == source][start : start + 50] for source in (0, 1) for start in (0, 50)]
     orders = [tuple(epoch % 50) for epoch in epochs]
@@ -72,19 +74,19 @@ def test_each_epoch_of_a_source_has_its_own_order():
 
 
 def test_weights_of_two_to_one_give_two_thirds_and_one_third_of_a_batch():
-    shares = [SourceShare("a", 1000, 2.0), SourceShare("b", 30, 1.0)]
+    shares = [MixtureSource("a", 1000, 2.0), MixtureSource("b", 30, 1.0)]
     prompts = stream(shares, batch_size=9)
     for _ in range(50):
         assert np.bincount(source_of(shares, next(prompts))).tolist() == [6, 3]
 
 
 def test_one_source_is_streamed_as_if_there_were_no_mixture():
-    alone, mixed = PromptStream(20, 6, seed=4, shuffle=True), stream([SourceShare("only", 20, 3.0)], 6, seed=4)
+    alone, mixed = PromptStream(20, 6, seed=4, shuffle=True), stream([MixtureSource("only", 20, 3.0)], 6, seed=4)
     np.testing.assert_array_equal(draw(alone, 9), draw(mixed, 9))
 
 
 def test_a_restored_stream_may_have_another_batch_size():
-    shares = [SourceShare("a", 13, 1.0), SourceShare("b", 5, 0.7)]
+    shares = [MixtureSource("a", 13, 1.0), MixtureSource("b", 5, 0.7)]
     whole, first, second = (stream(shares, size, seed=2) for size in (1, 4, 10))
     draw(first, 5)
     second.load_state_dict(first.state_dict())
@@ -97,27 +99,27 @@ def test_a_restored_stream_may_have_another_batch_size():
         ("seed", lambda shares: stream(shares, seed=1)),
         ("shuffle", lambda shares: stream(shares, shuffle=False)),
         ("data", lambda shares: stream(shares, fingerprint="others")),
-        ("weights", lambda shares: stream([shares[0], SourceShare("b", 5, 2.0)])),
-        ("rows", lambda shares: stream([shares[0], SourceShare("b", 6)])),
-        ("sources", lambda shares: stream([shares[0], SourceShare("c", 5)])),
+        ("weights", lambda shares: stream([shares[0], MixtureSource("b", 5, 2.0)])),
+        ("rows", lambda shares: stream([shares[0], MixtureSource("b", 6)])),
+        ("sources", lambda shares: stream([shares[0], MixtureSource("c", 5)])),
     ],
 )
 def test_the_position_in_another_stream_is_refused(what, other):
-    shares = [SourceShare("a", 9), SourceShare("b", 5)]
+    shares = [MixtureSource("a", 9), MixtureSource("b", 5)]
     prompts = stream(shares)
-    with pytest.raises(ValueError, match=f"belongs to other {what}: it has .*, this run .*start a new run"):
+    with pytest.raises(ValueError, match=f"saved for other prompts: {what} was .*, in this run .*start a new run"):
         prompts.load_state_dict(other(shares).state_dict())
     assert prompts.drawn == [0, 0]
 
 
 def test_a_damaged_position_is_refused():
-    prompts = stream([SourceShare("a", 9), SourceShare("b", 5)])
+    prompts = stream([MixtureSource("a", 9), MixtureSource("b", 5)])
     with pytest.raises(ValueError, match=r"is \[3\]; expected 2 counts of rows"):
         prompts.load_state_dict(prompts.state_dict() | {"drawn": [3]})
 
 
 def test_the_order_of_an_epoch_is_computed_once():
-    prompts = stream([SourceShare("a", 1000), SourceShare("b", 3)], batch_size=4)
+    prompts = stream([MixtureSource("a", 1000), MixtureSource("b", 3)], batch_size=4)
     next(prompts)
     order = prompts._order(0, 0)
     draw(prompts, 100)

@@ -123,7 +123,9 @@ def test_supervised_rows_end_with_the_end_of_sequence(inputs, tmp_path):
     rows = [{"prompt": GOOD["prompt"], "response": "3"}]
     data = SftDataset.load(write(tmp_path / "s.parquet", rows), inputs / "model", 64)
     assert data.responses[0][-1] == 2 and len(data.prompts[0]) == 4
-    with pytest.raises(ValueError, match=r"row 0: prompt and response are 6 tokens, the model's context is 5"):
+    with pytest.raises(
+        ValueError, match=r"row 0: prompt and response have 6 tokens, more than the 5 of the model's context"
+    ):
         SftDataset.load(tmp_path / "s.parquet", inputs / "model", 5)
     with pytest.raises(ValueError, match=r"column 'response': is missing"):
         SftDataset.load(write(tmp_path / "t.parquet", [{"prompt": GOOD["prompt"]}]), inputs / "model", 5)

@@ -37,7 +37,7 @@ def file(tmp_path):
 
 def load(model, sources, chat=None):
     data = PromptDataset.load(sources, model, PromptConstraints(40, 32, chat or ChatTemplate()))
-    assert not data.report.left_out, data.report.left_out
+    assert not data.report.omitted, data.report.omitted
     return data
 
 
@@ -71,7 +71,7 @@ def test_large_integers_stay_exact(model, tmp_path):
 def test_a_column_set_by_the_user_must_exist_in_every_row(model, file):
     sources = train(train=[file], columns={"prompt": "question", "ground_truth": "answer", "data_source": "lvl"})
     report = PromptDataset.load(sources, model, PromptConstraints(40, 32)).report
-    assert report.num_bad == 2 and report.left_out[0].reason.endswith("did you name it 'level'?")
+    assert report.num_bad == 2 and report.omitted[0].reason.endswith("did you name it 'level'?")
 
 
 def test_a_system_message_is_added_to_prompts_without_one(model, tmp_path):
@@ -114,7 +114,7 @@ def test_a_mixture_has_a_weight_and_columns_for_each_source(model, file, tmp_pat
         "asked": {"files": str(tmp_path / "b.jsonl"), "columns": {"prompt": "ask"}, "system": "0"},
     }
     data = load(model, train(mixture=mixture, columns={"ground_truth": "answer"}))
-    assert data.sets() == {"plain": range(2), "asked": range(2, 3)}
+    assert data.rows_by_source() == {"plain": range(2), "asked": range(2, 3)}
     assert [data.data_source(row) for row in range(3)] == ["plain", "plain", "asked"]
     assert data.decode([data.encode(2)]) == ["05"] and data.ground_truth(2) == "five"
     rows = next(data.stream(300, seed=0, shuffle=True))
@@ -124,9 +124,9 @@ def test_a_mixture_has_a_weight_and_columns_for_each_source(model, file, tmp_pat
 def test_held_out_sets_keep_their_names(model, file):
     columns = {"prompt": "question", "ground_truth": "answer"}
     listed = load(model, test_sources(DataConfig(test=[file], columns=columns)))
-    assert listed.sets() == {"": range(2)}
+    assert listed.rows_by_source() == {"": range(2)}
     named = load(model, test_sources(DataConfig(test_sets={"a": [file], "b": {"files": [file]}}, columns=columns)))
-    assert named.sets() == {"a": range(2), "b": range(2, 4)} and named.data_source(3) == "b"
+    assert named.rows_by_source() == {"a": range(2), "b": range(2, 4)} and named.data_source(3) == "b"
     assert test_sources(DataConfig()) == []
 
 
@@ -174,8 +174,8 @@ def halves(count: int) -> list[dict]:
 def test_a_lone_surrogate_in_a_user_row_makes_it_a_bad_row(model):
     sources = train(dataset={"_target_": f"{HERE}.halves", "count": 4})
     data = PromptDataset.load(sources, model, PromptConstraints(40, 32))
-    assert [(bad.row, bad.column) for bad in data.report.left_out] == [(1, "prompt"), (2, "ground_truth")]
-    assert all("not valid Unicode" in bad.reason for bad in data.report.left_out)
+    assert [(bad.row, bad.column) for bad in data.report.omitted] == [(1, "prompt"), (2, "ground_truth")]
+    assert all("not valid Unicode" in bad.reason for bad in data.report.omitted)
     assert data.row_numbers.tolist() == [0, 3]
 
 
@@ -183,7 +183,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
     data = PromptDataset.load(
         train(dataset={"_target_": f"{HERE}.Squares", "count": 6}), model, PromptConstraints(40, 32)
     )
-    (bad,) = data.report.left_out
+    (bad,) = data.report.omitted
     assert (bad.row, data.report.rows, data.report.kept) == (4, 6, 5) and "four is lost" in str(bad)
     assert str(bad).startswith(f"{HERE}.Squares, row 4")
 
@@ -192,7 +192,7 @@ def test_a_row_for_which_a_user_data_set_raises_is_a_bad_row(model):
     ("keys", "message"),
     [
         ({}, "data.train must name at least one"),
-        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, at most one"),
+        ({"train": ["a"], "mixture": {"m": {"files": ["b"]}}}, "data.train and data.mixture are set, but at most one"),
         ({"train": ["a"], "columns": {"promt": "q"}}, "data.columns.promt: .*did you mean 'prompt'"),
         ({"train": ["a"], "columns": {"prompt": None}}, "columns.prompt=None: expected the name of a column"),
         ({"train": ["a"], "columns": {"ground_truth": 3}}, "columns.ground_truth=3: expected the name"),
@@ -271,7 +271,7 @@ def test_supervised_rows_follow_the_same_template(model, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n" + orjson.dumps({"prompt": "1", "response": "2"}))
     chat = ChatTemplate(str(tmp_path / "t.jinja"))
     assert len(SftDataset.load(tmp_path / "a.jsonl", model, 9, chat).prompts[0]) == 2
-    with pytest.raises(ValueError, match=r"row 1: prompt and response are 4 tokens"):
+    with pytest.raises(ValueError, match=r"row 1: prompt and response have 4 tokens"):
         SftDataset.load(tmp_path / "a.jsonl", model, 3, chat)
 
 

@@ -47,8 +47,8 @@ def test_a_conversation_built_turn_by_turn_equals_the_rendered_one(tokenizer, te
     encoded = [tool.encode(result, 100) for result in results]
     whole = rendered(tokenizer, [("user", "6*7?"), ("assistant", "call"), *(("tool", r) for r in results)])
     assert tool.end == (end,)
-    assert prompt + said + tool.wrap(encoded, closed=False) == whole
-    assert prompt + said + [end] + tool.wrap(encoded, closed=True) == whole
+    assert prompt + said + tool.wrap(encoded, turn_ended=False) == whole
+    assert prompt + said + [end] + tool.wrap(encoded, turn_ended=True) == whole
 
 
 def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):
@@ -57,7 +57,7 @@ def test_a_thought_prefix_of_the_template_begins_every_turn(tokenizer):
     tool = ToolTemplate.of(
         with_template(tokenizer, QWEN.removesuffix("{% endif %}") + thought), args=dict(thinking=False)
     )
-    after = tokenizer.decode(tool.wrap([tool.encode("7", 9)], closed=True)).partition("7")[2]
+    after = tokenizer.decode(tool.wrap([tool.encode("7", 9)], turn_ended=True)).partition("7")[2]
     assert after == "\n</tool_response><|end|>\n<|start|>assistant\n<think>\n\n</think>\n\n"
     other = ToolTemplate.of(tokenizer, args=dict(thinking=True))
     assert tokenizer.decode(other.after) == "\n</tool_response><|end|>\n<|start|>assistant\n"
@@ -112,6 +112,6 @@ def test_results_may_have_another_role(tokenizer):
     template = LOOP + "{% if m['role'] == 'tool' %}{{ raise_exception('none') }}{% endif %}" + CHATML.removeprefix(LOOP)
     tool = ToolTemplate.of(with_template(tokenizer, template), role="user")
     assert (
-        tokenizer.decode(tool.wrap([tool.encode("7", 9)], closed=True))
+        tokenizer.decode(tool.wrap([tool.encode("7", 9)], turn_ended=True))
         == "\n<|start|>user\n7<|end|>\n<|start|>assistant\n"
     )

@@ -1,7 +1,7 @@
-"""Multi-turn responses: the policy samples a turn, tools run its calls, and the policy continues with the results.
+"""Multi-turn responses: the policy samples a turn, tools run the calls in it, and the policy continues with their results.
 
-Sampled token ids are sent back to the engine unchanged; sampled text is never tokenised again. Only the tool results, and the
-chat template around them, are tokenised (mrl/data/tool_template.py).
+For the next turn, the sampled token ids are sent to the engine unchanged. Their text is never tokenized again. Only the tool
+results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from mrl.rollout.agents.tools import Tool, ToolCall, ToolCallError, ToolParser, 
 from mrl.rollout.client import Completion, SamplingParams
 from mrl.rollout.trajectory import ResponseUsage, Trajectory
 
-GenerateTurn = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+GenerateTurn = Callable[[list[int], SamplingParams], Awaitable[Completion]]  # input token ids, parameters -> one turn
 
 
 @dataclass(frozen=True)
 class ToolAgent:
-    """`rollout.agent`: the tools, how they are called, and the limits of a conversation."""
+    """The object that `rollout.agent` configures: the tools, the parser of their calls, and the limits of a response."""
 
     tools: Mapping[str, Tool]  # tool name -> tool
-    parser: ToolParser
-    max_turns: int = 8  # assistant turns; calls in the last turn are not run
-    max_tool_tokens: int = 512  # tokens of one result; a longer result is cut and ends with "..."
-    tool_timeout_s: float = 30.0  # for one call
-    max_running_tools: int = 16  # calls that run at the same time
-    max_concurrency: int = 256  # responses that are sampled at the same time, over all engines
+    parser: ToolParser  # finds the tool calls in a turn
+    max_turns: int = 8  # maximal number of assistant turns; calls in the last turn are not run
+    max_tool_tokens: int = 512  # maximal length of one tool result; a longer result is cut and ends with "..."
+    tool_timeout_s: float = 30.0  # time limit of one tool call
+    max_running_tools: int = 16  # maximal number of tool calls that run at the same time
+    max_concurrency: int = 256  # maximal number of responses that are sampled at the same time, over all engines
     result_role: str = "tool"  # role of tool results in the model's chat template
 
     def __post_init__(self) -> None:
@@ -36,20 +36,20 @@ class ToolAgent:
             if (value := vars(self)[name]) <= 0:
                 raise ValueError(f"{name}={value}: must be greater than 0.")
         if not self.tools:
-            raise ValueError("tools names no tool; name at least one: tools.NAME._target_=...")
+            raise ValueError("tools is empty; add at least one tool: tools.NAME._target_=...")
         for name, tool in self.tools.items():
             if not callable(tool):
-                raise ValueError(f"tools.{name} is {type(tool).__name__}, which cannot be called.")
+                raise ValueError(f"tools.{name} is an object of type {type(tool).__name__}, which cannot be called.")
         if not callable(self.parser) or not isinstance(getattr(self.parser, "stops", None), tuple):
             raise ValueError(
-                f"parser is {type(self.parser).__name__}; expected an object with `__call__` and a tuple `stops`."
+                f"parser has the type {type(self.parser).__name__}; expected an object with `__call__` and a tuple `stops`."
             )
         named = getattr(self.parser, "tool", None)
         if named is not None and named not in self.tools:
             raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
     def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
-        """Bind the agent to a model's tokenizer. `template_args`: the chat template's variables, the same as for prompts.
+        """Return the agent bound to the tokenizer of a model. `template_args`: variables of the chat template, as for prompts.
 
         Raises ValueError if the chat template or the vocabulary cannot express tool calls.
         """
@@ -58,20 +58,21 @@ class ToolAgent:
 
 
 def _single_token(tokenizer: Any, text: str) -> int:
+    """Return the id of the token that is exactly `text`. Raises ValueError if there is no such token."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         raise ValueError(
             f"rollout.agent.parser: {text!r} should end a turn, but is {len(ids)} tokens of this model, or unknown to it; "
-            "engines stop at single tokens only. Use markers from its vocabulary, or a parser without stops."
+            "engines stop at single tokens only. Use markers from the model's vocabulary, or a parser without stops."
         )
     return ids[0]
 
 
 @dataclass
 class _ResponseBuilder:
-    """Builds a response, turn by turn, while it is sampled."""
+    """The part of a response that is sampled already. Its fields have the meaning of the fields of Trajectory."""
 
-    tokens_left: int  # until the response's token limit
+    tokens_left: int  # number of tokens until the token limit of the response
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -81,7 +82,7 @@ class _ResponseBuilder:
     tool_errors: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (weight version, sampled tokens)
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     def _append(self, ids: Sequence[int], *, sampled: bool) -> None:
         self.ids += ids
@@ -89,14 +90,17 @@ class _ResponseBuilder:
         self.tokens_left -= len(ids)
 
     def add_assistant_turn(self, completion: Completion, num_inputs: int, text: str) -> None:
-        """Append a sampled turn. Raises RuntimeError if the completion is empty or was aborted."""
+        """Append a sampled turn. `num_inputs`: number of input tokens of its request. `text`: the decoded turn.
+
+        Raises RuntimeError if the completion is empty or was aborted.
+        """
         if completion.finish_reason == "abort" or not completion.token_ids:
             raise RuntimeError(
                 f"an engine returned an empty or aborted turn {len(self.turn_ends) + 1} of a response (finish reason "
                 f"{completion.finish_reason})."
             )
         num_logprobs, num_tokens = len(completion.logprobs), len(completion.token_ids)
-        assert num_logprobs == num_tokens, f"{num_logprobs} logprobs, {num_tokens} tokens"
+        assert num_logprobs == num_tokens, f"{num_logprobs} log-probabilities for {num_tokens} tokens"
         self._append(completion.token_ids, sampled=True)
         self.logprobs += completion.logprobs
         self.turns.append(Turn("assistant", text))
@@ -109,12 +113,12 @@ class _ResponseBuilder:
             self.versions.append((version, tokens))
 
     def add_tool_results(self, results: Sequence[ToolResult], ids: Sequence[int]) -> None:
-        """Append the results of a turn's calls; `ids`: their tokens, with the chat template around them."""
+        """Append the results of a turn's tool calls. `ids`: their tokens, with the chat template around the results."""
         self._append(ids, sampled=False)
         self.turns += [Turn("tool", result.text) for result in results]
 
     def to_trajectory(self, last: Completion, *, truncated: bool) -> Trajectory:
-        """Finish the response. `last`: the last completion; its routed experts cover all earlier tokens, too."""
+        """Return the finished response. `last`: the last completion, whose routed experts include those of all earlier tokens."""
         assert self.versions, "a response has at least one assistant turn"
         usage = ResponseUsage(
             len(self.turn_ends), self.tool_calls, self.tool_errors, self.input_tokens, self.cached_tokens
@@ -135,19 +139,20 @@ class _ResponseBuilder:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A tool agent bound to a model's tokenizer; a call samples one multi-turn response."""
+    """A tool agent that is bound to the tokenizer of a model. Calling it samples one multi-turn response."""
 
     agent: ToolAgent
     tokenizer: Any
     template: ToolTemplate
-    stop_token_ids: tuple[int, ...]  # tokens that end a turn, in addition to the model's end-of-sequence token
+    stop_token_ids: tuple[int, ...]  # tokens of the parser that end a turn, in addition to the end-of-sequence token
 
     async def __call__(
         self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, tool_limit: asyncio.Semaphore
     ) -> Trajectory:
-        """Sample one response. `params.max_new_tokens` limits all tokens after the prompt, tool results included.
+        """Sample one response. `params.max_new_tokens` limits the length of the response, with its tool results.
 
-        `tool_limit` limits the tools that run at the same time. Raises RuntimeError if a turn is empty or was aborted.
+        `generate_turn` samples one turn. `tool_limit` limits the number of tool calls that run at the same time. Raises
+        RuntimeError if a turn is empty or was aborted.
         """
         response = _ResponseBuilder(params.max_new_tokens)
         stops = tuple(dict.fromkeys([*params.stop_token_ids, *self.stop_token_ids]))
@@ -169,29 +174,29 @@ class Conversation:
             response.tool_calls += len(results)
             response.tool_errors += sum(result.failed for result in results)
             result_ids = self._tokenize_results(completion, results)
-            if len(result_ids) >= response.tokens_left:  # no tokens are left for another turn
+            if len(result_ids) >= response.tokens_left:  # another turn would exceed the token limit
                 return response.to_trajectory(completion, truncated=True)
             response.add_tool_results(results, result_ids)
 
     def _parse_calls(self, completion: Completion) -> list[ToolCall | ToolCallError]:
-        """Return the calls of a turn; none if the turn was cut at the token limit."""
+        """Return the tool calls in a turn. A turn that was cut at the token limit has no calls."""
         if completion.finish_reason == "length":
             return []
         return self.agent.parser(self.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False))
 
     def _tokenize_results(self, completion: Completion, results: Sequence[ToolResult]) -> list[int]:
-        """Return the token ids between this turn and the next: the results, with the chat template around them.
+        """Return the token ids between this turn and the next turn: the tool results, with the chat template around them.
 
-        They begin with the template's end of turn if the turn stopped at a token of the tool parser instead.
+        If the turn stopped at a token of the parser, the template's end-of-turn token is still missing and comes first.
         """
         last = completion.token_ids[-1]
-        closed = last in self.template.end or last not in self.stop_token_ids
+        turn_ended = last in self.template.end or last not in self.stop_token_ids
         encoded = [self.template.encode(result.text, self.agent.max_tool_tokens) for result in results]
-        return self.template.wrap(encoded, closed=closed)
+        return self.template.wrap(encoded, turn_ended=turn_ended)
 
 
 class ConcurrencyLimits:
-    """Limits the responses and tools that run at the same time, over all conversations of one event loop."""
+    """Limits the number of responses, and of tool calls, that all conversations of one event loop run at the same time."""
 
     def __init__(self, agent: ToolAgent) -> None:
         self.responses = asyncio.Semaphore(agent.max_concurrency)
@@ -205,9 +210,10 @@ async def run_conversations(
     sampling: Sequence[SamplingParams],
     limits: ConcurrencyLimits,
 ) -> list[Trajectory]:
-    """Sample one response to each prompt, in order. `generate_turn_of(i)` returns a function that samples a turn of response i.
+    """Sample one response to each prompt. Returns the responses in the order of the prompts.
 
-    Raises the error of the first response that fails.
+    `generate_turn_of(i)` returns the function that samples a turn of response i. Raises the error of the first response that
+    fails.
     """
 
     async def respond(index: int) -> Trajectory:
