@@ -14,7 +14,7 @@ from mrl.config.schema import Config
 from mrl.config.validate import RENAMED_KEYS, bounds_text, section_type
 from mrl.core.metrics import METRICS
 
-USAGE = """usage: mrl config [SEARCH ...] [--markdown | --metrics]
+USAGE = """usage: mrl config [WORD ...] [--markdown | --metrics]
 
 Describes config keys: default, unit, allowed values, description, and the groups in conf/ that set the key.
 
