@@ -6,7 +6,8 @@ processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process 
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a class for
 each end in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md.
-A transport that sends no buckets, such as `disk`, has its own class. `connect_engines` in mrl/workers/megatron_model.py chooses the class.
+A transport that sends no buckets, such as `disk`, has its own class, which `connect_engines` in
+mrl/workers/megatron_model.py chooses.
 """
 
 from __future__ import annotations
