@@ -1,20 +1,21 @@
-# Settings of a job, sourced by train.sbatch and on every node. Export a variable before submission to change it.
-# Lines of your site (module load, NCCL_*, proxies) belong here too: all processes of the job inherit them.
-: "${MRL_CHECKOUT:=$SLURM_SUBMIT_DIR}" # on a file system that all nodes share
-: "${MRL_CONTAINER:=}"   # image with the packages: a .sif runs in Apptainer, anything else in Pyxis; empty: no container
-: "${MRL_MOUNTS:=}"      # mounts in addition to checkout, working directory, run.dir and /tmp: A,B or A:B,...
-: "${MRL_PYTHON:=}"      # default: the checkout's .venv; in a container its python3
-: "${MRL_INTERFACE:=}"   # network interface of Ray, gloo and NCCL's bootstrap, such as ib0; default: that of the host name
+# Settings of a job. The batch script and the script on every node source this file. To change a setting, export the variable before
+# you submit the job. Add commands that your cluster needs (module load, NCCL_*, proxies) to this file, so that all processes of the job
+# inherit them.
+: "${MRL_CHECKOUT:=$SLURM_SUBMIT_DIR}" # the checkout, on a file system that all nodes share
+: "${MRL_CONTAINER:=}"   # image with the packages; Apptainer runs a .sif file, Pyxis any other image; empty: no container
+: "${MRL_MOUNTS:=}"      # mounts in addition to checkout, working directory, run.dir and /tmp: FOLDER,FOLDER or FOLDER:TARGET,...
+: "${MRL_PYTHON:=}"      # Python interpreter; default: that of the checkout's .venv, or python3 in a container
+: "${MRL_INTERFACE:=}"   # network interface for Ray, gloo and the first contact of NCCL's ranks, such as ib0; default: the host name's
 : "${MRL_RAY_OPTIONS:=}" # additional options of `ray start`, such as --object-store-memory=8000000000
-: "${MRL_DOCTOR_S:=120}" # deadline (s) of `mrl doctor`, whose errors end the job before Ray starts; 0: skip it
-: "${MRL_JOIN_S:=300}"   # deadline (s) for all nodes to join Ray; then the job ends and names the missing ones
-: "${MRL_STOP_S:=60}"    # deadline (s) for processes on the nodes to end; then they are killed
-: "${MRL_REQUEUES:=5}"   # limit of requeues after lost nodes; requeues after a preemption do not count
+: "${MRL_DOCTOR_S:=120}" # deadline (s) for `mrl doctor`, whose errors end the job before Ray starts; 0: do not run it
+: "${MRL_JOIN_S:=300}"   # deadline (s) for all nodes to join Ray; after it the job ends and names the missing nodes
+: "${MRL_STOP_S:=60}"    # deadline (s) for the processes on the nodes to end; after it they are killed
+: "${MRL_REQUEUES:=5}"   # largest number of requeues after a lost node; requeues after a preemption are not limited
 
-# The token gives access to Ray. It reaches the nodes in the environment, not in a file, a log or a command line.
+# Everyone who has this token can use the job's Ray cluster. It reaches the nodes in the environment and is in no file, log or command line.
 : "${RAY_AUTH_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 export MRL_CHECKOUT RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # a slow file system delays Ray's agents
+export RAY_agent_register_timeout_ms=$((MRL_JOIN_S * 1000)) # Ray's agents start late on a slow file system
 export PYTHONPATH=$MRL_CHECKOUT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 if [ "$MRL_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$MRL_INTERFACE NCCL_SOCKET_IFNAME=$MRL_INTERFACE
@@ -23,7 +24,7 @@ fi
 
 python=${MRL_PYTHON:-$MRL_CHECKOUT/.venv/bin/python}
 step=(srun --overlap --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --open-mode=append)
-inside=() # command prefix in Apptainer
+inside=() # prefix that runs a command in Apptainer
 if [ "$MRL_CONTAINER" ]; then
     python=${MRL_PYTHON:-python3}
     binds=

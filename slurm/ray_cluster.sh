@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Ray cluster of a job. train.sbatch sources it for start_ray, nodes and stop_ray; each node runs `ray_cluster.sh node`.
-# The job uses a block of 200 ports, derived from its id; if Ray of another job listens there, the next free block.
+# The Ray cluster of a job. train.sbatch sources this file and calls start_ray and stop_ray; each node runs `ray_cluster.sh node`.
+# The job id selects a block of 200 ports. If another job's Ray uses this block on a node, the next free block is used there.
 
 listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
-# free_block ADDRESS: prints the first port of a block whose first two ports (head, node) are free on this machine.
+# free_block ADDRESS: prints the first port of a block in which the ports of Ray's head and of Ray's node manager are free.
 free_block() {
     local n port
     for ((n = 0; n < 100; n++)); do
@@ -18,20 +18,24 @@ free_block() {
 own_address() {
     if [ "$MRL_INTERFACE" ]; then
         ip -4 -o address show dev "$MRL_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'
-    else # without loopback addresses, to which some systems resolve their own name
+    else # loopback addresses are left out, because on some systems the host's own name resolves to one
         { getent ahostsv4 "$(hostname)" | awk '{print $1}'; hostname -I | tr ' ' '\n'; } | grep -v '^127\.' | head -n 1
     fi
 }
 
-# on_all_nodes COMMAND...: replaces the shell by a step with one process per node; run it in the background, so signals reach the step.
+# on_all_nodes COMMAND...: replaces this shell by a Slurm step that runs COMMAND once on each node. Callers run it in the background, so
+# that `$!` is the process id of the step and signals reach the step.
 on_all_nodes() {
     local group=()
     [ "${SLURM_HET_SIZE:-1}" = 1 ] || group=(--het-group=0-$((SLURM_HET_SIZE - 1)))
     exec "${step[@]}" "${group[@]}" --ntasks-per-node=1 "$@"
 }
 
-# start_ray: starts Ray on all nodes, with the head on this node. Sets `address`; `ray`, the process id of the step; `on_head`, a
-# command prefix that runs on this node only; `joined`, a command that with SECONDS NODE... waits for nodes and names missing ones.
+# start_ray: starts Ray on all nodes, with the head on this node. It sets these variables:
+#   address   address of Ray's head
+#   ray       process id of the step
+#   on_head   prefix that runs a command on this node only
+#   joined    command that takes SECONDS NODE..., waits until the nodes have joined, and names those that have not
 start_ray() {
     local first=() port
     export MRL_JOB=$SLURM_JOB_ID MRL_HEAD=$SLURMD_NODENAME MRL_HEAD_IP MRL_HEAD_PORT run_dir
@@ -44,6 +48,7 @@ start_ray() {
     ray=$!
 }
 
+# nodes: prints the names of the job's nodes, one on each line.
 nodes() {
     local part list lists=$SLURM_JOB_NODELIST
     for ((part = 1; part < ${SLURM_HET_SIZE:-1}; part++)); do
@@ -53,18 +58,18 @@ nodes() {
     scontrol show hostnames "$lists"
 }
 
-# unreachable: succeeds if Slurm itself does not reach a node of the job.
+# unreachable: succeeds if Slurm itself cannot reach some node of the job.
 unreachable() { sinfo --noheader --Node --nodes="$(nodes | paste -sd,)" --format=%T | grep -Eq '[*]|down|fail'; }
 
-# stop_ray: ends all processes of the job on its nodes. srun forwards USR1, but turns TERM into a kill, after which nodes could
-# not clean up.
+# stop_ray: ends all processes of the job on its nodes. It sends USR1, which srun forwards. srun would turn TERM into KILL, and then the
+# nodes could not clean up.
 stop_ray() {
     local end=$((SECONDS + MRL_STOP_S))
     while kill -USR1 "$ray" 2>/dev/null && ((SECONDS < end)); do sleep 1; done
-    kill -TERM "$ray" 2>/dev/null && say "processes on some node did not end in $MRL_STOP_S s; Slurm kills them"
+    kill -TERM "$ray" 2>/dev/null && say "processes on a node did not end within $MRL_STOP_S s; Slurm kills them"
 }
 
-# node: runs Ray until it ends or gets a signal; then copies the logs and ends all processes that Ray started.
+# node: runs Ray on this node until it ends or this script gets a signal. Then it copies Ray's logs and ends all processes that Ray started.
 node() {
     local port tmp=/tmp/mrl-$MRL_JOB.$SLURM_PROCID gpus=${SLURM_GPUS_ON_NODE:-0} role stopping= end=$((SECONDS + MRL_JOIN_S))
     ray=
@@ -75,13 +80,13 @@ node() {
         role=(--head --port="$port" --node-ip-address="$MRL_HEAD_IP" --include-dashboard=false --ray-client-server-port=$((port + 2)))
     else
         until listens "$MRL_HEAD_IP" "$MRL_HEAD_PORT"; do
-            [ -z "$stopping" ] && ((SECONDS < end)) || { echo "nothing listens at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
+            [ -z "$stopping" ] && ((SECONDS < end)) || { echo "the head of Ray does not listen at $MRL_HEAD_IP:$MRL_HEAD_PORT"; return 1; }
             sleep 0.5
         done
         port=$(free_block localhost) || return 1
         role=(--address="$MRL_HEAD_IP:$MRL_HEAD_PORT")
     fi
-    until [ "$stopping" ] || ray_node || [ "$stopping" ] || ((SECONDS > end)); do # Ray gives up after 30 s on a slow machine
+    until [ "$stopping" ] || ray_node || [ "$stopping" ] || ((SECONDS > end)); do # on a slow machine, Ray gives up its start after 30 s
         echo "Ray ended on $SLURMD_NODENAME; restarting it"
         sleep 1
     done
@@ -106,7 +111,7 @@ ray_node() {
     ray=$!
     wait "$ray"
     status=$?
-    trap '' USR1 # srun sends it to all processes of the step, also during the cleanup
+    trap '' USR1 # srun sends USR1 to all processes of the step, also during the cleanup
     end_leftovers
     mkdir -p "$run_dir/logs/ray_$SLURMD_NODENAME"
     cp -r "$tmp"/session_latest/logs/. "$run_dir/logs/ray_$SLURMD_NODENAME"
@@ -114,9 +119,11 @@ ray_node() {
     return $status
 }
 
+# leftovers: prints the process ids of the processes that Ray has started on this node. They are found by their environment, because
+# without cgroups Slurm does not know processes whose parent has ended.
 leftovers() { grep -lsz "^MRL_RAY_OF=$MRL_JOB\$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end_leftovers: finds processes by their environment, because Slurm without cgroups loses processes whose parent has ended.
+# end_leftovers: ends the processes that Ray has started on this node.
 end_leftovers() {
     local end=$((SECONDS + 10)) signal=TERM pids
     # shellcheck disable=SC2086
@@ -127,7 +134,8 @@ end_leftovers() {
     done
 }
 
-# guard PID FOLDER: cleans up if Slurm kills the node's script before it does. It is a daemon, as Ray's processes are.
+# guard PID FOLDER: waits until the node's script (PID) has ended, and then cleans up, in case Slurm killed the script before it did so. It
+# is a daemon, as Ray's processes are, so it survives the script whenever they do.
 guard() {
     trap '' TERM USR1
     while kill -0 "$1" 2>/dev/null; do sleep 1; done

@@ -124,7 +124,7 @@ def test_all_components_of_a_heterogeneous_job_are_requeued(cluster, job, note, 
     job_id = job(1, "--nodes=1", ":", "--nodes=1")
     note(job_id, "driver")
     cluster.run("scancel", "--batch", "--signal=USR1", job_id)
-    cluster.wait(lambda: job_log(tmp_path, job_id).count("all nodes are left") == 2, WITHIN_S)
+    cluster.wait(lambda: job_log(tmp_path, job_id).count("Ray is stopped on all nodes") == 2, WITHIN_S)
     assert "start 1 of job" in job_log(tmp_path, job_id) and job_log(tmp_path, job_id).count("mrl train ended") == 2
     cluster.wait(lambda: nothing_is_left(cluster), 60)
 

@@ -285,7 +285,7 @@ def test_a_job_preempted_before_ray_is_up_starts_nothing_more(batch, tmp_path):
 
 def test_the_doctor_checks_every_node_before_ray_starts(batch, tmp_path):
     job = batch("experiment=x", "run.dir=mine", FAKE_DOCTOR="2")
-    assert job.end() == 2 and "the doctor's errors would end the run" in job.said
+    assert job.end() == 2 and "the run does not start, because the doctor has found errors" in job.said
     seen = job.started("mrl.commands.doctor")
     assert {one["env"]["SLURMD_NODENAME"] for one in seen} == {"n1", "n2"}
     meeting = f"--rendezvous={tmp_path}/mine/doctor-{4000 + os.getpid() % 97}-0"
