@@ -37,7 +37,8 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
         actor = MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-4, eps=1e-6), {}))
         trace = trace_step(actor, block, step.rank_batches[dims.coords(rank).dp], PPOClip(), 1e-4, temperature=0.7)
         outputs, after = (
-            {int(order[row]): column for row, column in columns.items()} for columns in (trace.outputs, trace.outputs_after_step)
+            {int(order[row]): column for row, column in columns.items()}
+            for columns in (trace.outputs, trace.outputs_after_step)
         )
         results.append(replace(trace, outputs=outputs, outputs_after_step=after))
     return results
