@@ -1,1 +1,1 @@
-"""Model families: conversion of Hugging Face checkpoints to Megatron models and back. Does not import mrl."""
+"""Model families, and conversion of Hugging Face checkpoints to Megatron models and back. This package does not import mrl."""

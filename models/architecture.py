@@ -1,6 +1,8 @@
-"""Descriptions of a model: Architecture (from one config), Family (how configs and weights are converted), and ModelSpec.
+"""Three descriptions of a model.
 
-A worker group builds a model from a ModelSpec. This module does not import Megatron, so the driver can use it.
+An Architecture is the translated content of one config. A Family describes how the configs and weights of one Hugging Face
+architecture are converted. A ModelSpec has all settings from which a worker group builds a model. This module does not import
+Megatron, so the driver can use it.
 """
 
 import json
@@ -15,7 +17,9 @@ from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
 from parallel.trainer_config import OptimConfig
 
-_SHARED = "moe_shared_expert_intermediate_size"  # Megatron's name for the width of all shared experts together
+_SHARED_EXPERTS_WIDTH = (
+    "moe_shared_expert_intermediate_size"  # Megatron's field for the width of all shared experts together
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class Architecture:
     rope: Rope
     tied_embeddings: bool
     transformer: dict[str, Any]  # keyword arguments of Megatron's TransformerConfig
-    sizes: dict[str, int] = field(default_factory=dict)  # value of each symbol in the shapes of the family's table
-    parts: frozenset[str] = frozenset()  # optional parts that this model has, see `ParamMapping.part`
+    sizes: dict[str, int] = field(default_factory=dict)  # value of each symbol in `ParamMapping.shapes`
+    parts: frozenset[str] = frozenset()  # optional parts that this model has (see `ParamMapping.part`)
 
     @property
     def num_layers(self) -> int:
@@ -49,14 +53,14 @@ class Architecture:
         return bool(self.num_experts and self.transformer["moe_layer_freq"][layer])
 
     def check_layout(self, dims: ParallelDims, uneven_stages: bool = False) -> None:
-        """Raise ValueError if the layout cannot split this model; the message names the rule and the possible sizes.
+        """Raise ValueError if the layout cannot split this model. The message names the possible sizes.
 
-        `uneven_stages`: the user sets the number of layers per pipeline stage, and Megatron checks this number.
+        With `uneven_stages`, the user has set the number of layers of each pipeline stage, and Megatron checks these numbers.
         """
         t = self.transformer
         heads = dict(num_attention_heads=t["num_attention_heads"], num_key_value_heads=t["num_query_groups"])
         dense = {} if all(map(self.is_moe, range(self.num_layers))) else dict(intermediate_size=t["ffn_hidden_size"])
-        shared = {} if not t.get(_SHARED) else dict(shared_intermediate_size=t[_SHARED])
+        shared = {} if not t.get(_SHARED_EXPERTS_WIDTH) else dict(shared_intermediate_size=t[_SHARED_EXPERTS_WIDTH])
         _check_divides("tp", dims.tp, heads | dense | shared)
         if dims.pp * dims.vpp > 1 and not uneven_stages:
             _check_divides(
@@ -75,28 +79,30 @@ class Architecture:
             raise ValueError(f"parallel.etp={dims.etp}: this model has no experts; leave it out.")
 
     def multiply_adds(self) -> tuple[float, float]:
-        """Return multiply-adds (a, b) of a forward pass: a causal sequence of L tokens costs a*L + b*L**2."""
+        """Return (a, b): the forward pass of a causal sequence of L tokens has `a*L + b*L**2` multiply-adds."""
         t = self.transformer
         width = t["hidden_size"]
-        attention, pair = _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
+        projections, per_pair = (
+            _latent_attention_multiply_adds(t) if self.has_latent_attention else _attention_multiply_adds(t)
+        )
         linear = 0.0
         for layer in range(self.num_layers):
-            active = t["ffn_hidden_size"]
+            ffn_width = t["ffn_hidden_size"]
             if self.is_moe(layer):
-                active = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED) or 0)
-            linear += attention + 3 * width * active
+                ffn_width = t["moe_router_topk"] * t["moe_ffn_hidden_size"] + (t.get(_SHARED_EXPERTS_WIDTH) or 0)
+            linear += projections + 3 * width * ffn_width
         attended = 0.5  # fraction of a sequence that a token attends to, on average
-        return linear + width * self.vocab_size, self.num_layers * pair * attended
+        return linear + width * self.vocab_size, self.num_layers * per_pair * attended
 
 
 def _attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return multiply-adds of one layer: (projections per token, attention per pair of query and key)."""
+    """Return multiply-adds of one layer: (of the projections for each token, of the attention for each query-key pair)."""
     d, heads = t["kv_channels"], t["num_attention_heads"]
     return t["hidden_size"] * 2 * (heads + t["num_query_groups"]) * d, 2 * heads * d
 
 
 def _latent_attention_multiply_adds(t: dict[str, Any]) -> tuple[float, float]:
-    """Return the same as `_attention_multiply_adds` for latent attention, where keys and values have different sizes."""
+    """Return the same numbers as `_attention_multiply_adds`, but for latent attention."""
     width, heads, shared, value = t["hidden_size"], t["num_attention_heads"], t["qk_pos_emb_head_dim"], t["v_head_dim"]
     key = t["qk_head_dim"] + shared
     queries = (t["q_lora_rank"] or width) * heads * key + width * (t["q_lora_rank"] or 0)
@@ -113,24 +119,24 @@ def _check_divides(axis: str, size: int, dimensions: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face architecture: translation of its config, and the table of its weights."""
+    """One Hugging Face architecture: the translation of its config, and the table of its weights."""
 
     architecture: str  # name in `architectures` of config.json
-    translate: Callable[[HFConfig], Architecture]  # `read` calls it, and raises at fields that it does not read
+    translate: Callable[[HFConfig], Architecture]  # must read every field of the config; `read` checks this
     table: tuple[ParamMapping, ...]
-    # Suffix of an SGLang parameter -> suffixes of the Hugging Face tensors that SGLang concatenates in it, in order.
+    # For each SGLang parameter that concatenates Hugging Face tensors: suffix of its name -> suffixes of the tensors in order.
     # {expert} stands for all experts in order.
     engine_fusions: dict[str, tuple[str, ...]]
-    defaults: dict[str, Any]  # default of transformers for each field that a config may omit
+    defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
-    has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction
+    has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction, which mrl ignores
     engine_unsupported_parts: frozenset[str] = frozenset()  # names in Architecture.parts that SGLang silently ignores
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.
 
         Raises:
-            ValueError: a field is missing, unknown to the family, or has an unsupported value.
+            ValueError: a field is missing, is unknown to the family, or has an unsupported value.
         """
         reading = config.start_reading(self.defaults)
         arch = self.translate(reading)
@@ -138,7 +144,7 @@ class Family:
         return arch
 
     def check_engine(self, config: HFConfig, arch: Architecture) -> None:
-        """Raise ValueError if SGLang 0.5.23 cannot read the config, or if its outputs would differ from the trainer's."""
+        """Raise ValueError if SGLang 0.5.23 cannot read the config, or would compute other outputs than the trainer."""
         if missing := [name for name in self.engine_required_fields if name not in config.fields]:
             missing_settings = ", ".join(f'"{name}": {json.dumps(self.defaults[name])}' for name in missing)
             raise ValueError(f"{config.path}: SGLang requires fields that transformers omits; add {missing_settings}.")
@@ -156,8 +162,8 @@ class Family:
             )
 
     def param_mappings(self, arch: Architecture) -> list[ParamMapping]:
-        """Return one row for each Megatron parameter of this model: the rows of the table, repeated for layers and experts."""
-        return [entry for row in self.rows(arch) for entry in _expand_row(row, arch)]
+        """Return one row for each Megatron parameter of this model: the table's rows, repeated for each layer and expert."""
+        return [expanded for row in self.rows(arch) for expanded in _expand_row(row, arch)]
 
     def fusions(self, arch: Architecture) -> dict[str, tuple[str, ...]]:
         """Return the entries of `engine_fusions` whose tensors this model has."""
@@ -169,7 +175,7 @@ class Family:
         }
 
     def is_in_extra_layer(self, name: str, arch: Architecture) -> bool:
-        """Whether a Hugging Face tensor belongs to an extra layer, which is neither loaded nor exported."""
+        """Whether the Hugging Face tensor `name` belongs to an extra layer. Such tensors are neither loaded nor exported."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return self.has_extra_layers and layer is not None and int(layer[1]) >= arch.num_layers
 
@@ -187,9 +193,9 @@ def _expand_row(row: ParamMapping, arch: Architecture) -> Iterator[ParamMapping]
     if "{layer}" not in row.megatron:
         yield row
         return
-    kinds = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
+    is_moe_values = {"dense_layers": [False], "moe_layers": [True]}.get(row.present_in, [False, True])
     for layer in range(arch.num_layers):
-        if arch.is_moe(layer) in kinds:
+        if arch.is_moe(layer) in is_moe_values:
             experts = range(arch.num_experts) if "{expert}" in row.megatron else [None]
             yield from (row.for_layer(layer, expert) for expert in experts)
 
@@ -204,5 +210,5 @@ class ModelSpec:
     optimizer: OptimConfig | None  # None: the model is never trained
     overrides: dict[str, Any]  # fields of Megatron's TransformerConfig
     share_prompts: bool = True  # micro-batches may compute the prompt of a group once
-    logprob_chunk: int = 1024  # rows of logits that are in memory together
+    logprob_chunk: int = 1024  # largest number of rows of logits that are in memory at the same time
     family: str | None = None  # reference to a family outside models/families (see models.families.load_family)

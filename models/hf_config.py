@@ -1,4 +1,8 @@
-"""A Hugging Face config that checks its fields: the family reads every field that may change the logits."""
+"""A Hugging Face config that knows which of its fields were read.
+
+A model family must read every field that may change the logits. If it has not read a field, this is an error, except for the
+fields in IGNORED_FIELDS.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +13,7 @@ from typing import Any
 from parallel.rope import Rope, rope_from_parameters
 
 IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
-    "class that reads the file; mrl uses `architectures`": (
+    "class that reads the file (mrl uses `architectures`)": (
         *("model_type", "auto_map", "architectures", "is_llama_config"),
     ),
     "origin of the file, and the dtype in which the weights are stored": (
@@ -31,23 +35,26 @@ IGNORED_FIELDS: dict[str, tuple[str, ...]] = {
         "chunk_size_feed_forward",
     ),
     "classification heads, which a causal language model does not have": ("id2label", "label2id", "problem_type"),
-    "weight of the load-balancing loss in pretraining; in mrl `megatron.moe_aux_loss_coeff` sets it": (
+    "weight of the load-balancing loss in pretraining (in mrl, `megatron.moe_aux_loss_coeff` sets this weight)": (
         "router_aux_loss_coef",
     ),
 }
-"""Fields that do not change the logits, grouped by reason."""
+"""Reason -> config fields that do not change the logits for this reason."""
 
 _IGNORED_FIELDS = frozenset(name for names in IGNORED_FIELDS.values() for name in names)
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """A Hugging Face `config.json`. Reading a field that is missing and has no default in transformers is an error."""
+    """A Hugging Face `config.json`. `config[name]` reads a field.
+
+    Reading raises ValueError if the field is missing and `defaults` does not contain it.
+    """
 
     path: Path
     fields: dict[str, Any]
     family: str | None = None  # family outside models/families: "package.module:NAME" or "/path/file.py:NAME"
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of transformers for missing fields
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values that transformers uses for missing fields
     read_fields: set[str] = field(default_factory=set, compare=False)  # names of the fields that have been read
 
     @classmethod
@@ -78,7 +85,7 @@ class HFConfig:
         raise ValueError(f"{self.path}: field {name!r} is missing; it is needed to build the model.")
 
     def any_spelling(self, *names: str) -> Any:
-        """Return a field that has several names; raise ValueError if all are missing or if their values differ."""
+        """Return a field that has several names. Raises ValueError if all are missing or if their values differ."""
         self.read_fields.update(names)
         values = {name: self.fields[name] for name in names if name in self.fields}
         if not values:
@@ -90,7 +97,7 @@ class HFConfig:
         return value
 
     def expect(self, **values: Any) -> None:
-        """Raise ValueError unless each field has its expected value. A tuple lists several expected values."""
+        """Raise ValueError if a field does not have its expected value. A tuple lists several expected values."""
         for name, allowed in values.items():
             options = allowed if isinstance(allowed, tuple) else (allowed,)
             if self[name] not in options:
@@ -100,11 +107,11 @@ class HFConfig:
                 )
 
     def start_reading(self, defaults: Mapping[str, Any]) -> "HFConfig":
-        """Return a copy with the `defaults` of a family and no field marked as read."""
+        """Return a copy with the `defaults` of a family, in which no field is marked as read."""
         return replace(self, defaults=defaults, read_fields=set())
 
     def check_all_fields_read(self) -> None:
-        """Raise ValueError if a field has not been read and is not in IGNORED_FIELDS."""
+        """Raise ValueError if a field was not read and is not in IGNORED_FIELDS."""
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
                 f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change the "
@@ -120,9 +127,9 @@ class HFConfig:
         return names[0]
 
     def rope(self, head_dim: int, *, partial: bool = False) -> Rope:
-        """Return the rotary embedding for heads of size `head_dim`; read the fields of any version of transformers.
+        """Return the rotary embedding for heads of size `head_dim`. Understands the fields of all versions of transformers.
 
-        `partial`: the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
+        With `partial`, the family supports `partial_rotary_factor`, the fraction of each head that is rotated.
         """
         parameters = dict(self._rope_parameters())
         kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
@@ -142,7 +149,7 @@ class HFConfig:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _rope_parameters(self) -> dict[str, Any]:
-        """Read `rope_parameters`, or `rope_scaling` of transformers 4; raise ValueError if both are set and differ."""
+        """Read `rope_parameters`, or `rope_scaling` of transformers 4. Raises ValueError if both are set and differ."""
         self.read_fields.update(("rope_parameters", "rope_scaling", "rope_theta"))
         sources = [parameters for name in ("rope_parameters", "rope_scaling") if (parameters := self.fields.get(name))]
         if len(sources) > 1 and sources[0] != sources[1]:
@@ -154,6 +161,6 @@ class HFConfig:
         outer, inner = self.fields.get("rope_theta"), sources[0].get("rope_theta")
         if outer is not None and inner is not None and outer != inner:
             raise ValueError(
-                f"{self.path}: rope_theta={outer}, and {inner} in the parameters of the rotary embedding; remove one."
+                f"{self.path}: rope_theta={outer}, but {inner} in the parameters of the rotary embedding; remove one."
             )
         return sources[0]

@@ -1,4 +1,7 @@
-"""Checks the user's `megatron:` section. Reads the fields of Megatron's config from its source, because imports are slow."""
+"""Checks the config section `megatron`, which sets fields of Megatron's TransformerConfig.
+
+This module reads the names of these fields from Megatron's source files, because it is slow to import Megatron.
+"""
 
 import ast
 import difflib
@@ -52,7 +55,7 @@ FIELDS_SET_BY_MRL = frozenset(
         "multi_latent_attention",
     ]
 )
-"""Fields that mrl derives from the model, the layout or the machine; a user cannot set them."""
+"""Fields that mrl derives from the model, the layout or the machine. A user cannot set them."""
 
 UNEVEN_STAGE_FIELDS = frozenset(
     [
@@ -66,7 +69,7 @@ UNEVEN_STAGE_FIELDS = frozenset(
 """Fields that give pipeline stages different numbers of layers."""
 
 LAYOUT_FIELDS = UNEVEN_STAGE_FIELDS | {"moe_token_dispatcher_type", "microbatch_group_size_per_vp_stage"}
-"""Fields that depend on the parallel layout and do not apply to a single process."""
+"""Fields that depend on the parallel layout, and that have no meaning for a single process."""
 
 _SOURCE_FILES = ("transformer/transformer_config.py", "model_parallel_config.py")
 _CONFIG_CLASSES = ("TransformerConfig", "ModelParallelConfig")
@@ -89,7 +92,7 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
-    """Raise ValueError for a load-balancing loss that does not work with packs."""
+    """Raise ValueError if a load-balancing loss in `kinds` does not work with packs."""
     key = f"megatron.moe_router_load_balancing_type={kinds}"
     if "seq_aux_loss" in kinds:
         raise ValueError(
@@ -97,22 +100,25 @@ def check_load_balancing(kinds: str | list[str], dims: ParallelDims) -> None:
         )
     if "global_aux_loss" in kinds and dims.dp > 1:
         raise ValueError(
-            f"{key}: it needs the same number of packs on all replicas, and depends on their order; with "
+            f"{key}: this loss needs the same number of packs on all replicas, and depends on the order of the packs; with "
             f"dp={dims.dp} use aux_loss."
         )
 
 
 def check_megatron_overrides(overrides: Mapping[str, Any], derived: AbstractSet[str] = frozenset()) -> None:
-    """Raise ValueError for a field that TransformerConfig does not have, or that is in `derived` (set by mrl)."""
+    """Raise ValueError if a user cannot set one of the fields in `overrides`.
+
+    TransformerConfig may not have the field, mrl may derive it (`derived`), or it may need fixed sizes or a missing library.
+    """
     known = transformer_config_fields()
     for name in overrides:
         if name in derived:
             raise ValueError(
-                f"megatron.{name} is derived from the model, model.dtype or the parallel section; set it there."
+                f"megatron.{name} is derived from the model, from model.dtype or from the section parallel; set it there."
             )
         if name.startswith("tp_comm_overlap") and overrides[name]:
             raise ValueError(
-                f"megatron.{name}={overrides[name]}: its buffers have a fixed size but packs do not; leave it out."
+                f"megatron.{name}={overrides[name]}: its buffers have a fixed size, but packs do not; leave the key out."
             )
         if name.startswith("fp8") and overrides[name] and find_spec("transformer_engine") is None:
             raise ValueError(

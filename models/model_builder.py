@@ -44,10 +44,10 @@ HeadKind = Literal["vocabulary", "value"]
 
 
 class ValueHead(torch.nn.Module):
-    """Output head of a critic: one value per token, w . h + b, replicated on every rank.
+    """Output head of a critic: one value `w . h + b` for each token, replicated on every rank.
 
-    Initial weights are normal with standard deviation 1 / sqrt(H + 1), the initial bias is 0 (Huang, Liu and von Werra 2023,
-    "The N Implementation Details of RLHF with PPO"). They are the same on every rank and under every layout.
+    The initial weights are normal with standard deviation 1 / sqrt(H + 1), and the initial bias is 0 (Huang, Liu and von Werra
+    2023, "The N Implementation Details of RLHF with PPO"). The initial weights are the same on every rank and in every layout.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -77,8 +77,8 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         perform_initialization=False,  # weights are always loaded from a checkpoint
         calculate_per_token_loss=True,  # losses are sums that are already divided by global denominators
         **_layout_fields(dims),
-        # Fused kernels need NVIDIA's libraries; without them Megatron uses plain torch.
-        apply_rope_fusion=False,  # the fused kernel computes angles per sequence; packs need angles per token
+        # Fused kernels need NVIDIA's libraries. Without these libraries, Megatron uses plain torch.
+        apply_rope_fusion=False,  # the fused kernel computes one angle for each position; packs need one for each token
         gradient_accumulation_fusion=libraries.fused_wgrad,
         bias_activation_fusion=libraries.transformer_engine,
         bias_dropout_fusion=libraries.transformer_engine,
@@ -87,12 +87,12 @@ def transformer_config(arch: Architecture, dims: ParallelDims, dtype: torch.dtyp
         moe_grouped_gemm=libraries.transformer_engine and is_moe,
     )
     if is_moe:
-        # No load-balancing loss and a fixed correction bias by default: both would change the routing of a trained model
-        # without regard to the rewards.
+        # By default there is no load-balancing loss, and the correction bias is fixed. Otherwise both would change the routing
+        # of a trained model for other reasons than the rewards.
         values |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)
         values |= dict(moe_router_bias_update_rate=0.0)
-    kind = MLATransformerConfig if arch.has_latent_attention else TransformerConfig
-    return kind(**(values | arch.transformer | overrides))
+    config_class = MLATransformerConfig if arch.has_latent_attention else TransformerConfig
+    return config_class(**(values | arch.transformer | overrides))
 
 
 def _layout_fields(dims: ParallelDims) -> dict:
@@ -106,7 +106,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
         expert_tensor_parallel_size=dims.expert_tp,
         variable_seq_lengths=dims.pp > 1,  # pipeline stages exchange the length of every pack
         moe_token_dispatcher_type="alltoall",  # Megatron requires it with variable lengths, also for dense models
-        # Interleaved stages send in both directions at once; batched sends between a pair of ranks would be mismatched.
+        # Interleaved stages send in both directions at the same time, and batched sends of a pair of ranks would not match.
         overlap_p2p_comm=dims.vpp > 1,
         batch_p2p_comm=dims.vpp == 1,
         deallocate_pipeline_outputs=has_cuda(),  # with gloo, freeing a tensor during its send silently corrupts it
@@ -114,7 +114,7 @@ def _layout_fields(dims: ParallelDims) -> dict:
 
 
 def _with_bias(linear: type, has_bias: bool) -> Callable[..., torch.nn.Module]:
-    """Return a constructor of `linear` with or without a bias, because Megatron's config has one switch for all matrices."""
+    """Return a constructor of `linear` with a fixed choice of bias. Megatron's config has only one choice for all matrices."""
 
     def build(*args, bias: bool, **kwargs) -> torch.nn.Module:
         return linear(*args, bias=has_bias, **kwargs)
@@ -163,7 +163,7 @@ def _layer_spec(
     parts: frozenset[str],
     moe: bool,
 ) -> ModuleSpec:
-    # Latent attention has a separate norm module, because several matrices read the output of the norm.
+    # Latent attention needs a separate norm module before it, because several matrices read the output of this norm.
     has_latent_attention = attention.module is PackedLatentAttention
     if moe:
         linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
@@ -196,7 +196,7 @@ def _layer_spec(
 def _block_spec(
     config: TransformerConfig, packed_attention: bool, arch: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Build the layer specs of this rank's virtual stage."""
+    """Return the specs of the layers in one virtual stage of this rank."""
     provider = spec_provider()
     if arch.has_latent_attention:
         attention = _latent_attention(provider, arch.rope)
@@ -225,10 +225,10 @@ def build_model(
     share_prompts: bool = True,
     **overrides,
 ) -> list[GPTModel]:
-    """Build this rank's part of the model that `hf` describes: one GPTModel per virtual stage, weights uninitialized.
+    """Build this rank's part of the model that `hf` describes: one GPTModel for each virtual stage, without initial weights.
 
-    `share_prompts`: packs may contain segments with parents, which needs PackedAttention. `head="value"` replaces the output
-    layer by a ValueHead.
+    With `share_prompts`, packs may contain segments with a parent, and the model uses PackedAttention. `head="value"` replaces
+    the output layer by a ValueHead. `overrides` are fields of Megatron's TransformerConfig.
 
     Raises:
         ValueError: the family does not support a field of the config, or the layout does not fit the model.
@@ -264,7 +264,8 @@ def _build_stage(
     if head == "value" and is_last:
         model.output_layer = ValueHead(config.hidden_size)
     for name, param in model.named_parameters():
-        if ".experts." in name:  # Megatron does this if ep > 1; here it gives every layout the same optimizer state
+        # Megatron itself sets this attribute only if ep > 1. With it, the optimizer state is the same in every layout.
+        if ".experts." in name:
             param.allreduce = False  # type: ignore[missing-attribute]
     return model
 

@@ -1,8 +1,8 @@
-"""Core attention over packed sequences: exact and without padding, for shared prompts and context parallelism.
+"""Exact attention over packed sequences, with shared prompts and context parallelism.
 
-Under context parallelism every rank gathers all keys and values of the pack (backward: reduce-scatter) and computes the
-attention rows of its own queries. Shapes: L tokens on this rank, n query heads, g key/value heads, d channels per head (counts
-per rank).
+Under context parallelism, every rank gathers all keys and values of the pack and computes the attention of its own queries. The
+backward pass reduce-scatters the gradients of keys and values. In shapes, L is the number of tokens on this rank, n and g are its
+numbers of query heads and key/value heads, and d is the number of channels per head.
 """
 
 import math
@@ -18,7 +18,7 @@ from parallel.packing import AttentionCall, PackedSequences
 
 
 class PackedAttention(torch.nn.Module):
-    """softmax(q k^T) v over the tokens that each token may attend to; used as Megatron's core attention module."""
+    """Megatron's core attention module for packs: softmax(scale * q k^T) v over the tokens that each token attends to."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:  # [L, n*d]
-        """Attend as `packed_seq_params` describes. Megatron's attention mask and bias are not used with packs."""
+        """Compute the attention that `packed_seq_params` describes. Megatron's mask and bias arguments are not used."""
         assert isinstance(packed_seq_params, PackedSequences), (
             f"expected PackedSequences, got {type(packed_seq_params)}"
         )
@@ -73,7 +73,7 @@ def _supports_varlen(query: Tensor) -> bool:
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
 ) -> Tensor:  # [L, n, d]
-    """Run all calls in one flash-attention kernel. Its causal mask is aligned at the last key, as required here."""
+    """Run all calls in one flash-attention kernel. The kernel aligns its causal mask at the last key, as AttentionCall needs."""
     from torch.nn.attention.varlen import varlen_attn  # imports Triton
 
     def cumulative(sizes: list[int]) -> Tensor:
@@ -100,7 +100,7 @@ def _attend_varlen(
 def _attend_batched(
     query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...], scale: float, dropout: float
 ) -> Tensor:  # [L, n, d]
-    """Run one batched scaled_dot_product_attention per AttentionCall; works in any dtype on any device."""
+    """Run one batched scaled_dot_product_attention for each AttentionCall. Works in any dtype on any device."""
     repeat = query.size(1) // key.size(1)
     if repeat > 1:  # torch's CPU flash kernel does not support grouped-query attention
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))

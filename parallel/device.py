@@ -1,8 +1,8 @@
 """This process's device, communication backend and NVIDIA libraries, and patches that let Megatron-Core run on a CPU.
 
-`patch_megatron_for_cpu()` must run before the first import from Megatron. It does nothing if CUDA is available.
-Megatron-Core 0.19 calls `torch.cuda` directly in places that its process-group arguments do not reach (streams, RNG state,
-`device="cuda"` in factory calls). On a CPU the patches redirect those calls to their `torch.cpu` counterparts.
+`patch_megatron_for_cpu()` must run before the first import from Megatron. It does nothing if CUDA is available. Megatron-Core
+0.19 uses `torch.cuda` for streams, RNG state and new tensors (`device="cuda"`), and no argument can change this. On a CPU, the
+patches redirect these calls to their `torch.cpu` counterparts.
 """
 
 import functools
@@ -19,7 +19,7 @@ import torch.utils._device
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+_TENSOR_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
 
 
 def has_cuda() -> bool:
@@ -57,15 +57,15 @@ def release_cached_memory() -> int | None:
 
 
 def set_threads() -> None:
-    """Give torch's CPU kernels one thread per rank, because ranks share the cores; OMP_NUM_THREADS overrides it."""
+    """Give torch's CPU kernels OMP_NUM_THREADS threads, by default one, because ranks share the cores."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """NVIDIA libraries that this process uses. All are optional; a library is used if it is installed and a GPU is present.
+    """NVIDIA libraries that this process uses. All are optional.
 
-    All fields are False on a CPU.
+    A library is used if it is installed and a GPU is present. On a CPU, all fields are False.
     """
 
     cuda: bool
@@ -151,8 +151,8 @@ def _on_cpu(factory):
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
-        where = kwargs.get("device")
-        if where is not None and not isinstance(where, int) and torch.device(where).type == "cuda":
+        target = kwargs.get("device")
+        if target is not None and not isinstance(target, int) and torch.device(target).type == "cuda":
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -164,7 +164,9 @@ def _patch_torch_cuda() -> None:
     cuda, main = torch.cuda, _CPUStream()
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda *a: None
-    cuda.synchronize = lambda *a: None  # a separate lambda: torch keeps a table of functions by identity
+    cuda.synchronize = lambda *a: (
+        None
+    )  # not the function of set_device, because torch keeps a table of functions by identity
     cuda.Stream, cuda.Event, cuda.stream = _CPUStream, torch.cpu.Event, torch.cpu.stream
     cuda.current_stream = cuda.default_stream = lambda *a: main
     cuda.get_rng_state = lambda *a: torch.get_rng_state()
@@ -181,7 +183,7 @@ def _patch_tensor_factories() -> None:
         return tensor_type(self).replace("torch.", "torch.cuda.", 1)
 
     torch.utils._device._device_constructors()  # fills a cache: `with torch.device(...)` must see the original factories
-    for name in _FACTORIES:
+    for name in _TENSOR_FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *a, **k: self
     torch.Tensor.type = type_
@@ -200,7 +202,7 @@ def _patch_megatron_optimizer_and_rng() -> None:
 
 
 def _patch_expert_communication() -> None:
-    """Replace functions of Megatron's token exchange between experts that assume CUDA and NCCL."""
+    """Replace those functions of Megatron's token exchange between experts that assume CUDA or NCCL."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):  # split sizes from a CPU tensor must also become numpy
@@ -212,7 +214,7 @@ def _patch_expert_communication() -> None:
 
 
 def _uneven_all_gather(even):
-    """Extend gloo's all_gather, which needs equal shapes: tensors of unequal shapes are broadcast rank by rank."""
+    """Extend gloo's all_gather, which needs equal shapes. Tensors of unequal shapes are broadcast rank by rank."""
 
     @functools.wraps(even)
     def all_gather(outputs, tensor, group=None, async_op=False):
@@ -227,7 +229,7 @@ def _uneven_all_gather(even):
 
 
 def _uneven_reduce_scatter(even):
-    """Extend gloo's reduce_scatter, which needs equal shapes: tensors of unequal shapes are all-reduced one by one."""
+    """Extend gloo's reduce_scatter, which needs equal shapes. Tensors of unequal shapes are all-reduced one by one."""
 
     @functools.wraps(even)
     def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -246,7 +248,7 @@ def patch_megatron_for_cpu() -> None:
     """Patch torch and Megatron-Core so that they import and run without CUDA. Idempotent; does nothing if CUDA is available."""
     if has_cuda() or torch.cuda.Stream is _CPUStream:
         return
-    # Megatron's jit_fuser is torch.compile. On a CPU it costs minutes of C++ builds, and seconds to import the compiler.
+    # Megatron's jit_fuser is torch.compile. On a CPU, torch.compile needs seconds for its import and minutes for C++ builds.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _patch_torch_cuda()
     _patch_tensor_factories()

@@ -1,15 +1,16 @@
 """Log-probabilities and entropies computed from hidden states, with the vocabulary split over the tensor-parallel group.
 
-The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most that many rows of
-logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes them again
-(as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to hidden, weight and their gradients, at most three float32 chunks
-[chunk_size, V/tp] exist at a time: two without entropy, two and a half if the inputs have 16 bits.
+The output layer, the softmax and their gradients are computed for `chunk_size` positions at a time, so at most `chunk_size` rows
+of logits exist at once (as in Liger Kernel's fused linear cross-entropy, Hsu et al. 2024). The backward pass computes the logits
+again (as in Cut Cross-Entropy, Wijmans et al. 2024). In addition to the inputs and their gradients, at most three float32 tensors
+`[chunk_size, V/tp]` exist at a time. Without entropies, these are two tensors, and half a tensor more for 16-bit inputs.
 
-For logits x = hidden @ weight.T / temperature, p = softmax(x), log p_j = x_j - log sum_k exp x_k:
+Formulas for the logits x = hidden @ weight.T / temperature, with p = softmax(x) and log p_j = x_j - log sum_k exp x_k:
     entropy H = -sum_j p_j log p_j = log sum_k exp x_k - sum_j p_j x_j
     d log p_t / d x_j = [j = t] - p_j        d H / d x_j = -p_j (log p_j + H)
 
-Shapes: T positions, n positions of a chunk, H hidden size, V/tp vocabulary rows of this rank.
+In shapes, T is the number of positions, n the number of positions in a chunk, H the hidden size, and V/tp the number of
+vocabulary rows on this rank.
 """
 
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-# Logit of a padding row of the vocabulary: its probability is 0, and it is finite so that 0 * PADDING_LOGIT is 0.
 PADDING_LOGIT = -1e30
+"""Logit of the padding rows of the vocabulary. It makes their probability 0, and it is finite, so that 0 * PADDING_LOGIT is 0."""
 
 
 def linear_logprobs(  # noqa: PLR0913  terms of one formula
-    hidden: Tensor,  # [T, H] any float dtype; its gradient is partial and must be summed over the group
-    weight: Tensor,  # [V/tp, H] vocabulary rows of the output layer on this rank, in the same dtype
+    hidden: Tensor,  # [T, H] any float dtype; the caller must sum its gradient over the group
+    weight: Tensor,  # [V/tp, H] vocabulary rows of the output layer on this rank, in the dtype of `hidden`
     targets: Tensor,  # [T] token ids in the whole vocabulary
     group: ProcessGroup,
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
@@ -37,8 +38,8 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
     """Compute the log-probability of each target and the entropy of softmax(hidden @ weight.T / temperature).
 
     Matrix products use the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).
-    Both results are differentiable with respect to `hidden` and `weight`. All ranks of the group pass the same T and get the
-    same results.
+    Both results are differentiable with respect to `hidden` and `weight`. All ranks of the group must pass the same number of
+    positions, and all get the same results.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected 1 or more, such as 1024.")
@@ -50,11 +51,11 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's part of the output layer, without its weight."""
+    """Settings of the output layer on this rank, without its weight."""
 
     group: ProcessGroup
     first_row: int  # token id of weight row 0
-    real_rows: int  # rows with this index or higher are padding; may be negative or exceed the number of rows
+    real_rows: int  # weight rows from this index on are padding; may be negative or larger than the number of rows
     temperature: float
     chunk_size: int
     needs_entropy: bool
@@ -78,13 +79,16 @@ class _Head:
         return self.logits(hidden, weight).sub_(normalizer[:, None]).exp_()
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the weight row [n, 1] of each target, and whether this rank has it [n, 1]; if not, the row is arbitrary."""
+        """Return two tensors [n, 1]: the weight row of each target, and whether this rank has the row.
+
+        If this rank does not have the row, the returned row number is arbitrary.
+        """
         row = (targets - self.first_row)[:, None]
         return row.clamp(0, rows - 1), (row >= 0) & (row < rows)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Saves for the backward pass: inputs, statistics [T], and the softmax of the last (often the only) chunk."""
+    """Saves the inputs, statistics [T], and the softmax of the last chunk (often the only one) for the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
@@ -139,7 +143,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LogitGradient:
-    """Terms of the gradient with respect to the logits: p_j (offset + factor log p_j) + [j = target] chosen; each [T]."""
+    """Terms [T] of the gradient with respect to logit x_j, which is p_j * (offset + factor * log p_j) + [j = target] * chosen."""
 
     chosen: Tensor
     offset: Tensor
@@ -156,7 +160,7 @@ class _LogitGradient:
         """Return the gradient [n, V/tp] of a chunk from its softmax [n, V/tp] and the rows of its targets [n, 1]."""
         slope = self.offset[chunk, None]
         if self.factor is not None:
-            tiny = torch.finfo(softmax.dtype).tiny  # 0 log 0 = 0
+            tiny = torch.finfo(softmax.dtype).tiny  # makes 0 * log 0 equal to 0
             slope = softmax.clamp_min(tiny).log_().mul_(self.factor[chunk, None]).add_(slope)
         d_logits = torch.mul(softmax, slope, out=softmax if in_place else None)
         return d_logits.scatter_add_(1, row, self.chosen[chunk, None] * is_local)
@@ -165,8 +169,8 @@ class _LogitGradient:
 def _row_sums(logits: Tensor, row: Tensor, is_local: Tensor, needs_entropy: bool) -> tuple[Tensor, Tensor]:
     """Return exp(x - m) [n, V/tp] for logits x with row maximum m on this rank, and four statistics [4, n].
 
-    The statistics are m, x_target, sum exp(x - m) and sum exp(x - m)(x - m). x_target is 0 if another rank has the target, and
-    the last sum is 0 if the entropy is not needed. Overwrites `logits`.
+    The statistics are m, x_target, sum exp(x - m) and sum exp(x - m)(x - m). x_target is 0 if another rank has the target. The
+    last sum is 0 if the entropy is not needed. The function overwrites `logits`.
     """
     peak = logits.amax(1)
     chosen = (logits.gather(1, row) * is_local)[:, 0]
@@ -177,21 +181,21 @@ def _row_sums(logits: Tensor, row: Tensor, is_local: Tensor, needs_entropy: bool
 
 
 def _sum_over_group(sums: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
-    """Combine the `_row_sums` statistics [4, T] of all ranks with two all-reduces, independent of the number of chunks."""
+    """Combine the statistics [4, T] of `_row_sums` over all ranks. Needs two all-reduces for any number of chunks."""
     if group.size() == 1 or sums.size(1) == 0:
         return sums.unbind()
     peak, chosen, total, weighted = sums.unbind()
     whole_peak = peak.clone()
     dist.all_reduce(whole_peak, dist.ReduceOp.MAX, group=group)
-    lag = peak - whole_peak
-    scale = lag.exp()
-    parts = torch.stack([chosen, total * scale, (weighted + lag * total) * scale])
+    difference = peak - whole_peak
+    scale = difference.exp()
+    parts = torch.stack([chosen, total * scale, (weighted + difference * total) * scale])
     dist.all_reduce(parts, group=group)
     return whole_peak, *parts.unbind()
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return total + left @ right, accumulated in float32 or wider; in place if the dtypes allow it."""
+    """Return total + left @ right, accumulated in float32 or wider. Overwrites `total` if the dtypes allow it."""
     if total is None:
         return left @ right
     if total.dtype == left.dtype == _accumulation_dtype(left.dtype):

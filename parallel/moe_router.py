@@ -1,8 +1,8 @@
 """MoE routers for packed sequences: layout-independent load-balancing losses, and replay of the engine's routing.
 
-Router replay (Rollout Routing Replay, Ma et al. 2025): each token goes to the experts that the engine chose when it sampled the
-token, in the forward pass, the backward pass and recomputation. The trainer computes the probabilities of these experts itself,
-so the router still receives gradients.
+With routing replay (Rollout Routing Replay, Ma et al. 2025), the trainer sends each token to the experts that the engine chose
+for the token. This holds in the forward pass, the backward pass and recomputation. The trainer computes the probabilities of
+these experts itself, so the router still receives gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,16 +19,16 @@ from parallel import groups
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router with the load-balancing loss weighted by the number of real tokens in the whole pack.
+    """Megatron's router, which weights the load-balancing loss by the number of real tokens in the whole pack.
 
-    Megatron 0.19 multiplies the token count of one rank by the number of ranks. With padding, this is wrong: the count is already
-    the sum over all ranks (an in-place all-reduce), or it differs between ranks.
+    Megatron 0.19 multiplies the token count of one rank by the number of ranks. This is wrong if there is padding. In some cases
+    the count is then already the sum over all ranks (an in-place all-reduce); in others it differs between ranks.
 
     The correction bias, if the model has one, stays in float32 for any dtype of the model.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
-        """Move and cast the module, then restore the values that the correction bias had before the cast."""
+        """Move and cast the module, but only move the correction bias, so that it keeps its float32 values."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -45,7 +45,7 @@ class PackedRouter(TopKRouter):
         return super().routing(logits, padding_mask)
 
     def attach_and_log_load_balancing_loss(self, *args, valid_token_count=None, **kwargs) -> Tensor:
-        """Attach the loss with the token count of the pack in place of Megatron's count."""
+        """Attach the load-balancing loss, with the token count of the pack instead of Megatron's count."""
         return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -54,7 +54,7 @@ class PackedRouter(TopKRouter):
 
 
 def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, RouterReplay]]:
-    """Yield (layer number in the whole model, RouterReplay) for each MoE layer; yield nothing if replay is off."""
+    """Yield (layer index in the whole model, RouterReplay) for each MoE layer; yield nothing if routing replay is off."""
     for layer in chunk.module.decoder.layers:
         replay = getattr(getattr(layer.mlp, "router", None), "router_replay", None)
         if replay is not None:
@@ -63,10 +63,10 @@ def _router_replays(chunk: DistributedDataParallel) -> Iterator[tuple[int, Route
 
 @contextmanager
 def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> Iterator[None]:
-    """Use the experts in `routing` [L, layers, topk] for one forward pass of `chunk`; None: the router chooses the experts.
+    """Use the experts in `routing` [L, layers, topk] for one forward pass of `chunk`.
 
-    After the block, the choice is kept for the recomputation in the backward pass of this pack. Backward passes run in the order
-    of the forward passes.
+    If `routing` is None, the router chooses the experts. After the block, the experts stay stored until the backward pass of the
+    same pack has recomputed its layers. This needs backward passes in the order of the forward passes.
     """
     if routing is None:
         yield
@@ -83,7 +83,7 @@ def replay_routing(chunk: DistributedDataParallel, routing: Tensor | None) -> It
 
 
 def stop_replay(chunks: list[DistributedDataParallel]) -> None:
-    """Let the routers choose the experts again, and drop the choices that were kept for recomputation."""
+    """Let the routers choose the experts again, and drop the experts that are stored for recomputation."""
     for chunk in chunks:
         for _, replay in _router_replays(chunk):
             replay.clear_router_replay_action()

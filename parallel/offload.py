@@ -1,11 +1,11 @@
 """Offloads a Megatron model from its device to the host and loads it back bit-exactly, so that processes can share a GPU.
 
-Storages are resized to zero in place, so all tensors and views over them stay valid (parameters are views of Megatron's flat
-buffers, and the optimizer has views of shards of these buffers). Parameters, buffers and optimizer state are copied to the host.
-Gradients are dropped, because each step accumulates them from zero. On a CPU the same is done with plain memory.
+Parameters, buffers and optimizer state are copied to the host. Gradients are dropped, because each step accumulates them from
+zero. Storages are then resized to zero in place, so all tensors and views over them stay valid. Parameters are views of
+Megatron's flat buffers, and the optimizer has views of parts of these buffers. On a CPU, the same code moves host memory.
 
-Some device memory of the process remains: CUDA's context, tables that layers compute once (rotary angles) and, before NCCL
-2.29.7, the buffers of the communicators. Later NCCL versions also release these (see `parallel.groups.suspend_communicators`).
+A process keeps some device memory: CUDA's context, and tables that layers compute only once (rotary angles). If NCCL is older
+than 2.29.7, the process also keeps the buffers of the communicators (see `parallel.groups.suspend_communicators`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,24 +20,24 @@ from parallel.device import device, host_memory, release_cached_memory, synchron
 from parallel.optimizer import optimizer_tensors
 from parallel.trainer_config import OffloadLevel
 
-BLOCK_BYTES = 1 << 26  # pinned memory is allocated in powers of two
+BLOCK_BYTES = 1 << 26  # a power of two, because torch rounds up allocations of pinned memory to powers of two
 
 
 class ModelOffloader:
-    """Moves one rank's part of a model between device and host. Every rank calls `move_to`, while nothing is computed."""
+    """Moves one rank's part of a model between device and host. Every rank calls `move_to` while no computation runs."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: Callable[[], MegatronOptimizer | None]
+        self, chunks: Sequence[DistributedDataParallel], get_optimizer: Callable[[], MegatronOptimizer | None]
     ) -> None:
-        """`chunks`: this rank's virtual stages; `optimizer`: returns their current optimizer, None if they are not trained."""
-        self._chunks, self._get_optimizer = chunks, optimizer
+        """`chunks` are this rank's virtual stages. `get_optimizer` returns their optimizer, or None if they have none."""
+        self._chunks, self._get_optimizer = chunks, get_optimizer
         self._weights, self._state = _HostCopy(), _HostCopy()
         self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # storage, its bytes
         self._suspended = False
 
     @property
     def level(self) -> OffloadLevel:
-        """The highest level that is completely on the device, also after a failed move."""
+        """The highest level that is completely on the device. It is also correct after a failed `move_to`."""
         if self._weights.storages:
             return OffloadLevel.FULLY_OFFLOADED
         return (
@@ -47,9 +47,9 @@ class ModelOffloader:
         )
 
     def move_to(self, level: OffloadLevel) -> int:
-        """Load what `level` includes and offload the rest. Idempotent; can be called again after a failure.
+        """Load what `level` includes and offload the rest. Idempotent, and can be called again after a failure.
 
-        Returns the bytes of device memory that torch still reserves (on a CPU: the bytes of the model's storages).
+        Returns the bytes of device memory that torch still reserves. On a CPU, returns the bytes of the model's storages.
         """
         if level is OffloadLevel.FULLY_OFFLOADED:
             self._drop_gradients()
@@ -68,7 +68,7 @@ class ModelOffloader:
         return self._remaining_bytes()
 
     def _storages_of_state(self) -> list[UntypedStorage]:
-        """Return the storages of master parameters and moments, without master parameters that are views of fp32 weights."""
+        """Return the storages of moments and master parameters, except of masters that are views of fp32 weights."""
         optimizer = self._get_optimizer()
         weights = _storages(_weight_tensors(self._chunks))
         state = _storages(optimizer_tensors(optimizer)) if optimizer else []
@@ -80,7 +80,7 @@ class ModelOffloader:
     def _drop_gradients(self) -> None:
         optimizer = self._get_optimizer()
         if optimizer is not None:
-            optimizer.zero_grad()  # drops the gradients of the master parameters
+            optimizer.zero_grad()  # frees the gradients of the master parameters
         for storage in self._storages_of_gradients():
             if _can_offload(storage):
                 self._dropped_gradients.append((storage, storage.nbytes()))
@@ -134,7 +134,7 @@ class _HostCopy:
                     span.copy_(piece, non_blocking=True)
                 copied.append((storage, storage.nbytes(), spans))
             synchronize()
-        except BaseException:  # for example no host memory: no storage has been resized yet
+        except BaseException:  # for example, too little host memory; no storage has been resized yet
             self._used = used
             raise
         for storage, _, _ in copied:
@@ -164,7 +164,7 @@ class _HostCopy:
 
 
 def _weight_tensors(chunks: Iterable[DistributedDataParallel]) -> Iterator[Tensor]:
-    """Yield parameters, the flat buffers that they are views of, and buffers of modules."""
+    """Yield the parameters, Megatron's flat buffers that contain them, and the buffers of modules."""
     for chunk in chunks:
         yield from (tensor.data for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
         yield from (b.param_data for b in _flat_buffers(chunk) if b.param_data is not None)
@@ -181,7 +181,7 @@ def _flat_buffers(chunk: DistributedDataParallel) -> list:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return each storage on this process's device once."""
+    """Return the storages of those tensors that are on this process's device, each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device().type)
     return list({_storage_id(storage): storage for storage in storages}.values())
 
@@ -192,12 +192,12 @@ def _without(storages: Iterable[UntypedStorage], others: Iterable[UntypedStorage
 
 
 def _storage_id(storage: UntypedStorage) -> int:
-    """Return an identity that all tensors over one storage share, also while it is empty."""
+    """Return a number that is the same for all tensors over one storage, also while the storage is empty."""
     return storage._cdata
 
 
 def _can_offload(storage: UntypedStorage) -> bool:
-    """Whether the storage has bytes and can be resized. NumPy makes a storage that it references not resizable."""
+    """Whether the storage has bytes and can be resized. A storage that a NumPy array uses cannot be resized."""
     return storage.nbytes() > 0 and storage.resizable()
 
 
@@ -206,5 +206,5 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _pieces(storage: UntypedStorage, spans: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the bytes of a storage into pieces of the sizes of `spans`."""
+    """Split the bytes of a storage into consecutive pieces; piece i has as many bytes as `spans[i]`."""
     return _bytes_of(storage).split([span.numel() for span in spans])

@@ -1,7 +1,7 @@
 """Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
 
-A pack consists of segments. A token attends to the earlier tokens of its segment, and to all tokens of the segment's ancestors.
-A plain sequence is one segment. A prompt with its G responses is one segment with G children, so the prompt is computed once.
+A pack consists of segments. A token attends to itself and the earlier tokens of its segment, and to all tokens of the segment's
+ancestors. A plain sequence is one segment. A prompt with G responses is one segment with G children, so it is computed once.
 
 Context parallelism splits every segment into `2 * cp` chunks of equal length. Rank r holds chunks `r` and `2 * cp - 1 - r`. This
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a

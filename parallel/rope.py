@@ -1,9 +1,11 @@
-"""Rotary position embeddings (RoPE): parameters from a Hugging Face config, and their frequencies. Imports torch lazily.
+"""Rotary position embeddings (RoPE): their parameters from a Hugging Face config, and their frequencies.
 
 RoPE (Su et al., 2021, arXiv:2104.09864) rotates `dim` components of a head in pairs: at position p, pair i is rotated by the
-angle p * inv_freq[i]. Models with extended context scale the frequencies. Each class below implements one method of scaling; its
-fields have the names of Hugging Face's `rope_parameters`. The operations and their order are the same as in transformers, so
-trainer, engine and pretraining have bit-equal frequencies. A rounding difference would be multiplied by the position.
+angle `p * inv_freq[i]`. Models with extended context scale the frequencies. Each class below implements one method of scaling,
+and its fields have the names of Hugging Face's `rope_parameters`. The operations and their order are the same as in transformers,
+so that trainer, engine and pretraining use bit-equal frequencies. A rounding difference would be multiplied by the position.
+
+The import of this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ if TYPE_CHECKING:  # the driver reads configs without importing torch
     import torch
     from torch import Tensor
 
-_NUMBERS = ("int", "float", "float | None")
-_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "attention_factor")
+_NUMBER_TYPES = ("int", "float", "float | None")
+_FIELDS_THAT_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "attention_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,9 @@ class Rope:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = self.__dict__[field.name]
-            if field.type not in _NUMBERS or (value is None and "None" in str(field.type)):
+            if field.type not in _NUMBER_TYPES or (value is None and "None" in str(field.type)):
                 continue
-            least = 0.0 if field.name in _MAY_BE_ZERO else math.ulp(0.0)
+            least = 0.0 if field.name in _FIELDS_THAT_MAY_BE_ZERO else math.ulp(0.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
                 raise ValueError(f"{field.name}={value!r} of the rotary embedding: expected a positive number.")
         if self.dim % 2:
@@ -43,15 +45,15 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """Factor of cosines and sines, for queries and keys."""
+        """Factor by which cosines and sines are multiplied, for queries and keys."""
         return 1.0
 
     def inv_freq(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Radians per position [dim / 2], on the CPU; float32 by default."""
+        """Return the radians per position, [dim / 2], on the CPU; float32 by default."""
         return 1.0 / self._wavelengths(dtype)
 
     def _wavelengths(self, dtype: torch.dtype | None) -> Tensor:
-        """Positions per radian of the unscaled embedding [dim / 2]."""
+        """Return the positions per radian, [dim / 2], without scaling."""
         import torch  # imported only where tensors are made
 
         return self.rope_theta ** (torch.arange(0, self.dim, 2, dtype=dtype or torch.float32, device="cpu") / self.dim)
@@ -59,7 +61,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
-    """Positions divided by `factor` (Chen et al., 2023, arXiv:2306.15595)."""
+    """RoPE with all frequencies divided by `factor` (position interpolation, Chen et al., 2023, arXiv:2306.15595)."""
 
     factor: float
 
@@ -69,11 +71,11 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1: divides the frequencies of long waves by `factor` and keeps those of short waves, with a ramp between."""
+    """RoPE of Llama 3.1. Long waves have their frequency divided by `factor`, short waves keep it, others are interpolated."""
 
     factor: float
-    low_freq_factor: float  # waves longer than original_max_position_embeddings / low_freq_factor are divided
-    high_freq_factor: float  # waves shorter than original_max_position_embeddings / high_freq_factor are kept
+    low_freq_factor: float  # long waves: longer than original_max_position_embeddings / low_freq_factor
+    high_freq_factor: float  # short waves: shorter than original_max_position_embeddings / high_freq_factor
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
@@ -90,25 +92,27 @@ class Llama3Rope(Rope):
         plain = super().inv_freq(dtype)
         wave, context = 2 * math.pi / plain, self.original_max_position_embeddings
         is_long, is_short = wave > context / self.low_freq_factor, wave < context / self.high_freq_factor
-        kept = (context / wave - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        between = (1 - kept) * plain / self.factor + kept * plain
-        return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, between))
+        weight = (context / wave - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        interpolated = (1 - weight) * plain / self.factor + weight * plain
+        return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, interpolated))
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """YaRN (Peng et al., 2023, arXiv:2309.00071): a ramp over the components, and an amplitude of cosines and sines."""
+    """RoPE of YaRN (Peng et al., 2023, arXiv:2309.00071), which also multiplies cosines and sines by an amplitude.
+
+    Pairs that make at least `beta_fast` rotations in the original context keep their frequency. Pairs that make at most
+    `beta_slow` rotations have their frequency divided by `factor`. Between them, a linear ramp over the pairs interpolates.
+    """
 
     factor: float
     original_max_position_embeddings: int
-    # Components that make at least `beta_fast` (default 32) rotations in the original context are kept. Components that make at
-    # most `beta_slow` (default 1) rotations are divided by `factor`.
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None  # the amplitude; default: derived from factor and mscale
-    mscale: float | None = None  # this and mscale_all_dim: weights in the formula of the amplitude; set both or none
-    mscale_all_dim: float | None = None
-    truncate: bool = True  # round the ends of the ramp to whole components
+    beta_fast: float | None = None  # None: 32
+    beta_slow: float | None = None  # None: 1
+    attention_factor: float | None = None  # the amplitude; None: see `derived_amplitude`
+    mscale: float | None = None  # weight in the formula of the amplitude; used only together with mscale_all_dim
+    mscale_all_dim: float | None = None  # second weight in this formula
+    truncate: bool = True  # the ramp begins and ends at whole pairs
 
     @property
     def amplitude(self) -> float:
@@ -116,13 +120,13 @@ class YarnRope(Rope):
 
     @property
     def derived_amplitude(self) -> float:
-        """The amplitude if `attention_factor` is not given."""
+        """The amplitude that is used if `attention_factor` is None."""
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
         return yarn_mscale(self.factor)
 
     def _ramp_end(self, rotations: float) -> float:
-        """Return the (fractional) component that makes `rotations` rotations within the original context."""
+        """Return the index of the pair that makes `rotations` rotations in the original context. It may be fractional."""
         log_ratio = math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi))
         return self.dim * log_ratio / (2 * math.log(self.rope_theta))
 
@@ -134,14 +138,14 @@ class YarnRope(Rope):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
-        high += 0.001 * (low == high)  # avoids division by zero: a step instead of a ramp
-        components = torch.arange(self.dim // 2, dtype=wavelengths.dtype)
-        kept = 1 - torch.clamp((components - low) / (high - low), 0, 1)
-        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+        high += 0.001 * (low == high)  # avoids a division by zero
+        pairs = torch.arange(self.dim // 2, dtype=wavelengths.dtype)
+        weight = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
+        return 1.0 / (self.factor * wavelengths) * (1 - weight) + 1.0 / wavelengths * weight
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's amplitude for a context extended by `factor` (equation 22), with weighted logarithm."""
+    """Return YaRN's amplitude for a context that is extended by `factor` (equation 22); `weight` multiplies the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -149,7 +153,7 @@ ROPE_TYPES: dict[str, type[Rope]] = {"default": Rope, "linear": LinearRope, "lla
 
 
 def rope_from_parameters(parameters: Mapping[str, Any], dim: int) -> Rope:
-    """Build the embedding from `parameters`: `rope_type` and the fields of its class other than `dim`.
+    """Build the rotary embedding. `parameters` has a `rope_type`, and the fields of its class except `dim`.
 
     Raises:
         ValueError: the type or a field is unknown, a field is missing, or a value is invalid.

@@ -1,4 +1,7 @@
-"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule, offload level. Imports no torch."""
+"""Settings of a trainer that the driver also needs: optimizer, learning-rate schedule and offload level.
+
+This module does not import torch.
+"""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -20,14 +23,15 @@ class LrSchedule(StrEnum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
-    wsd = "wsd"  # warmup, stable, decay: constant, then a drop over the last fifth
-    linear_to_tenth = "linear_to_tenth"  # linear to lr / 10, from the first step on, also during the warm-up; no lr_min
+    wsd = "wsd"  # warmup-stable-decay: constant, then a decay in the last fifth of the decay steps
+    linear_to_tenth = "linear_to_tenth"  # linear decay to lr / 10 that begins at the first step; lr_min is not used
 
 
 def config_field(default: Any, description: str, unit: str = "", **bounds: float) -> Any:
-    """Make a dataclass field whose metadata has a description, a unit and bounds, for checks and documentation.
+    """Return a dataclass field whose metadata contains a description, a unit and bounds, for checks and documentation.
 
-    `default` may be a factory. `bounds`: `above` and `below` are exclusive, `least` and `most` are inclusive.
+    `default` may be a function that returns the default. In `bounds`, `above` and `below` are exclusive, and `least` and `most`
+    are inclusive.
     """
     metadata = dict(description=description, unit=unit, **bounds)
     if callable(default):
@@ -39,7 +43,7 @@ def config_field(default: Any, description: str, unit: str = "", **bounds: float
 class OptimConfig:
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019), gradient clipping and a learning-rate schedule.
 
-    It is the config section `optim` of the actor, of the critic and of supervised fine-tuning.
+    This is the config section `optim` of the actor, of the critic and of supervised fine-tuning.
     """
 
     lr: float = config_field(1e-6, "Learning rate after the warm-up.", above=0)
@@ -84,7 +88,7 @@ class OptimConfig:
             raise ValueError(f"optim.lr_min={self.lr_min} is above lr={self.lr}.")
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0."""
+        """Return the learning rate of optimizer step `step`. Steps are counted from 0."""
         if self.lr_schedule == LrSchedule.linear_to_tenth:
             warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
             return self.lr * warm * (1.0 - 0.9 * step / max(1, self.lr_decay_steps))
@@ -97,10 +101,10 @@ class OptimConfig:
 
 
 def _decay_factor(schedule: str, progress: float) -> float:
-    """Return the remaining fraction of lr - lr_min after the fraction `progress` of the decay steps."""
+    """Return the fraction of `lr - lr_min` that remains after the fraction `progress` of the decay steps."""
     if schedule == "linear":
         return 1.0 - progress
-    if schedule == "cosine":  # SGDR, Loshchilov and Hutter 2017, eq. 5, one cycle
+    if schedule == "cosine":  # one cycle of SGDR (Loshchilov and Hutter 2017, equation 5)
         return 0.5 * (1.0 + cos(pi * progress))
-    drop = 0.2  # warmup-stable-decay: constant, then 1 - sqrt over the last fifth (Haegele et al. 2024, section 4)
-    return 1.0 if progress <= 1 - drop else 1.0 - sqrt((progress - (1 - drop)) / drop)
+    decay = 0.2  # warmup-stable-decay: constant, then 1 - sqrt(x) in the last fifth (Haegele et al. 2024, section 4)
+    return 1.0 if progress <= 1 - decay else 1.0 - sqrt((progress - (1 - decay)) / decay)

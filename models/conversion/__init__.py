@@ -1,1 +1,1 @@
-"""Conversion of weights between Hugging Face tensors and Megatron shards, from one table per model family."""
+"""Conversion of weights between Hugging Face tensors and Megatron shards, with one table for each model family."""

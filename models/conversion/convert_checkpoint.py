@@ -1,6 +1,6 @@
 """Converts checkpoints between Hugging Face and Megatron one tensor at a time, and checks that a conversion is exact.
 
-A conversion needs no model in memory, no process group and no GPU. Only the check of logits builds both models in memory.
+A conversion needs no model in memory, no process group and no GPU. Only `check_logits` builds models in memory.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 LOGITS_LIMIT = 1e-5
-"""Largest allowed difference of logits, relative to the largest logit."""
+"""Largest allowed difference between two logits, relative to the largest logit."""
 
 
 def to_megatron(
@@ -38,10 +38,10 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of the Hugging Face folder of `config` as a Megatron checkpoint that any layout can load.
+    """Convert the Hugging Face folder that contains `config` to a Megatron checkpoint, which any layout can load.
 
-    `dtype`: dtype of all weights except those that Megatron always holds in float32; default: the stored dtype.
-    A second call resumes an interrupted conversion.
+    All weights get the dtype `dtype` (None: their stored dtype), except those that Megatron always has in float32. If a
+    conversion was interrupted, a second call resumes it.
 
     Raises:
         ValueError: the folder is not a complete model of a known family, the output exists, an interrupted conversion had other
@@ -82,10 +82,10 @@ def to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of a Megatron checkpoint as a Hugging Face folder with the config and tokenizer of `config`.
+    """Convert a Megatron checkpoint to a Hugging Face folder, with the config and tokenizer from the folder of `config`.
 
-    `dtype`: dtype of all weights except those that Megatron always holds in float32; default: the stored dtype.
-    A second call resumes an interrupted conversion.
+    All weights get the dtype `dtype` (None: their stored dtype), except those that Megatron always has in float32. If a
+    conversion was interrupted, a second call resumes it.
 
     Raises:
         ValueError: the checkpoint belongs to another model, the output exists, an interrupted conversion had other inputs, or the
@@ -113,7 +113,7 @@ def to_hf(
 def _tensors_to_write(
     rows: list[ParamMapping], arch: Architecture, weights: HFWeights, dtype: torch.dtype | None
 ) -> list[TensorToWrite]:
-    """Return the tensors of the checkpoint; raise ValueError if a Megatron tensor would combine different dtypes."""
+    """Return the tensors of the Megatron checkpoint. Raises ValueError if one of them would combine different dtypes."""
     stacked = layers_are_stacked(arch)
     items, first_of = [], dict[str, TensorToWrite]()
     for row in rows:
@@ -146,13 +146,13 @@ def _megatron_dtype(row: ParamMapping, weights: HFWeights, dtype: torch.dtype | 
 class ConversionCheck:
     """Result of one check of a conversion."""
 
-    what: str
+    name: str  # the two sides that were compared
     detail: str
     passed: bool
 
 
 def check_round_trip(config: HFConfig) -> ConversionCheck:
-    """Convert every tensor to Megatron and back, and compare bytes. Raises ValueError if the folder is incomplete."""
+    """Convert every tensor to Megatron and back, and compare the bytes. Raises ValueError if the folder is incomplete."""
     weights = HFWeights(config.path.parent)
     check_tensors(config, weights)
     arch = family_of(config).read(config)
@@ -169,7 +169,9 @@ def check_round_trip(config: HFConfig) -> ConversionCheck:
 
 
 def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCheck:
-    """Compare the bytes of every tensor of a Megatron checkpoint with the folder, in the dtype of the checkpoint.
+    """Compare the bytes of every tensor in a Megatron checkpoint with the Hugging Face folder of `config`.
+
+    The comparison uses the dtype of the checkpoint.
 
     Raises ValueError if the folder is incomplete or the checkpoint belongs to another model.
     """
@@ -194,8 +196,8 @@ def check_against_checkpoint(config: HFConfig, checkpoint: Path) -> ConversionCh
 def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
     """Compare the logits of the Megatron model and of transformers for random tokens, in float32 in this process.
 
-    The check passes if no difference exceeds `LOGITS_LIMIT` times the larger of the largest logit and 1. It creates a process
-    group if this process has none.
+    The check passes if no difference exceeds `LOGITS_LIMIT * max(1, largest logit)`. If this process has no process group, the
+    check creates one and destroys it at the end.
     """
     vocab = family_of(config).read(config).vocab_size
     tokens = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
@@ -209,7 +211,7 @@ def check_logits(config: HFConfig, num_tokens: int = 64) -> ConversionCheck:
 
 @torch.no_grad()
 def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
-    """Return logits [tokens, vocabulary] in float32."""
+    """Return the logits [tokens, vocabulary] of transformers in float32."""
     from transformers import AutoModelForCausalLM  # takes seconds to import, and only this check needs it
     from transformers.utils import logging
 
@@ -220,8 +222,8 @@ def _transformers_logits(model: Path, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
-    """Return logits [tokens, padded vocabulary] in float32."""
-    from parallel import device  # must patch torch before the first import from Megatron
+    """Return the logits [tokens, padded vocabulary] of the Megatron model in float32."""
+    from parallel import device  # patches torch below, before the first import from Megatron
     from parallel.dims import ParallelDims
 
     device.patch_megatron_for_cpu()
@@ -246,7 +248,7 @@ def _megatron_logits(config: HFConfig, tokens: Tensor) -> Tensor:
 
 
 def is_bit_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and all bytes are equal. Unlike torch.equal, this also compares NaN and the sign of zeros."""
+    """Whether dtype, shape and all bytes are equal. Unlike torch.equal, this also distinguishes NaNs and signs of zeros."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
@@ -257,7 +259,7 @@ def _release(weights: HFWeights, names: tuple[str, ...]) -> None:
         weights.release(name)
 
 
-def _tensor_check(what: str, count: int, differing: list[str]) -> ConversionCheck:
+def _tensor_check(name: str, count: int, differing: list[str]) -> ConversionCheck:
     if differing:
-        return ConversionCheck(what, f"{len(differing)} of {count} tensors differ: {', '.join(differing[:3])}", False)
-    return ConversionCheck(what, f"{count} tensors equal, byte for byte", True)
+        return ConversionCheck(name, f"{len(differing)} of {count} tensors differ: {', '.join(differing[:3])}", False)
+    return ConversionCheck(name, f"{count} tensors equal, byte for byte", True)

@@ -1,7 +1,7 @@
 """Reads Hugging Face checkpoints: validates the headers of all files without torch, then memory-maps the tensors.
 
-A safetensors file consists of 8 bytes (length of the header, little-endian), the header (JSON), and the bytes of the tensors
-without gaps.
+A safetensors file consists of three parts: the length of the header (8 bytes, little-endian), the header (JSON), and the bytes of
+the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from typing import TYPE_CHECKING
 from models.families import family_of
 from models.hf_config import HFConfig
 
+if TYPE_CHECKING:  # the driver reads headers without importing torch
+    import torch
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Supported dtypes of weights, in the spelling of safetensors, with their bytes per element."""
-_LENGTH_BYTES = 8
+"""Supported dtypes of weights in the spelling of safetensors -> bytes per element."""
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Supported dtypes of weights in the spelling of safetensors -> names of torch's dtypes."""
+_SINGLE_FILE = "model.safetensors"
+_LENGTH_BYTES = 8  # a file begins with the length of its header in this number of bytes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAP_NORESERVE = 0x4000  # Linux flag: a private mapping may be larger than the free memory
 
 
 @dataclass(frozen=True)
@@ -34,34 +43,37 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read the entries of all tensors by name; raise ValueError if the file is truncated or not a safetensors file."""
+    """Return tensor name -> header entry. Raises ValueError if the file is truncated or is not a safetensors file."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if file_bytes < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
-            raise _damaged(path, f"it has {file_bytes} bytes, but says that its header has {length}")
+            raise _damaged(
+                path, f"it has {file_bytes} bytes, but its first bytes say that its header has {length} bytes"
+            )
         text = file.read(length)
     try:
         fields = json.loads(text)
         fields.pop("__metadata__", None)
-        first = _LENGTH_BYTES + length
-        entries = {name: _entry(field, first) for name, field in fields.items()}
+        header_end = _LENGTH_BYTES + length
+        entries = {name: _entry(field, header_end) for name, field in fields.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"its header cannot be read ({error!r})") from None
-    end = max((entry.start + entry.nbytes for entry in entries.values()), default=first)
+    end = max((entry.start + entry.nbytes for entry in entries.values()), default=header_end)
     if end > file_bytes:
         truncated = next(name for name, entry in entries.items() if entry.start + entry.nbytes > file_bytes)
         raise _damaged(
-            path, f"it has {file_bytes} bytes, but its header says {end}; the first truncated tensor is {truncated}"
+            path,
+            f"it has {file_bytes} bytes, but its header says {end} bytes; the first truncated tensor is {truncated}",
         )
     for name, entry in entries.items():
         _check_bytes(path, name, entry)
     return entries
 
 
-def _entry(field: dict, first: int) -> TensorEntry:
+def _entry(field: dict, header_end: int) -> TensorEntry:
     begin, end = field["data_offsets"]
-    return TensorEntry(field["dtype"], tuple(map(int, field["shape"])), first + begin, end - begin)
+    return TensorEntry(field["dtype"], tuple(map(int, field["shape"])), header_end + begin, end - begin)
 
 
 def _check_bytes(path: Path, name: str, entry: TensorEntry) -> None:
@@ -71,14 +83,14 @@ def _check_bytes(path: Path, name: str, entry: TensorEntry) -> None:
         )
 
 
-def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path}: the file is damaged or incomplete: {what}. Download or write it again.")
+def _damaged(path: Path, problem: str) -> ValueError:
+    return ValueError(f"{path}: the file is damaged or incomplete: {problem}. Download or write it again.")
 
 
 def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the layout of a file with these tensors (dtype, shape) in this order.
+    """Return (bytes before the first tensor, name -> header entry) of a file with these tensors in this order.
 
-    The layout is (bytes before the first tensor, entry of each tensor).
+    `tensors` is name -> (dtype, shape).
     """
     fields: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -86,25 +98,14 @@ def file_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[byt
         begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # so that the first tensor begins at a multiple of 8 bytes
     prefix = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     del fields["__metadata__"]
     return prefix, {name: _entry(field, len(prefix)) for name, field in fields.items()}
 
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-INDEX = "model.safetensors.index.json"
-TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SINGLE = "model.safetensors"
-# MAP_NORESERVE of Linux: allows a private mapping of a file that is larger than the free memory
-_NO_RESERVE = 0x4000
-
-
 class HFWeights:
-    """Tensors of a Hugging Face folder by name, memory-mapped: a page is read from disk when it is first used."""
+    """The tensors of a Hugging Face folder by name. The files are memory-mapped, so a page is read when it is first used."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read the headers of all weight files in `folder`.
@@ -130,13 +131,13 @@ class HFWeights:
             if name not in self._file_of or self._file_of[name].name != file:
                 actual = f"it is in {self._file_of[name].name}" if name in self._file_of else "no file contains it"
                 raise ValueError(
-                    f"{self.folder / INDEX}: {name} should be in {file}, but {actual}. Download both again."
+                    f"{self.folder / INDEX}: {name} should be in {file}, but {actual}. Download index and files again."
                 )
         extra = sorted(self._file_of.keys() - index.keys())
         if extra:
             raise ValueError(
-                f"{self.folder / INDEX}: {len(extra)} tensors of the files are not in the index, the first is "
-                f"{extra[0]} in {self._file_of[extra[0]].name}. Download both again."
+                f"{self.folder / INDEX}: {len(extra)} tensors in the files are not in the index; the first is "
+                f"{extra[0]} in {self._file_of[extra[0]].name}. Download index and files again."
             )
 
     @property
@@ -160,8 +161,8 @@ class HFWeights:
         return name in self._file_of
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor; it shares memory with the mapped file, and changes to it are not written back."""
-        import torch  # the driver reads headers only, without torch
+        """Return the tensor. It shares memory with the mapped file, but changes to it are not written to the file."""
+        import torch  # only processes that read tensors import it
 
         entry = self._entries[name]
         dtype = torch_dtype(entry.dtype)
@@ -170,12 +171,12 @@ class HFWeights:
         raw = torch.frombuffer(
             self._map(self._file_of[name]), dtype=torch.uint8, count=entry.nbytes, offset=entry.start
         )
-        if entry.start % ITEM_BYTES[entry.dtype]:  # the format allows unaligned tensors, torch does not
+        if entry.start % ITEM_BYTES[entry.dtype]:  # the file format allows unaligned tensors, but torch does not
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Copy the slice of the tensor that begins at `starts` and has shape `sizes`; reads only its pages."""
+        """Return a copy of the slice that begins at `starts` and has shape `sizes`. Reads only the pages of the slice."""
         shape = self._entries[name].shape
         fits = len(starts) == len(sizes) == len(shape) and all(
             start >= 0 and start + size <= whole for start, size, whole in zip(starts, sizes, shape, strict=True)
@@ -187,7 +188,7 @@ class HFWeights:
         return part.clone()
 
     def release(self, name: str) -> None:
-        """Free the memory of the tensor's pages; they are read from disk again at the next use."""
+        """Free the memory of the tensor's pages. The next use reads them from disk again."""
         entry, page = self._entries[name], mmap.ALLOCATIONGRANULARITY
         first = entry.start // page * page
         if entry.nbytes:
@@ -196,25 +197,25 @@ class HFWeights:
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             with path.open("rb") as file:
-                flags, prot = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
                 self._maps[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=prot)
         return self._maps[path]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype for a dtype in the spelling of safetensors."""
-    import torch  # the driver reads headers only, without torch
+    import torch  # only processes that read tensors import it
 
     return getattr(torch, TORCH_NAMES[name])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a supported dtype in the spelling of safetensors."""
+    """Return the spelling of safetensors for a supported dtype of torch."""
     return next(name for name, torch_name in TORCH_NAMES.items() if torch_name == str(dtype).removeprefix("torch."))
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Read the index: file name of each tensor. Returns None if the folder has no index."""
+    """Read the index file, which has the file name of each tensor. Returns None if the folder has no index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -226,26 +227,26 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
-    """Return the files of the index; without an index, `model.safetensors` or else all safetensors files."""
+    """Return the files that the index names. Without an index, return `model.safetensors`, or else all safetensors files."""
     if index is not None:
         for name, file in index.items():
             if not (folder / file).is_file():
-                missing = sum(other == file for other in index.values())
+                num_tensors = sum(other == file for other in index.values())
                 raise ValueError(
-                    f"{folder / file} is missing; {INDEX} says that it contains {missing} tensors, the first is {name}. "
-                    "Download it again."
+                    f"{folder / file} is missing; {INDEX} says that it contains {num_tensors} tensors, the first is {name}. "
+                    "Download the file again."
                 )
         return [folder / file for file in sorted(set(index.values()))]
-    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    files = [folder / _SINGLE_FILE] if (folder / _SINGLE_FILE).is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors found; expected a Hugging Face model folder.")
     return files
 
 
 def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
-    """Check that config and tensor headers of a Hugging Face folder match; return the config. Loads no weights.
+    """Check that the config of a Hugging Face folder matches the headers of its tensors. Returns the config, loads no weights.
 
-    `family`: reference to the model family, if it is not in models/families (see models.families.load_family).
+    `family` is a reference to a family that is not in models/families (see models.families.load_family).
 
     Raises:
         ValueError: a file is damaged or missing, or a tensor is missing, is unknown to the family, has an unsupported
@@ -257,7 +258,7 @@ def check_hf_folder(folder: str | Path, family: str | None = None) -> HFConfig:
 
 
 def check_tensors(config: HFConfig, weights: HFWeights) -> None:
-    """Raise ValueError unless `weights` contains exactly the tensors of a model with this config."""
+    """Raise ValueError if the tensors in `weights` are not exactly those of a model with this config."""
     family = family_of(config)
     arch = family.read(config)
     expected, shapes, dtypes = family.hf_shapes(arch), weights.shapes(), weights.dtypes()
@@ -266,13 +267,13 @@ def check_tensors(config: HFConfig, weights: HFWeights) -> None:
         shapes.pop("lm_head.weight", None)  # some writers store the tied embedding twice
     problems = [f"{name} is missing (expected {list(expected[name])})" for name in expected.keys() - shapes.keys()]
     for name, shape in shapes.items():
-        where = f"{name} in {weights.file_of(name).name}"
+        title = f"{name} in {weights.file_of(name).name}"
         if name not in expected:
-            problems.append(f"{where} {list(shape)} is not in the table of {family.architecture}")
+            problems.append(f"{title} {list(shape)} is not in the table of {family.architecture}")
         elif shape != expected[name]:
-            problems.append(f"{where} is {list(shape)}, config.json says {list(expected[name])}")
+            problems.append(f"{title} is {list(shape)}, config.json says {list(expected[name])}")
         elif dtypes[name] not in ITEM_BYTES:
-            problems.append(f"{where} is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}")
+            problems.append(f"{title} is {dtypes[name]}, expected {', '.join(ITEM_BYTES)}")
     if problems:
         shown = "; ".join(sorted(problems)[:5])
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders one tensor at a time. A folder gets its name only when it is complete."""
+"""Writes Hugging Face folders one tensor at a time. A folder has a temporary name until it is complete."""
 
 import json
 import math
@@ -27,22 +27,22 @@ from models.families import family_of
 from models.hf_config import HFConfig
 
 MAX_SHARD_BYTES = 2_000_000_000
-TensorKind = tuple[str, tuple[int, ...]]  # dtype in the spelling of safetensors, shape
+TensorKind = tuple[str, tuple[int, ...]]  # (dtype in the spelling of safetensors, shape)
 _COPIED_FILES = ("config.json", "generation_config.json", "chat_template.json", "*.jinja", "tokenizer*", "vocab*")
 _COPIED_FILES += ("merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json")
 
 
 class HFFolderWriter:
-    """Writes the safetensors files of a Hugging Face folder; accepts the tensors in any order and keeps none in memory.
+    """Writes the safetensors files of a Hugging Face folder. Accepts the tensors in any order and keeps none in memory.
 
-    The position of every tensor is known in advance. Each tensor is written to its position, and a file gets its final name when
-    its last tensor is written.
+    The position of every tensor in its file is known in advance, and each tensor is written to its position. A file gets its
+    final name when all its tensors are written.
     """
 
     def __init__(
         self, partial: ResumableFolder, tensors: dict[str, TensorKind], max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """`tensors`: all tensors of the folder, in order. A tensor larger than `max_shard_bytes` gets its own file."""
+        """`tensors` are all tensors of the folder, in order. A tensor larger than `max_shard_bytes` gets a file of its own."""
         self.partial, self.tensors = partial, tensors
         self._file_of: dict[str, str] = {}
         self._layouts: dict[str, tuple[bytes, dict[str, TensorEntry]]] = {}
@@ -63,7 +63,7 @@ class HFFolderWriter:
         return name in self._missing[self._file_of[name]]
 
     def num_bytes(self, missing_only: bool = False) -> int:
-        """Return the bytes of all tensors, or only of those that are not written yet."""
+        """Return the total bytes of all tensors; with `missing_only`, only of the tensors that are not written yet."""
         return sum(
             entry.nbytes
             for file, (_, entries) in self._layouts.items()
@@ -72,7 +72,7 @@ class HFFolderWriter:
         )
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Write the tensor to its position, in its planned dtype; return its bytes."""
+        """Cast the tensor to its planned dtype and write it to its position. Returns the number of bytes."""
         file = self._file_of[name]
         prefix, entries = self._layouts[file]
         dtype, shape = self.tensors[name]
@@ -82,9 +82,9 @@ class HFFolderWriter:
             self._open[file].write(prefix)
         out = tensor.detach().to("cpu", torch_dtype(dtype)).contiguous()
         self._open[file].seek(entries[name].start)
-        # A second storage over the same bytes, because NumPy makes the storage that it references impossible to resize.
-        own = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
-        self._open[file].write(own.numpy().data)
+        # NumPy makes a storage that it uses impossible to resize, so it gets a second storage over the same bytes.
+        alias = torch.from_dlpack(out.reshape(-1).view(torch.uint8))
+        self._open[file].write(alias.numpy().data)
         self._missing[file].remove(name)
         if not self._missing[file]:
             self._open.pop(file).close()
@@ -92,7 +92,10 @@ class HFFolderWriter:
         return entries[name].nbytes
 
     def complete(self, source: Path, notes: dict[str, str]) -> None:
-        """Add the index, config and tokenizer of `source`, and `notes` (file name -> text); rename the folder to its target."""
+        """Add the index, the config and tokenizer files of `source`, and `notes`. Then rename the folder to its target.
+
+        `notes` is file name -> text.
+        """
         missing = sorted(name for names in self._missing.values() for name in names)
         assert not missing, f"{len(missing)} tensors were not written, the first is {missing[0]}"
         folder = self.partial.folder
@@ -103,7 +106,7 @@ class HFFolderWriter:
             for path in source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
-        config.pop("torch_dtype", None)  # the name of the field in older versions of transformers
+        config.pop("torch_dtype", None)  # older versions of transformers use this name for the field dtype
         config["dtype"] = TORCH_NAMES[main_dtype(self.tensors)]
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, text in notes.items():
@@ -118,11 +121,11 @@ def write_export(
     notes: dict[str, str],
     family: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder: `tensors`, config and tokenizer files of `source`, and `notes` (file name -> text).
+    """Write a Hugging Face folder with `tensors`, with config and tokenizer of `source`, and with `notes` (file name -> text).
 
-    `tensors` are all tensors of a model with the config of `source`, in any order; only one is in memory at a time. `target`
-    appears when it is complete. Raises FileExistsError if `target` exists. `family`: reference to the model family, if it is not
-    in models/families.
+    `tensors` are all tensors of a model with the config of `source`, in any order. Only one of them is in memory at a time.
+    `target` appears when it is complete. Raises FileExistsError if `target` exists. `family` is a reference to a family that is
+    not in models/families.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -154,7 +157,7 @@ def _export(
 def tensor_kinds(
     rows: Sequence[ParamMapping], sizes: dict[str, int], dtypes: dict[ParamMapping, str]
 ) -> dict[str, TensorKind]:
-    """Return (dtype, shape) of every Hugging Face tensor of these rows by name; buffers are always float32."""
+    """Return name -> (dtype, shape) for the Hugging Face tensors of these rows. Buffers are always float32."""
     return {
         name: ("F32" if row.is_buffer else dtypes[row], shape)
         for row in rows
@@ -163,7 +166,7 @@ def tensor_kinds(
 
 
 def main_dtype(tensors: dict[str, TensorKind]) -> str:
-    """Return the dtype with the most elements."""
+    """Return the dtype that most elements of the tensors have."""
     num_elements: dict[str, int] = {}
     for dtype, shape in tensors.values():
         num_elements[dtype] = num_elements.get(dtype, 0) + math.prod(shape)
@@ -171,7 +174,7 @@ def main_dtype(tensors: dict[str, TensorKind]) -> str:
 
 
 def _assign_shards(tensors: dict[str, TensorKind], max_bytes: int) -> Iterator[list[str]]:
-    """Yield consecutive groups of names. A group has at most `max_bytes` bytes, or a single larger tensor."""
+    """Yield the tensor names of each file. A file has at most `max_bytes` bytes of tensors, or one larger tensor."""
     names, size = [], 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * ITEM_BYTES[dtype]

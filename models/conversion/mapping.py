@@ -1,8 +1,8 @@
-"""Layout rules between Hugging Face tensors and Megatron parameters, and index ranges of tensor slices. No communication.
+"""Conversion rules between Hugging Face tensors and Megatron parameters, and boxes (slices of tensors). Does not communicate.
 
-A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis` (None: every rank has the
-whole tensor). Then `merge` combines the shards of one rank to its Megatron tensor. `split` is the inverse of `merge`, and
-concatenation along `axis` is the inverse of the first step. Therefore one rule works in both directions.
+A rule has two steps. First, each Hugging Face tensor is split into tensor-parallel shards along `axis`. (If `axis` is None, every
+rank has the whole tensor.) Then `merge` combines the shards on one rank into a Megatron tensor. The inverse of the first step is
+concatenation along `axis`, and the inverse of `merge` is `split`. Therefore one rule works in both directions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the driver validates checkpoints with these tables without 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Slice of a tensor, such as the part on one rank: indices `starts[d] <= i < starts[d] + sizes[d]` in every dim d."""
+    """Slice of a tensor, such as a rank's shard. It has the indices `starts[d] <= i < starts[d] + sizes[d]` in each dim d."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,11 +35,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of this box in the tensor."""
+        """The slices that select this box: `tensor[box.slices]`."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def narrow(self, dim: int, start: int, end: int) -> Box:
-        """Return the part between two absolute indices of `dim`; empty if they are outside the box."""
+        """Return the part of this box with tensor indices from `start` to `end` in `dim`. It may be empty."""
         low = min(max(start, self.starts[dim]), self.starts[dim] + self.sizes[dim])
         high = max(low, min(end, self.starts[dim] + self.sizes[dim]))
         return Box(_replace_at(self.starts, dim, low), _replace_at(self.sizes, dim, high - low))
@@ -55,11 +55,11 @@ class Box:
         return tuple(map(add, self.starts, self.sizes))
 
     def within(self, outer: Box) -> Box:
-        """Return the same slice with indices relative to the start of `outer`."""
+        """Return this box with indices that count from the start of the box `outer`."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
     def chunks(self, max_elements: int) -> list[Box]:
-        """Split along the first dims into boxes of at most `max_elements` elements (at least one element)."""
+        """Split this box along its first dims into boxes of at most `max_elements` elements."""
         if self.numel <= max_elements:
             return [self]
         dim = next(d for d, size in enumerate(self.sizes) if size > 1)
@@ -83,22 +83,21 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class ParamMapping:
     """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
 
-    This base class is for a parameter with the layout of its single Hugging Face tensor.
+    This base class is for a parameter that has the same layout as its single Hugging Face tensor.
     """
 
-    megatron: str  # parameter name; {layer} and {expert} stand for numbers in the whole model
-    hf: tuple[str, ...]  # tensor names, in the order of the arguments of `merge`
-    shapes: tuple[tuple[str, ...], ...]  # Hugging Face shapes in symbols of Architecture.sizes
-    axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits
-    present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = (
-        "all"  # models or layers with this parameter
-    )
+    megatron: str  # parameter name; {layer} and {expert} stand for indices in the whole model
+    hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
+    shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, in the symbols of Architecture.sizes
+    axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
+    # models or layers that have this parameter
+    present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
-    part: str | None = None  # optional part of the model that this parameter belongs to, see Architecture.parts
-    expert: int | None = None  # number of the expert, set by `for_layer`; expert tensor parallelism then splits the parameter
+    part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter
+    expert: int | None = None  # index of the expert, set by `for_layer`; None: the parameter is in no expert
 
     def for_layer(self, layer: int, expert: int | None = None) -> ParamMapping:
-        """Return this row for one layer and expert."""
+        """Return this row with the indices of one layer and one expert in its names."""
 
         def fill(name: str) -> str:
             return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
@@ -106,10 +105,14 @@ class ParamMapping:
         return replace(self, megatron=fill(self.megatron), hf=tuple(map(fill, self.hf)), expert=expert)
 
     def hf_shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each Hugging Face tensor by name."""
         return {name: tuple(sizes[s] for s in shape) for name, shape in zip(self.hf, self.shapes, strict=True)}
 
     def split_over_ranks(self, sizes: dict[str, int], tp_size: int) -> dict[str, list[Box]]:
-        """Return the slice of every Hugging Face tensor on each tensor-parallel rank; one box if all ranks have it whole."""
+        """Return for each Hugging Face tensor the boxes of the tensor-parallel ranks.
+
+        The list contains only one box if every rank has the whole tensor.
+        """
         boxes = {name: Box.whole(shape) for name, shape in self.hf_shapes(sizes).items()}
         if self.axis is None or tp_size == 1:
             return {name: [box] for name, box in boxes.items()}
@@ -117,16 +120,16 @@ class ParamMapping:
 
     def _rank_box(self, box: Box, rank: int, tp_size: int) -> Box:
         assert self.axis is not None, "the caller checks that the tensor is split"
-        rows = -(-box.sizes[self.axis] // tp_size)  # if the rows do not divide evenly, the last ranks hold padding
+        rows = -(-box.sizes[self.axis] // tp_size)  # the last ranks have padding if the rows do not divide evenly
         return box.narrow(self.axis, rank * rows, (rank + 1) * rows)
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
-        """Arrange the Hugging Face shards of one rank as the Megatron tensor of that rank."""
+        """Combine the shards of the Hugging Face tensors on one rank into the Megatron tensor of the same rank."""
         (part,) = parts
         return part
 
     def split(self, tensor: Tensor, sizes: dict[str, int]) -> list[Tensor]:
-        """Invert `merge`."""
+        """Split the Megatron tensor of one rank into shards of the Hugging Face tensors. The inverse of `merge`."""
         return [tensor]
 
     def to_megatron(self, tensors: Sequence[Tensor], sizes: dict[str, int], tp_rank: int, tp_size: int) -> Tensor:
@@ -156,7 +159,7 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class VocabMapping(ParamMapping):
-    """Parameter with one row per token. Megatron pads the vocabulary to a multiple of the tensor-parallel size."""
+    """Parameter with one row for each token. Megatron pads the rows to a multiple of the tensor-parallel size."""
 
     def _padded(self, tensor: Tensor, tp_size: int) -> Tensor:
         missing = -tensor.size(0) % tp_size
@@ -168,9 +171,9 @@ class VocabMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class QKVMapping(ParamMapping):
-    """Query, key and value projections [heads*d, ...] <-> one Megatron tensor, ordered by key/value group.
+    """Query, key and value projections `[heads * d, ...]`, which Megatron stores in one tensor.
 
-    Each group consists of its query heads, its key head and its value head.
+    The Megatron tensor is ordered by key/value groups. Each group has its query heads, then its key head and its value head.
     """
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
@@ -187,7 +190,7 @@ class QKVMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class GatedMLPMapping(ParamMapping):
-    """Gate and up projections <-> one Megatron tensor: on each rank its gate shard, followed by its up shard."""
+    """Gate and up projections, which Megatron stores in one tensor: on each rank the gate shard, then the up shard."""
 
     def merge(self, parts: Sequence[Tensor], sizes: dict[str, int]) -> Tensor:
         return _cat(list(parts), 0)

@@ -1,9 +1,9 @@
 """Reads and writes Megatron's distributed checkpoints (torch_dist) without Megatron, one tensor at a time.
 
-The format is independent of the layout: a key names a tensor of the whole model, which is stored in any number of chunks.
-The keys are the Megatron names of the family's table, with two exceptions. If all layers have the same structure, they share
-one key, and the first dim of its tensor is the layer. The experts of a layer share one key in the same way. A tensor that
-tensor parallelism splits has the shape that it has in a single process. Only vocabularies may have padding rows at the end.
+The format is independent of the layout: each key names a tensor of the whole model, and the tensor is stored in one or several
+chunks. The keys are the Megatron names in the family's table, with two exceptions. Layers are stacked if all have the same
+structure: they share one key, and the first dim of its tensor is the layer. The experts of a layer share one key in the same way.
+A stored tensor has the shape that it has in a single process. Only the vocabulary may have padding rows at its end.
 """
 
 import io
@@ -44,7 +44,10 @@ _NOT_WEIGHTS = re.compile(r"^(optimizer|chained_\d+|rng_state|common_state|rerun
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a row's tensor in a checkpoint: under `key`, at `index` in leading dims of sizes `counts`."""
+    """Location of a row's tensor in a checkpoint: `stored[key][index]`.
+
+    `counts` are the sizes of the leading dims that `index` selects from: the numbers of stacked layers and of experts.
+    """
 
     key: str
     index: tuple[int, ...]
@@ -52,7 +55,7 @@ class TensorLocation:
 
     @classmethod
     def of(cls, row: ParamMapping, arch: Architecture, stacked: bool) -> "TensorLocation":
-        """Locate the tensor of `row`; `stacked`: all layers share one key."""
+        """Return the location of the tensor of `row`. With `stacked`, all layers share one key."""
         key, index, counts = row.megatron, (), ()
         layer = _LAYER.fullmatch(key)
         if stacked and layer:
@@ -65,7 +68,7 @@ class TensorLocation:
 
     @property
     def extra_state(self) -> str | None:
-        """Key of Megatron's extra state of a linear layer (FP8 statistics; empty in full precision); None for other rows."""
+        """Key of the extra state that Megatron stores with a linear layer (FP8 statistics); None if there is no extra state."""
         if not re.search(r"\.linear_\w+\.weight$", self.key):
             return None
         name = self.key.removesuffix("weight") + "_extra_state"
@@ -73,7 +76,7 @@ class TensorLocation:
 
 
 def layers_are_stacked(arch: Architecture) -> bool:
-    """Whether Megatron 0.19 stacks the layers of this model. It does unless moe_layer_freq is a list with one entry per layer."""
+    """Whether Megatron 0.19 stacks the layers of this model. It does not if moe_layer_freq is a list of one entry per layer."""
     return not isinstance(arch.transformer.get("moe_layer_freq", 1), list)
 
 
@@ -84,13 +87,13 @@ def merged_shape(row: ParamMapping, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 class MegatronReader:
-    """Reads the weights of a checkpoint of any layout, by row of the family's table."""
+    """Reads the weights of a checkpoint that any layout saved, one row of the family's table at a time."""
 
     def __init__(self, folder: str | Path, arch: Architecture, rows: Sequence[ParamMapping]) -> None:
         """Validate `folder` and read its metadata.
 
         Raises ValueError if `folder` is not a complete checkpoint of this model, and ForeignPickleError (a ValueError) if one
-        of its pickles could run code.
+        of the checkpoint's pickles names a type that is not allowed.
         """
         self.folder, self.arch = Path(folder), arch
         metadata = validate_checkpoint(self.folder)
@@ -102,7 +105,7 @@ class MegatronReader:
 
     @property
     def files(self) -> list[Path]:
-        """Files that contain the checkpoint."""
+        """The metadata file and the files with tensors."""
         names = {info.relative_path for info in self._storage.values()}
         return [self.folder / METADATA, *(self.folder / name for name in sorted(names))]
 
@@ -111,7 +114,7 @@ class MegatronReader:
         return self._stored[self._locate(row).key].properties.dtype
 
     def read(self, row: ParamMapping) -> Tensor:
-        """Read the row's Megatron tensor in its single-process shape, without padding rows; return a new tensor."""
+        """Read the row's Megatron tensor into a new tensor, in its single-process shape and without padding rows."""
         location, shape = self._locate(row), merged_shape(row, self.arch.sizes)
         stored = self._stored[location.key]
         requested = ChunkStorageMetadata(
@@ -123,7 +126,7 @@ class MegatronReader:
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 piece = piece.narrow(dim, start, size)
             num_read += piece.numel()
-            if piece.shape == requested.sizes:  # the chunk is the whole tensor: no copy
+            if piece.shape == requested.sizes:  # the chunk is the whole tensor, so no copy is needed
                 out = piece
                 break
             out = torch.empty(requested.sizes, dtype=stored.properties.dtype) if out is None else out
@@ -133,7 +136,8 @@ class MegatronReader:
             target.copy_(piece)
         if out is None or num_read != math.prod(shape):
             raise ValueError(
-                f"{self.folder}: {num_read} of {math.prod(shape)} elements of {location.key} are stored; write it again."
+                f"{self.folder}: only {num_read} of {math.prod(shape)} elements of {location.key} are stored; write the "
+                "checkpoint again."
             )
         return out.reshape(shape)
 
@@ -169,13 +173,13 @@ class MegatronReader:
             shown = "; ".join(sorted(set(problems))[:5])
             raise ValueError(
                 f"checkpoint={self.folder}: it is a checkpoint of another model, {len(set(problems))} tensors differ: "
-                f"{shown}. Name the Hugging Face folder that it was trained from."
+                f"{shown}. Name the Hugging Face folder of the model that this checkpoint belongs to."
             )
 
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor to write: its row, location, shape and dtype."""
+    """One Megatron tensor that is written: its row, its location, and the shape and dtype in which it is stored."""
 
     row: ParamMapping
     location: TensorLocation
@@ -188,9 +192,9 @@ class TensorToWrite:
 
 
 class MegatronWriter:
-    """Writes a weights-only checkpoint that any layout can load; at most one tensor is in memory.
+    """Writes a checkpoint without optimizer state that any layout can load. At most one tensor is in memory.
 
-    torch's own FileSystemWriter keeps all tensors of a file in memory until the file is complete.
+    (torch's own FileSystemWriter keeps all tensors of a file in memory until the file is complete.)
     """
 
     def __init__(self, partial: ResumableFolder, items: Sequence[TensorToWrite], max_file_bytes: int) -> None:
@@ -198,13 +202,13 @@ class MegatronWriter:
 
     @property
     def missing(self) -> dict[str, list[TensorToWrite]]:
-        """Tensors that are not written yet, by file name."""
+        """File name -> tensors of the file, for the files that are not written yet."""
         return {name: items for name, items in self.files.items() if name not in self.partial.finished}
 
     def write(
         self, name: str, tensor_of: Callable[[TensorToWrite], Tensor], after_write: Callable[[TensorToWrite], object]
     ) -> None:
-        """Write one file of `missing`. `tensor_of` returns a tensor; `after_write` is called after the tensor is written."""
+        """Write the file `name`. `tensor_of` returns the tensor to write; `after_write` is called after each written tensor."""
         lengths = []
         with self.partial.unfinished(name).open("wb") as file:
             for item in self.files[name]:
@@ -220,17 +224,17 @@ class MegatronWriter:
     def complete(self) -> None:
         """Write the files that describe the tensors, then rename the folder to its final name."""
         described: dict[str, TensorStorageMetadata] = {}
-        where: dict[MetadataIndex, _StorageInfo] = {}
+        locations: dict[MetadataIndex, _StorageInfo] = {}
         for name, items in self.files.items():
             offset = 0
             for item, length in zip(items, self.partial.finished[name], strict=True):
-                where[MetadataIndex(item.location.key, _add_description(described, item))] = _StorageInfo(
+                locations[MetadataIndex(item.location.key, _add_description(described, item))] = _StorageInfo(
                     name, offset, length
                 )
                 offset += length
         objects = self._write_objects()
         stored = described | {index.fqn: BytesStorageMetadata() for index in objects}
-        metadata = Metadata(stored, None, where | objects, StorageMeta(), CURRENT_DCP_VERSION)
+        metadata = Metadata(stored, None, locations | objects, StorageMeta(), CURRENT_DCP_VERSION)
         folder = self.partial.folder
         (folder / METADATA).write_bytes(pickle.dumps(metadata))
         (folder / BACKEND_CONFIG).write_text(
@@ -240,21 +244,24 @@ class MegatronWriter:
         self.partial.complete()
 
     def _write_objects(self) -> dict[MetadataIndex, _StorageInfo]:
-        """Write the objects that Megatron expects: an empty common state and empty extra states. Return their locations."""
-        where = {}
+        """Write the objects that Megatron expects, and return their locations.
+
+        These objects are an empty common state, and an empty extra state for each linear layer.
+        """
+        locations = {}
         name = f"__{len(self.files)}_0.distcp"
         states = [item.location.extra_state for items in self.files.values() for item in items]
         with (self.partial.folder / name).open("wb") as file:
             for key, value in [("common_state/shard_0_1", {}), *((state, None) for state in states if state)]:
-                text = io.BytesIO()
-                torch.save([value], text)
-                where[MetadataIndex(key)] = _StorageInfo(name, file.tell(), text.tell())
-                file.write(text.getbuffer())
-        return where
+                content = io.BytesIO()
+                torch.save([value], content)
+                locations[MetadataIndex(key)] = _StorageInfo(name, file.tell(), content.tell())
+                file.write(content.getbuffer())
+        return locations
 
 
 def torch_save_tensor(tensor: Tensor, file: IO[bytes]) -> None:
-    """Call torch.save. If the write fails, raise its error instead of the later error from closing the archive."""
+    """Call torch.save. If the write fails, raise the OSError of the write, and not torch's later error about the archive."""
     try:
         torch.save(tensor, file)
     except RuntimeError as error:
@@ -277,7 +284,7 @@ def _assign_files(items: Sequence[TensorToWrite], max_bytes: int) -> dict[str, l
 
 
 def _add_description(described: dict[str, TensorStorageMetadata], item: TensorToWrite) -> torch.Size:
-    """Add the tensor to the description of its key; return the offset of the tensor in the stored tensor of this key."""
+    """Add the tensor `item` to the description of its key. Returns the offset of `item` in the whole tensor of this key."""
     key, size = item.location.key, torch.Size([*item.location.counts, *item.shape])
     if key not in described:
         described[key] = TensorStorageMetadata(TensorProperties(dtype=item.dtype), size, [])

@@ -1,4 +1,4 @@
-"""Output folders that get their name only when they are complete. An interrupted write can be resumed."""
+"""Output folders that have a temporary name until they are complete. An interrupted write can be resumed."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ _UNFINISHED = ".unfinished"
 
 
 class ByteProgress(Protocol):
-    """Display of the progress of a conversion in bytes."""
+    """Shows the progress of a conversion in bytes."""
 
     def begin(self, total_bytes: int, done_bytes: int) -> None: ...
 
@@ -24,9 +24,9 @@ class ByteProgress(Protocol):
 class ResumableFolder:
     """A folder that is written as `folder` and renamed to `target` when it is complete.
 
-    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores the
-    inputs and options of the files (`made_from`). A later process keeps the finished files only if its inputs and options are
-    the same. Inside the `with` block, this process has a lock on the folder.
+    Each file gets its final name when it is complete, and a manifest lists the finished files. The manifest also stores
+    `made_from`, the inputs and options from which the files are made. A later process uses the finished files only if its own
+    inputs and options are the same. Inside the `with` block, this process has a lock on the folder.
     """
 
     def __init__(self, target: Path, folder: Path, made_from: dict[str, Any]) -> None:
@@ -36,14 +36,17 @@ class ResumableFolder:
 
     @classmethod
     def beside(cls, target: str | Path, made_from: dict[str, Any]) -> "ResumableFolder":
-        """Return a folder `TARGET.partial`, which may exist from an interrupted write; raise ValueError if the target exists."""
+        """Return a folder that is written as `TARGET.partial`. Raises ValueError if `target` exists.
+
+        `TARGET.partial` may exist after an interrupted write.
+        """
         target = Path(target)
         refuse_existing(target)
-        made_from = json.loads(json.dumps(made_from))  # the same types as in a manifest that is read back
+        made_from = json.loads(json.dumps(made_from))  # gives the values the same types as in a manifest that was read
         return cls(target, target.with_name(target.name + ".partial"), made_from)
 
     def __enter__(self) -> "ResumableFolder":
-        """Create or resume the folder; raise ValueError if its inputs were different or if another process is writing it."""
+        """Create or resume the folder. Raises ValueError if its `made_from` differs, or if another process writes it now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_folder(self.folder)
         manifest = self.folder / _MANIFEST
@@ -57,24 +60,24 @@ class ResumableFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the lock; finished files stay."""
+        """Release the lock. Finished files remain."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def unfinished(self, name: str) -> Path:
-        """Return the path at which the file `name` is written until it is complete."""
+        """Return the temporary path of the file `name`, which the file has until it is complete."""
         return self.folder / (name + _UNFINISHED)
 
     def finish(self, name: str, note: Any = None) -> None:
-        """Sync a complete file to the disk and give it its final name; store `note` (JSON) in `finished[name]`."""
+        """Sync a complete file to the disk, and rename it to its final name. `finished[name]` becomes `note` (JSON)."""
         fsync_path(self.unfinished(name))
         self.unfinished(name).rename(self.folder / name)
         self.finished[name] = note
         self._write_manifest()
 
     def require_space(self, num_bytes: int) -> None:
-        """Remove unfinished files, then raise ValueError unless the disk has `num_bytes` free."""
+        """Remove unfinished files, then raise ValueError if fewer than `num_bytes` are free on the disk."""
         for path in self.folder.glob("*" + _UNFINISHED):
             path.unlink()
         free = shutil.disk_usage(self.folder).free
@@ -82,8 +85,8 @@ class ResumableFolder:
             if not self.finished:
                 self.discard()
             raise ValueError(
-                f"{self.target}: the output needs {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that "
-                "disk; free space, or name an output on another disk."
+                f"{self.target}: the output needs {num_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on "
+                "its disk; remove other files, or name an output on another disk."
             )
 
     def complete(self) -> None:
@@ -96,7 +99,7 @@ class ResumableFolder:
         fsync_path(self.target.parent)
 
     def discard(self) -> None:
-        """Remove the folder with all files."""
+        """Remove the folder and all its files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_manifest(self) -> None:
@@ -124,7 +127,7 @@ def _lock_folder(folder: Path) -> int:
         raise ValueError(
             f"{folder} is being written by another process; wait for it, or name another output."
         ) from None
-    except OSError:  # the file system has no locks: the user must not start two writers
+    except OSError:  # the file system has no locks, so nothing prevents a second writer
         pass
     return descriptor
 

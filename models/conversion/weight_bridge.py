@@ -1,4 +1,4 @@
-"""Loads Hugging Face weights into the ranks of a Megatron model in memory, and exports them, by the family's table."""
+"""Loads Hugging Face weights into the ranks of a Megatron model, and exports them from the ranks, by the family's table."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,24 +19,27 @@ from models.model_builder import HeadKind
 from parallel import groups
 from parallel.dims import ParallelDims
 
-# Sequential experts are separate modules; grouped experts are numbered parameters of one module.
+# Megatron has two naming schemes: sequential experts are separate modules, grouped experts are numbered parameters of a module.
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))$")
-_OUTPUT = "output_layer.weight"
-# The copy of a tied embedding on the last pipeline stage.
-_TIED_COPY = VocabMapping(_OUTPUT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
+_OUTPUT_WEIGHT = "output_layer.weight"
+# The last pipeline stage has a copy of a tied embedding.
+_TIED_COPY = VocabMapping(_OUTPUT_WEIGHT, ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0)
 _VALUE_HEAD = [
-    ParamMapping(_OUTPUT, ("value_head.weight",), (("one", "hidden"),)),
+    ParamMapping(_OUTPUT_WEIGHT, ("value_head.weight",), (("one", "hidden"),)),
     ParamMapping("output_layer.bias", ("value_head.bias",), (("one",),)),
 ]
 
 
 class WeightBridge:
-    """The family's table of a model, together with the parameters of this rank."""
+    """Converts between the parameters of this rank and Hugging Face tensors, by the family's table."""
 
     def __init__(
         self, config: HFConfig, chunks: list[GPTModel], dims: ParallelDims, head: HeadKind = "vocabulary"
     ) -> None:
-        """`chunks`: virtual stages without DDP wrapper. Raises AssertionError if table and model have different parameters."""
+        """`chunks` are this rank's virtual stages without a DistributedDataParallel wrapper.
+
+        Raises AssertionError if the table and the model have different parameters.
+        """
         family = family_of(config)
         arch = family.read(config)
         self.family, self.arch = family, arch
@@ -45,29 +48,32 @@ class WeightBridge:
         self.params = {name: p for chunk in chunks for name, p in _global_names(chunk, self.local_experts)}
         self.rows = family.param_mappings(arch)
         if head == "value":
-            self.rows = [row for row in self.rows if row.megatron != _OUTPUT] + _VALUE_HEAD
-        is_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT in self.params
-        self.copies = [_TIED_COPY] if is_copy else []
-        self.by_name = {row.megatron: row for row in [*self.copies, *self.rows]}
+            self.rows = [row for row in self.rows if row.megatron != _OUTPUT_WEIGHT] + _VALUE_HEAD
+        has_copy = head == "vocabulary" and arch.tied_embeddings and _OUTPUT_WEIGHT in self.params
+        self.copies = [_TIED_COPY] if has_copy else []
+        self.row_of_megatron = {row.megatron: row for row in [*self.copies, *self.rows]}
         self._stage_of = self._find_stages()
         self.row_of_hf = {name: row for row in self.rows for name in row.hf}
 
     def _find_stages(self) -> dict[str, int]:
-        """Return the pipeline stage of each layer and of each parameter outside layers; check that table and model agree."""
-        unknown = self.params.keys() - self.by_name.keys()
+        """Return the pipeline stage of each layer, and of each parameter outside the layers.
+
+        Also checks that table and model have the same parameters.
+        """
+        unknown = self.params.keys() - self.row_of_megatron.keys()
         stages: list[set[str]] = [set()] * self.dims.pp
         dist.all_gather_object(stages, set(self.params), group=groups.pp_group())
-        named = set().union(*stages)
-        here = groups.ep_group().rank()
-        expected = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == here}
-        assert not unknown | (expected - named), f"table and model differ in {sorted(unknown | (expected - named))[:5]}"
+        found = set().union(*stages)
+        ep_rank = groups.ep_group().rank()
+        expected = {r.megatron for r in self.rows if r.expert is None or r.expert // self.local_experts == ep_rank}
+        assert not unknown | (expected - found), f"table and model differ in {sorted(unknown | (expected - found))[:5]}"
         return {_layer_or_name(name): stage for stage, names in reversed(list(enumerate(stages))) for name in names}
 
     @torch.no_grad()
     def load(self, weights: HFWeights) -> None:
         """Load this rank's parameters from a Hugging Face checkpoint, one row of the table at a time.
 
-        A value head keeps its initial values if the checkpoint has none.
+        If the checkpoint has no value head, a value head of the model keeps its initial values.
         """
         for row in [*self.rows, *self.copies]:
             param = self.params.get(row.megatron)
@@ -81,22 +87,22 @@ class WeightBridge:
                 weights.release(name)
 
     def stage(self, name: str) -> int:
-        """Return the pipeline stage of the Megatron parameter `name`, which may be an expert on other ranks."""
+        """Return the pipeline stage of the Megatron parameter `name`. The parameter may be on another rank."""
         return self._stage_of[_layer_or_name(name)]
 
     def reader(self) -> Callable[[str, Box], Tensor]:
         """Return a function that reads slices of Hugging Face tensors from the current weights of this rank.
 
-        The slices may share memory with the parameters. Make a new reader after each update of the weights, because a reader
-        caches the last row that it split.
+        The slices may share memory with the parameters. A reader caches the tensors of the last row that it has split.
+        Therefore the caller must make a new reader after each update of the weights.
         """
-        last: tuple[str, list[Tensor]] = ("", [])
+        last: tuple[str, list[Tensor]] = ("", [])  # (Megatron name of the cached row, its Hugging Face shards)
 
         @torch.no_grad()
         def read(name: str, box: Box) -> Tensor:
             nonlocal last
             row = self.row_of_hf[name]
-            if last[0] != row.megatron:  # the tensors of a row are usually read one after another
+            if last[0] != row.megatron:  # callers usually read the tensors of a row one after another
                 last = (row.megatron, row.split(self.params[row.megatron].detach(), self.sizes))
             group = _shard_group(row)
             boxes = row.split_over_ranks(self.sizes, group.size())[name]
@@ -106,7 +112,10 @@ class WeightBridge:
         return read
 
     def participates_in_export(self, rank: int) -> bool:
-        """Whether `rank` must iterate `export`, because it has a shard or expert that no lower rank of its stage has."""
+        """Whether `rank` must iterate over `export()`.
+
+        This is true if the rank has a shard or an expert that no lower rank of its pipeline stage has.
+        """
         rank_in_stage = rank % (self.dims.world_size // self.dims.pp)
         experts = self.dims.ep * self.dims.expert_tp if self.num_experts else 1
         return rank_in_stage < lcm(self.dims.tp, experts)
@@ -115,11 +124,11 @@ class WeightBridge:
     def export(
         self, tensor_of: Callable[[Tensor], Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor). Every rank that `participates_in_export` must iterate.
+        """Yield (Hugging Face name, whole tensor). Every rank for which `participates_in_export` is true must iterate.
 
-        `tensor_of` may replace each parameter by another tensor, such as its gradient, of type `dtype` (default: the dtype of the
-        parameters). Buffers have no gradient and are then left out. The tensors may share memory with the live parameters: use
-        or copy them before the next update.
+        `tensor_of` may replace each parameter by another tensor, such as its gradient. `dtype` is the dtype of these tensors
+        (None: the dtype of the parameters). With `tensor_of`, buffers are left out, because they have no gradient. The yielded
+        tensors may share memory with the parameters, so the caller must use or copy them before the next update.
         """
         rows = [row for row in self.rows if tensor_of is None or not row.is_buffer]
         tensor_of = tensor_of or Tensor.detach
@@ -128,7 +137,7 @@ class WeightBridge:
                 shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
                 yield from row.to_hf(_gather(shard, _shard_group(row), row.axis is not None), self.sizes).items()
             elif row.expert < self.local_experts:
-                # One gather for all experts with this local number.
+                # This handles the experts on all ranks that have the same index within their rank.
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _export_experts(
@@ -136,18 +145,18 @@ class WeightBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         assert row.expert is not None, "the caller checks that the row belongs to an expert"
         prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
-        numbers = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]
-        rows = [self.by_name[f"{prefix}experts.{number}.{suffix}"] for number in numbers]
+        experts = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]
+        rows = [self.row_of_megatron[f"{prefix}experts.{expert}.{suffix}"] for expert in experts]
         shard = self._broadcast_over_stages(rows[groups.ep_group().rank()], tensor_of, dtype)
         shards = _gather(shard, groups.etp_group(), row.axis is not None)
-        from_ranks = [_gather(shard, groups.ep_group(), True) for shard in shards]  # [etp][ep]
-        for rank, mine in enumerate(rows):
-            yield from mine.to_hf([by_rank[rank] for by_rank in from_ranks], self.sizes).items()
+        gathered = [_gather(shard, groups.ep_group(), True) for shard in shards]  # [etp][ep]
+        for ep_rank, expert_row in enumerate(rows):
+            yield from expert_row.to_hf([by_ep_rank[ep_rank] for by_ep_rank in gathered], self.sizes).items()
 
     def _broadcast_over_stages(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Tensor:
-        """Return this rank's shard of the row's parameter; the pipeline stage that has it broadcasts it to all stages."""
+        """Return a shard of the row's parameter. The pipeline stage that has the parameter broadcasts it to all stages."""
         param = self.params.get(row.megatron)
         if self.dims.pp == 1:
             assert param is not None, f"{row.megatron} is on no stage"
@@ -165,7 +174,7 @@ class WeightBridge:
 
 
 def _layer_or_name(name: str) -> str:
-    """Return the layer of a parameter, or the parameter's name if it is outside the layers."""
+    """Return the layer of a parameter (such as `decoder.layers.3`), or the parameter's name if it is in no layer."""
     return ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name
 
 
@@ -173,9 +182,9 @@ def _shard_group(row: ParamMapping) -> ProcessGroup:
     return groups.tp_group() if row.expert is None else groups.etp_group()
 
 
-def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
-    """Return the shards of all ranks of `group` in rank order; only this rank's shard if the gather is not `needed`."""
-    if not needed or group.size() == 1:
+def _gather(shard: Tensor, group: ProcessGroup, is_split: bool) -> list[Tensor]:
+    """Return the shards of all ranks of `group` in rank order. If the tensor is not split, return only `shard`."""
+    if not is_split or group.size() == 1:
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(shards, shard.contiguous(), group=group)
@@ -183,18 +192,19 @@ def _gather(shard: Tensor, group: ProcessGroup, needed: bool) -> list[Tensor]:
 
 
 def _global_names(chunk: GPTModel, local_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the whole model, tensor), with global numbers of layers and experts and one naming scheme for experts.
+    """Yield (name in the whole model, tensor) for the tensors of a virtual stage.
 
-    Includes parameters and the buffers that checkpoints contain: the correction biases of the routers.
+    The names contain the indices of layers and experts in the whole model, and experts have one naming scheme. The tensors are
+    the parameters and the correction biases of the routers. (These are the only buffers in a checkpoint.)
     """
-    first = groups.ep_group().rank() * local_experts
-    numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(chunk.decoder.layers)}
+    first_expert = groups.ep_group().rank() * local_experts
+    layer_of = {str(local): layer.layer_number - 1 for local, layer in enumerate(chunk.decoder.layers)}
     biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
     for name, param in chain(chunk.named_parameters(), biases):
         if name.startswith("decoder.layers."):
-            _, _, place, rest = name.split(".", 3)
-            name = f"decoder.layers.{numbers[place]}.{rest}"
+            _, _, local, rest = name.split(".", 3)
+            name = f"decoder.layers.{layer_of[local]}.{rest}"
         if found := _EXPERT.search(name):
-            expert, matrix = first + int(found[1] or found[4]), found[2] or found[3]
+            expert, matrix = first_expert + int(found[1] or found[4]), found[2] or found[3]
             name = f"{name[: found.start()]}experts.{expert}.{matrix}.weight"
         yield name, param

@@ -1,4 +1,4 @@
-"""Registry of model families. Each file has the config translation and the weight tables of related families."""
+"""Registry of model families. Each file of this package defines one family or several related ones."""
 
 import importlib
 import sys
@@ -21,10 +21,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: HFConfig) -> Family:
-    """Return the family that `config.family` refers to; if it is None, return the built-in family of the architecture.
+    """Return the family that `config.family` names; if it is None, return the built-in family of the config's architecture.
 
     Raises:
-        ValueError: no family supports the architecture, or the referenced family cannot be loaded or has another architecture.
+        ValueError: no family supports the architecture, or `config.family` cannot be loaded or is for another architecture.
     """
     if config.family is None:
         if config.architecture not in FAMILIES:
@@ -70,7 +70,7 @@ def load_family(reference: str) -> Family:
 
 
 def resolve_family_path(reference: str) -> str:
-    """Return the reference with an absolute path, for processes with another working directory."""
+    """Return `reference` with an absolute path, so that processes with another working directory can use it."""
     location, _, name = reference.rpartition(":")
     return f"{Path(location).resolve()}:{name}" if location.endswith(".py") else reference
 
@@ -80,6 +80,6 @@ def _module_of_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py"
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look the module up there
+    sys.modules[name] = module  # dataclasses and pickle look for the module in this dict
     spec.loader.exec_module(module)
     return module

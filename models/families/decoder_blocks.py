@@ -1,6 +1,7 @@
-"""Building blocks that families share: config translation of a plain decoder, and table rows for each block.
+"""Building blocks that families share: the translation of a plain decoder's config, and table rows for each block.
 
-Blocks: RMSNorm, grouped-query attention, RoPE, gated SiLU MLPs, and MoE layers. A family lists the blocks that it has.
+The blocks are RMSNorm, grouped-query attention, RoPE, gated SiLU MLPs, and MoE layers. The table of a family contains the rows of
+the blocks that its models have.
 """
 
 from typing import Any
@@ -10,20 +11,22 @@ from models.conversion.mapping import GatedMLPMapping, ParamMapping, QKVMapping,
 from models.hf_config import HFConfig
 from parallel.rope import Rope
 
-_H, _D = ("hidden",), ("head_dim",)
+_HIDDEN, _HEAD_DIM = ("hidden",), ("head_dim",)  # shapes
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _HF_ATTENTION, _HF_MLP = f"{_HF_LAYER}.self_attn", f"{_HF_LAYER}.mlp"
 _MEGATRON_ATTENTION, _MEGATRON_MLP = f"{_MEGATRON_LAYER}.self_attention", f"{_MEGATRON_LAYER}.mlp"
 _MEGATRON_EXPERT = f"{_MEGATRON_MLP}.experts.{{expert}}"
+_HF_SHARED_EXPERTS = f"{_HF_MLP}.shared_experts"
+_EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 EMBEDDINGS = (
     VocabMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (("vocab", "hidden"),), 0),
-    ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), (_H,)),
+    ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",), (_HIDDEN,)),
     VocabMapping("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), 0, present_in="untied_models"),
 )
 ATTENTION = (
     ParamMapping(
-        f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight", (f"{_HF_LAYER}.input_layernorm.weight",), (_H,)
+        f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight", (f"{_HF_LAYER}.input_layernorm.weight",), (_HIDDEN,)
     ),
     QKVMapping(
         f"{_MEGATRON_ATTENTION}.linear_qkv.weight",
@@ -45,15 +48,17 @@ QKV_BIAS = (
     ),
 )
 PROJ_BIAS = (
-    ParamMapping(f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_H,), part="proj_bias"),
+    ParamMapping(
+        f"{_MEGATRON_ATTENTION}.linear_proj.bias", (f"{_HF_ATTENTION}.o_proj.bias",), (_HIDDEN,), part="proj_bias"
+    ),
 )
 QK_NORMS = (
-    ParamMapping(f"{_MEGATRON_ATTENTION}.q_layernorm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (_D,)),
-    ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_D,)),
+    ParamMapping(f"{_MEGATRON_ATTENTION}.q_layernorm.weight", (f"{_HF_ATTENTION}.q_norm.weight",), (_HEAD_DIM,)),
+    ParamMapping(f"{_MEGATRON_ATTENTION}.k_layernorm.weight", (f"{_HF_ATTENTION}.k_norm.weight",), (_HEAD_DIM,)),
 )
 _POST_NORM = (f"{_HF_LAYER}.post_attention_layernorm.weight",)
 DENSE_MLP = (
-    ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_H,), present_in="dense_layers"),
+    ParamMapping(f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight", _POST_NORM, (_HIDDEN,), present_in="dense_layers"),
     GatedMLPMapping(
         f"{_MEGATRON_MLP}.linear_fc1.weight",
         (f"{_HF_MLP}.gate_proj.weight", f"{_HF_MLP}.up_proj.weight"),
@@ -81,7 +86,7 @@ DENSE_MLP_BIAS = (
     ParamMapping(
         f"{_MEGATRON_MLP}.linear_fc2.bias",
         (f"{_HF_MLP}.down_proj.bias",),
-        (_H,),
+        (_HIDDEN,),
         present_in="dense_layers",
         part="mlp_bias",
     ),
@@ -101,16 +106,16 @@ DEFAULTS: dict[str, Any] = dict(
     tie_encoder_decoder=False,
     is_encoder_decoder=False,
 )
-"""Defaults of transformers that many families share, for fields that a config may omit. Sizes have no defaults."""
+"""Values that transformers uses for fields that a config may omit, and that many families share. Sizes are never omitted."""
 FULL_ATTENTION_DEFAULTS: dict[str, Any] = dict(use_sliding_window=False, layer_types=None)
 
 
 def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Return the rows of an MoE layer; the arguments are the Hugging Face names of the block and its matrices."""
+    """Return the rows of an MoE layer. The arguments are the Hugging Face names of the block and of its matrices."""
     prefix = f"{_HF_LAYER}.{block}"
     expert = f"{prefix}.experts.{{expert}}"
     return (
-        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_H,), present_in="moe_layers"),
+        ParamMapping(f"{_MEGATRON_LAYER}.pre_mlp_layernorm.weight", _POST_NORM, (_HIDDEN,), present_in="moe_layers"),
         ParamMapping(
             f"{_MEGATRON_MLP}.router.weight",
             (f"{prefix}.gate.weight",),
@@ -135,7 +140,10 @@ def moe_mlp(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ..
 
 
 def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Return the SGLang parameters that stack all experts of a layer; arguments: Hugging Face names of the matrices."""
+    """Return the `engine_fusions` of an MoE layer. The arguments are the Hugging Face names of an expert's matrices.
+
+    SGLang stacks the matrices of all experts of a layer in one parameter.
+    """
     return {
         "experts.w13_weight": (f"experts.{{expert}}.{gate}.weight", f"experts.{{expert}}.{up}.weight"),
         "experts.w2_weight": (f"experts.{{expert}}.{down}.weight",),
@@ -143,9 +151,9 @@ def moe_fusions(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
 
 
 def check_full_attention(config: HFConfig) -> None:
-    """Raise ValueError unless all layers have full attention. The window size is ignored if the sliding window is off."""
+    """Raise ValueError if a layer does not have full attention."""
     config.expect(use_sliding_window=False)
-    config.read_fields.update(("sliding_window", "max_window_layers"))
+    config.read_fields.update(("sliding_window", "max_window_layers"))  # they have no effect without sliding windows
     layers = config["layer_types"]
     if layers is not None and layers != ["full_attention"] * config["num_hidden_layers"]:
         raise ValueError(
@@ -155,16 +163,17 @@ def check_full_attention(config: HFConfig) -> None:
 
 
 def attention_parts(config: HFConfig) -> frozenset[str]:
-    """Return the bias parts of all attention projections if `attention_bias` is set."""
+    """Return the parts "qkv_bias" and "proj_bias" if the attention projections have biases."""
     return frozenset(("qkv_bias", "proj_bias") if config["attention_bias"] else ())
 
 
 def read_decoder(
     config: HFConfig, *, parts: frozenset[str] = frozenset(), rope: Rope | None = None, **transformer: Any
 ) -> Architecture:
-    """Translate the config of a decoder that consists of these blocks; `transformer` adds fields of Megatron's config.
+    """Translate the config of a decoder that consists of these blocks. Raises ValueError if a value is not supported.
 
-    `rope`: default: RoPE over all components of a head. Raises ValueError for an unsupported value.
+    `parts` are the optional parts of this model. `rope` is its rotary embedding (None: RoPE over all components of a head).
+    `transformer` contains further fields of Megatron's config.
     """
     config.expect(hidden_act="silu", attention_dropout=0.0, is_encoder_decoder=False, tie_encoder_decoder=False)
     heads = config["num_attention_heads"]
@@ -186,7 +195,7 @@ def read_decoder(
             init_method_std=config["initializer_range"],
             normalization="RMSNorm",
             gated_linear_unit=True,
-            add_bias_linear=False,  # Megatron has one switch for all matrices; models/model_builder.py sets each one from `parts`
+            add_bias_linear=False,  # one choice for all matrices; models/model_builder.py adds the biases that are in `parts`
             add_qkv_bias="qkv_bias" in parts,
             **transformer,
         ),
@@ -205,15 +214,12 @@ def read_decoder(
     )
 
 
-# Sigmoid experts, introduced by DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): the affinity of a token to an expert is a sigmoid.
-# Experts are chosen by affinity plus a correction bias: first the groups whose best two experts have the highest sum, then the
-# best experts in these groups. The weights of the chosen experts are their affinities without the bias, normalized and scaled.
-# Shared experts process every token and form one MLP.
-_SHARED = "model.layers.{layer}.mlp.shared_experts"
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-
+# "Sigmoid experts" are the MoE layers of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). The affinity of a token to an expert is a
+# sigmoid. The score of an expert is its affinity plus a correction bias. The router first chooses the groups of experts whose two
+# best scores have the largest sum, and then the experts with the best scores in these groups. The weights of the chosen experts
+# are their affinities without the bias, normalized and scaled. Shared experts process every token and form one MLP.
 SIGMOID_EXPERTS = (
-    *moe_mlp("mlp", *_MATRICES),
+    *moe_mlp("mlp", *_EXPERT_MATRICES),
     ParamMapping(
         f"{_MEGATRON_MLP}.router.expert_bias",
         (f"{_HF_MLP}.gate.e_score_correction_bias",),
@@ -223,7 +229,7 @@ SIGMOID_EXPERTS = (
     ),
     GatedMLPMapping(
         f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight",
-        (f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+        (f"{_HF_SHARED_EXPERTS}.gate_proj.weight", f"{_HF_SHARED_EXPERTS}.up_proj.weight"),
         (("shared_ffn", "hidden"), ("shared_ffn", "hidden")),
         axis=0,
         present_in="moe_layers",
@@ -231,14 +237,14 @@ SIGMOID_EXPERTS = (
     ),
     ParamMapping(
         f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight",
-        (f"{_SHARED}.down_proj.weight",),
+        (f"{_HF_SHARED_EXPERTS}.down_proj.weight",),
         (("hidden", "shared_ffn"),),
         axis=1,
         present_in="moe_layers",
         part="shared_experts",
     ),
 )
-SIGMOID_EXPERTS_FUSIONS = moe_fusions(*_MATRICES)
+SIGMOID_EXPERTS_FUSIONS = moe_fusions(*_EXPERT_MATRICES)
 SIGMOID_EXPERTS_DEFAULTS: dict[str, Any] = dict(n_shared_experts=1, norm_topk_prob=True)
 
 
@@ -248,26 +254,26 @@ def sigmoid_experts_parts(config: HFConfig) -> frozenset[str]:
 
 
 def read_sigmoid_experts(config: HFConfig) -> dict[str, Any]:
-    """Return Megatron's fields for sigmoid experts; raise ValueError at an unsupported value."""
+    """Return Megatron's fields for sigmoid experts. Raises ValueError if a value is not supported."""
     config.expect(norm_topk_prob=True)
-    # fields of extra layers, which are neither loaded nor exported
+    # These fields describe extra layers, which are neither loaded nor exported.
     config.read_fields.update(("num_nextn_predict_layers", "num_mtp_layers"))
-    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    num_layers, num_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     width = config["moe_intermediate_size"]
     return dict(
         num_moe_experts=config["n_routed_experts"],
         moe_ffn_hidden_size=width,
-        moe_layer_freq=[int(layer >= dense) for layer in range(layers)],
+        moe_layer_freq=[int(layer >= num_dense) for layer in range(num_layers)],
         moe_router_topk=config["num_experts_per_tok"],
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=config["routed_scaling_factor"],
         moe_shared_expert_intermediate_size=width * (config["n_shared_experts"] or 0) or None,
-        **_read_groups(config),
+        **_read_expert_groups(config),
     )
 
 
-def _read_groups(config: HFConfig) -> dict[str, int]:
+def _read_expert_groups(config: HFConfig) -> dict[str, int]:
     groups, chosen, topk = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
     if topk < 2:
         raise ValueError(f"{config.path}: num_experts_per_tok={topk} is not supported; expected at least 2.")
@@ -276,6 +282,7 @@ def _read_groups(config: HFConfig) -> dict[str, int]:
     if topk // chosen != 2:  # Megatron 0.19 ranks groups by the sum of their best topk // chosen experts
         raise ValueError(
             f"{config.path}: num_experts_per_tok={topk} with n_group={groups} and topk_group={chosen} is not supported: "
-            f"groups are ranked by their best two experts; expected {2 * chosen} or {2 * chosen + 1} experts per token."
+            f"groups of experts are ranked by their best two experts; expected {2 * chosen} or {2 * chosen + 1} experts "
+            "per token."
         )
     return dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)

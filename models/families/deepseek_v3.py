@@ -1,7 +1,7 @@
-"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention, dense layers first, then sigmoid experts with shared experts.
+"""DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense layers, followed by layers with sigmoid and shared experts.
 
-The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. transformers always uses 1e-6; the published configs
-have the same value.
+The norms in the attention use `rms_norm_eps`, as in SGLang and Megatron. transformers always uses 1e-6 for these norms, which is
+also the value of `rms_norm_eps` in the published configs.
 """
 
 from dataclasses import replace
@@ -25,8 +25,11 @@ from parallel.rope import Rope, YarnRope
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _MEGATRON_ATTENTION, _HF_ATTENTION = f"{_MEGATRON_LAYER}.self_attention", f"{_HF_LAYER}.self_attn"
 
-# Sizes: q: queries of all heads; kv_a: low-rank vector and the shared rotated part of the keys; kv_b: values and the remaining
-# part of the keys, of all heads; o: values of all heads
+# Symbols in the shapes:
+#   q: queries of all heads
+#   kv_a: the low-rank vector of keys and values, and the rotated part of the key, which all heads share
+#   kv_b: for all heads, the other part of the key and the value
+#   o: values of all heads
 LATENT_ATTENTION = (
     ParamMapping(f"{_MEGATRON_LAYER}.input_layernorm.weight", (f"{_HF_LAYER}.input_layernorm.weight",), (("hidden",),)),
     ParamMapping(
@@ -76,13 +79,13 @@ LATENT_ATTENTION = (
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a DeepSeek-V3 config; raise ValueError at an unsupported value."""
+    """Translate a DeepSeek-V3 config. Raises ValueError if a value is not supported."""
     config.expect(attention_bias=False, rope_interleave=True, quantization_config=None, moe_layer_freq=1)
     config.expect(scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=config["num_attention_heads"])
-    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # settings of pretraining
-    nope, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    # transformers 5 also writes these fields
-    config.expect(head_dim=(None, rotated), qk_head_dim=(None, nope + rotated))
+    config.read_fields.update(("ep_size", "aux_loss_alpha", "seq_aux"))  # they only matter for pretraining
+    unrotated, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    # transformers 5 writes these two fields as well.
+    config.expect(head_dim=(None, rotated), qk_head_dim=(None, unrotated + rotated))
     heads, q_lora, kv_lora = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
     rope = config.rope(rotated)
     arch = read_decoder(
@@ -92,22 +95,30 @@ def translate(config: HFConfig) -> Architecture:
         multi_latent_attention=True,
         q_lora_rank=q_lora,
         kv_lora_rank=kv_lora,
-        qk_head_dim=nope,
+        qk_head_dim=unrotated,
         qk_pos_emb_head_dim=rotated,
         v_head_dim=value,
         **_softmax_scale(rope),
         **read_sigmoid_experts(config),
     )
-    key, up = nope + rotated, nope + value
+    key, key_and_value = unrotated + rotated, unrotated + value
     sizes = {name: arch.sizes[name] for name in ("vocab", "hidden", "ffn", "experts", "moe_ffn", "shared_ffn")}
     sizes |= dict(
-        q=heads * key, q_lora=q_lora or 0, kv_a=kv_lora + rotated, kv_lora=kv_lora, kv_b=heads * up, o=heads * value
+        q=heads * key,
+        q_lora=q_lora or 0,
+        kv_a=kv_lora + rotated,
+        kv_lora=kv_lora,
+        kv_b=heads * key_and_value,
+        o=heads * value,
     )
     return replace(arch, sizes=sizes, transformer=arch.transformer | dict(kv_channels=key))
 
 
 def _softmax_scale(rope: Rope) -> dict[str, float]:
-    """Return Megatron's fields for YaRN's softmax scale, which is multiplied by the square of the mscale_all_dim amplitude."""
+    """Return the fields from which Megatron computes YaRN's softmax scale.
+
+    This scale contains the factor `yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2`.
+    """
     if not isinstance(rope, YarnRope):
         return {}
     return dict(rotary_scaling_factor=rope.factor, mscale_all_dim=rope.mscale_all_dim or 0.0)

@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention, RoPE on a part of each head; first dense layers, then sigmoid experts with shared experts."""
+"""GLM-4.5: grouped-query attention, RoPE on a part of each head; dense layers, then layers with sigmoid and shared experts."""
 
 from dataclasses import replace
 
@@ -22,11 +22,11 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a GLM-4.5 config; raise ValueError at an unsupported value."""
-    flags = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
+    """Translate a GLM-4.5 config. Raises ValueError if a value is not supported."""
+    has_part = dict(qkv_bias=config["attention_bias"], qk_norms=config["use_qk_norm"])
     return read_decoder(
         config,
-        parts=sigmoid_experts_parts(config) | {part for part, is_on in flags.items() if is_on},
+        parts=sigmoid_experts_parts(config) | {part for part, is_present in has_part.items() if is_present},
         rope=config.rope(config["head_dim"] or config["hidden_size"] // config["num_attention_heads"], partial=True),
         qk_layernorm=config["use_qk_norm"],
         **read_sigmoid_experts(config),

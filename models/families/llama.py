@@ -17,8 +17,8 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a Llama config; raise ValueError at an unsupported value."""
-    config.expect(rope_interleaved=False)  # some configs contain it; transformers ignores it
+    """Translate a Llama config. Raises ValueError if a value is not supported."""
+    config.expect(rope_interleaved=False)  # some configs contain this field, but transformers ignores it
     parts = attention_parts(config) | ({"mlp_bias"} if config["mlp_bias"] else set())
     return read_decoder(config, parts=parts)
 

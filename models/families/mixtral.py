@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, softmax over the chosen experts, no query/key norms."""
+"""Mixtral: MoE in every layer, with a softmax over the chosen experts; no query/key norms."""
 
 from models.architecture import Architecture, Family
 from models.families.decoder_blocks import (
@@ -14,7 +14,7 @@ from models.hf_config import HFConfig
 
 
 def translate(config: HFConfig) -> Architecture:
-    """Translate a Mixtral config; raise ValueError at an unsupported value."""
+    """Translate a Mixtral config. Raises ValueError if a value is not supported."""
     config.expect(sliding_window=None, router_jitter_noise=0.0)
     return read_decoder(
         config,

@@ -1,8 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3: RMSNorm, grouped-query attention, gated SiLU MLP, RoPE.
 
-Qwen2 has biases of the query, key and value projections. Qwen3 has query/key norms; there are dense and MoE models.
-
-Qwen3-MoE has experts in most layers. The field norm_topk_prob says whether the weights of the chosen experts sum to 1.
+In Qwen2 and Qwen2.5, the query, key and value projections have biases. Qwen3 has query/key norms. It has dense and MoE models. In
+Qwen3-MoE, the config says which layers are MoE layers, and whether the weights of the chosen experts sum to 1 (`norm_topk_prob`).
 """
 
 from models.architecture import Architecture, Family
@@ -26,7 +25,7 @@ from models.hf_config import HFConfig
 
 
 def translate_qwen3(config: HFConfig) -> Architecture:
-    """Translate a Qwen3 config; raise ValueError at an unsupported value."""
+    """Translate a Qwen3 config. Raises ValueError if a value is not supported."""
     check_full_attention(config)
     return read_decoder(config, parts=attention_parts(config), qk_layernorm=True)
 
@@ -41,7 +40,7 @@ QWEN3 = Family(
 
 
 def translate_moe(config: HFConfig) -> Architecture:
-    """Translate a Qwen3-MoE config; raise ValueError at an unsupported value."""
+    """Translate a Qwen3-MoE config. Raises ValueError if a value is not supported."""
     check_full_attention(config)
     dense, step = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     return read_decoder(
@@ -79,9 +78,9 @@ QWEN3_MOE = Family(
 
 
 def translate_qwen2(config: HFConfig) -> Architecture:
-    """Translate a Qwen2 config; raise ValueError at an unsupported value."""
+    """Translate a Qwen2 config. Raises ValueError if a value is not supported."""
     check_full_attention(config)
-    config.expect(use_mrope=False)  # configs of text models contain it too; transformers ignores it
+    config.expect(use_mrope=False)  # configs of text models also contain this field, but transformers ignores it
     return read_decoder(config, parts=frozenset(["qkv_bias"]))
 
 

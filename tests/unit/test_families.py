@@ -114,7 +114,7 @@ def test_no_ignored_field_is_read_by_a_family():
         ),
         ("llama", dict(rope_parameters=SIZES["rope_parameters"] | dict(partial_rotary_factor=0.5)), "partial_rotary"),
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True is not supported; expected False"),
-        ("llama", dict(rope_theta=7.0), "rope_theta=7.0, and 5000.0 in the parameters of the rotary embedding"),
+        ("llama", dict(rope_theta=7.0), "rope_theta=7.0, but 5000.0 in the parameters of the rotary embedding"),
         ("llama", dict(rope_scaling=YARN_ROPE), "differ; remove one"),
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True is not supported; expected False"),
         ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=['full_attention', 'sliding"),

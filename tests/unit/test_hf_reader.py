@@ -80,13 +80,13 @@ def file_for_folder(folder):
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
-    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, but its header says \d+; the first "
+    cut_file: r"model.safetensors: the file is damaged or incomplete: it has \d+ bytes, but its header says \d+ bytes; the first "
     r"truncated tensor is .*Download",
     cut_header: r"model.safetensors: the file is damaged.*it has 100 bytes",
     no_safetensors_file: r"model.safetensors: the file is damaged",
     lose_shard: r"model-00002-of-\d+.safetensors is missing; model.safetensors.index.json says that it contains \d+ tensors",
     change_index: r"index.json: model.norm.weight should be in model-00001.*, but it is in model-0",
-    shorten_index: r"index.json: 1 tensors of the files are not in the index, the first is model.norm.weight",
+    shorten_index: r"index.json: 1 tensors in the files are not in the index; the first is model.norm.weight",
     remove_folder: r"the folder is missing; expected a Hugging Face model folder",
     file_for_folder: r"the folder is a file; expected a Hugging Face model folder",
 }
