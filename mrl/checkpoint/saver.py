@@ -24,7 +24,7 @@ class SavableModel(Protocol):
         ...
 
     def save_finished(self) -> bool:
-        """Return whether every rank has written its part."""
+        """Return whether every rank has written its part of the checkpoint."""
         ...
 
     def finish_save(self, timeout_s: float) -> None:
@@ -72,7 +72,7 @@ class CheckpointSaver:
     discard_rollout_log: Callable[[int], None]  # removes the steps before the given step; no resume will read them
     export: Callable[[str], None]  # writes the actor's weights as a Hugging Face folder
     run_dir: Path
-    failed: int = 0  # checkpoints that could not be written
+    failed: int = 0  # number of checkpoints that could not be written
     _pending: _PendingSave | None = None
     _newest: int | None = None  # step of the newest checkpoint
 

@@ -65,11 +65,11 @@ def multi_host_groups(groups: Mapping[str, Sequence[int]], host_of_rank: Sequenc
 
     `groups`: name -> ranks. `host_of_rank`: number of each rank's host, `[ranks]`.
     """
-    names: dict[tuple[int, ...], str] = {}
+    name_by_ranks: dict[tuple[int, ...], str] = {}
     for name, ranks in groups.items():
         if max(ranks) < len(host_of_rank) and len({host_of_rank[rank] for rank in ranks}) > 1:
-            names.setdefault(tuple(ranks), name)
-    return {name: ranks for ranks, name in names.items()}
+            name_by_ranks.setdefault(tuple(ranks), name)
+    return {name: ranks for ranks, name in name_by_ranks.items()}
 
 
 def run_ranks(plan: CollectivePlan, ranks: Sequence[int], timeout_s: float) -> list[RankResult]:
@@ -118,7 +118,7 @@ def _read_result(rank: int, folder: Path, status: int | None) -> RankResult:
             result.seconds[event["done"]] = event["seconds"]
         else:
             result.problems[event["failed"]] = event["problem"]
-    if status:  # the process ended without reporting a failure itself
+    if status:  # the process crashed, so it could not report the failure itself
         last = (folder / f"{rank}.err").read_text().strip().splitlines()[-1:]
         problem = f"the process of rank {rank} ended with status {status}" + (f": {last[0][:300]}" if last else "")
         result.problems.setdefault(result.began[-1] if result.began else "world", problem)

@@ -171,24 +171,24 @@ def _exchange_facts(
     facts, nonce = gather_facts(requirements, rendezvous.rank), uuid.uuid4().hex
     with network_probe.serve_peers(nonce, options.clock) as ports:
         rendezvous.send("facts", dict(facts=to_plain(facts), ports=ports, nonce=nonce))
-        roster = _agree_on_roster(rendezvous, options.deadline_s)
-        if roster is None:
+        joined = _list_joined_hosts(rendezvous, options.deadline_s)
+        if joined is None:
             return None
-        hosts = [msgspec.convert(entry, network_probe.PeerHost) for entry in roster]
-        own = next(host for host in hosts if host.facts.rank == rendezvous.rank)
-        peers = [host for host in hosts if host is not own]
+        hosts = [msgspec.convert(entry, network_probe.PeerHost) for entry in joined]
+        this_host = next(host for host in hosts if host.facts.rank == rendezvous.rank)
+        peers = [host for host in hosts if host is not this_host]
         connections = network_probe.connect_to_peers(peers, options.clock)
         names = [peer.facts.host for peer in peers if "#" not in peer.facts.host]
         addresses = {name: network_probe.resolve(name) for name in names}
-        own_facts = replace(own.facts, connections=connections, peer_addresses=addresses)
+        own_facts = replace(this_host.facts, connections=connections, peer_addresses=addresses)
         rendezvous.send("connections", to_plain(own_facts))
         ranks = [host.facts.rank for host in hosts]
         # The servers of this host run until all hosts have tried to connect.
         received = rendezvous.receive("connections", ranks, options.deadline_s)
-    return own.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
+    return this_host.facts.host, [msgspec.convert(received[rank], HostFacts) for rank in ranks if rank in received]
 
 
-def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
+def _list_joined_hosts(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | None:
     """Return the `facts` messages of all hosts that joined in time, the same on all hosts; None if the first host is gone.
 
     If several hosts have the same name, their names get the suffix #RANK.
@@ -199,8 +199,8 @@ def _agree_on_roster(rendezvous: Rendezvous, deadline_s: float) -> list[Any] | N
         for rank, entry in joined.items():
             if names[entry["facts"]["host"]] > 1:
                 entry["facts"]["host"] += f"#{rank}"
-        rendezvous.send("roster", list(joined.values()))
-    return rendezvous.receive("roster", [0], 2 * deadline_s).get(0)
+        rendezvous.send("joined", list(joined.values()))
+    return rendezvous.receive("joined", [0], 2 * deadline_s).get(0)
 
 
 def _first_host_missing(rendezvous: Rendezvous) -> DoctorReport:

@@ -9,9 +9,8 @@ from mrl.hang_report.process_snapshot import ProcessSnapshot
 from parallel.collective_log import LastCollective
 
 MAX_SHOWN_ACTIVITIES = 3
-ABORTED = (
-    "Aborted"  # crash message of a rank that NCCL's watchdog ended because the rank waited too long for another rank
-)
+# Crash message of a rank that NCCL's watchdog ended because the rank waited too long for another rank
+ABORTED = "Aborted"
 NO_CRASH_MESSAGE = "no error message; killed by SIGKILL (possibly out of memory), or ended by os._exit"
 
 
@@ -98,7 +97,8 @@ def describe_collective_lag(snapshot: ProcessSnapshot, snapshots: Sequence[Proce
         if most > own.num_collectives:
             last = next(_describe_operation(log) for log in others if log.num_collectives == most)
             lags.append(
-                f"has entered {own.num_collectives} collectives of {describe_group(own)}, other members {most} (the last: {last})"
+                f"has entered {own.num_collectives} collectives of {describe_group(own)}, "
+                f"other members have entered {most} (the last: {last})"
             )
     return f"; it {'; it '.join(lags)}" if lags else ""
 
@@ -179,16 +179,16 @@ def report_text(
     diagnosis: HangDiagnosis,
     snapshots: Sequence[ProcessSnapshot],
     host_lines: Sequence[str] = (),
-    more: Sequence[str] = (),
+    extra_lines: Sequence[str] = (),
 ) -> str:
-    """Compose the text of a hang report. `reason`: its first line. `host_lines`: lines about hosts. `more`: its last lines."""
+    """Compose the text of a hang report. `reason`: its first line. `extra_lines`: its last lines."""
     lines = [reason, "", f"Diagnosis: {diagnosis.sentence}.", ""]
     lines += [*host_lines, ""] if host_lines else []
     lines += ["Processes", *(f"  {describe_process(snapshot)}" for snapshot in snapshots), ""]
     lines += ["Last collectives of each rank", *_collective_lines(snapshots), ""]
     for snapshot in snapshots:
         lines += _stack_lines(snapshot)
-    return "\n".join([*lines, *more]) + "\n"
+    return "\n".join([*lines, *extra_lines]) + "\n"
 
 
 def _collective_lines(snapshots: Sequence[ProcessSnapshot]) -> list[str]:

@@ -100,17 +100,19 @@ def make_hang_report(
     is_pending: Callable[[ProcessRecord], bool],
     *,
     check_network: bool = False,
-    more: Sequence[str] = (),
+    extra_lines: Sequence[str] = (),
 ) -> HangReport:
     """Take snapshots of all processes of a run, diagnose them and write run_dir/hang_report_<n>.txt.
 
     `reason`: first line of the report. `is_pending`: whether a process was called and has not answered. `check_network`: also
-    test the network interfaces that NCCL may use, because the run does not start. `more`: last lines of the report.
+    test the network interfaces that NCCL may use, because the run does not start. `extra_lines`: last lines of the report.
     """
     snapshots, host_lines = _snapshot_all_hosts(str(registry_folder(run_dir)), check_network)
     diagnosis = diagnose(snapshots, lambda snapshot: is_pending(snapshot.record))
     try:
-        return HangReport(diagnosis, write_report(run_dir, report_text(reason, diagnosis, snapshots, host_lines, more)))
+        return HangReport(
+            diagnosis, write_report(run_dir, report_text(reason, diagnosis, snapshots, host_lines, extra_lines))
+        )
     except OSError as error:  # for example a full disk; the error message still has the diagnosis
         logger.warning("the hang report could not be written: %s", error)
         return HangReport(diagnosis, None)
@@ -213,10 +215,10 @@ class RayWaiter:
         """Find out why a rank's communication failed: another rank raised an error, died or hangs."""
         ray.wait(list(futures), num_returns=len(futures), timeout=DEATH_NOTICE_S)
         errors = [failure for future in futures if (failure := call_error(future))]
-        own = [e for e in errors if isinstance(e, RayTaskError) and not is_peer_error(e.cause)]
+        own_errors = [e for e in errors if isinstance(e, RayTaskError) and not is_peer_error(e.cause)]
         dead = [e for e in errors if isinstance(e, DEATH_ERRORS)]
-        if own or dead:
-            return own[0] if own else self._process_lost_error(futures, call, dead[0])
+        if own_errors or dead:
+            return own_errors[0] if own_errors else self._process_lost_error(futures, call, dead[0])
         reason = str(error).strip().splitlines()[-1]
         return self._stalled_error(futures, f"{call}: ranks gave up waiting for another rank ({reason})", starting)
 
@@ -225,18 +227,20 @@ class RayWaiter:
 
     def _process_lost_error(self, futures: Sequence[ObjectRef], call: str, error: RayError) -> DiagnosedError:
         dead = tuple(n for n, future in enumerate(futures) if isinstance(call_error(future), DEATH_ERRORS))
-        kind = RankLostError if self.role == "rank" else RolloutWorkerLostError
+        error_type = RankLostError if self.role == "rank" else RolloutWorkerLostError
         why = ", killed by Ray because the host is short of memory" if isinstance(error, OutOfMemoryError) else ""
         is_pending = self._pending_test(_pending_numbers(futures))
-        lost = self._diagnosed_error(kind, f"{call}: a process died{why}", is_pending, False, [f"Ray says: {error}"])
+        lost = self._diagnosed_error(
+            error_type, f"{call}: a process died{why}", is_pending, False, [f"Ray says: {error}"]
+        )
         lost.ranks = lost.ranks or (dead if self.role == "rank" else ())
         return lost
 
     def _data_lost_error(self, call: str, error: RayError) -> DiagnosedError:
         """Return the error of a call whose input is lost, because the process that made the input died."""
-        kind = RolloutWorkerLostError if self.role == "rank" else RankLostError
+        error_type = RolloutWorkerLostError if self.role == "rank" else RankLostError
         message = f"{call}: the input data of the call is lost"
-        lost = self._diagnosed_error(kind, message, self._pending_test(set()), False, [f"Ray says: {error}"])
+        lost = self._diagnosed_error(error_type, message, self._pending_test(set()), False, [f"Ray says: {error}"])
         lost.role = "rollout" if self.role == "rank" else "rank"
         return lost
 
@@ -250,23 +254,25 @@ class RayWaiter:
 
     def _diagnosed_error(
         self,
-        kind: type[DiagnosedError],
+        error_type: type[DiagnosedError],
         reason: str,
         is_pending: Callable[[ProcessRecord], bool],
         starting: bool,
-        more: Sequence[str] = (),
+        extra_lines: Sequence[str] = (),
     ) -> DiagnosedError:
         try:
-            report = make_hang_report(self.run_dir, reason, is_pending, check_network=starting, more=more)
+            report = make_hang_report(self.run_dir, reason, is_pending, check_network=starting, extra_lines=extra_lines)
         except Exception as error:  # an error in making the report must not hide the original error
             logger.exception("the hang report failed")
-            diagnosed = kind(f"{reason}. There is no hang report, because making the report failed: {error!r}", None)
+            diagnosed = error_type(
+                f"{reason}. There is no hang report, because making the report failed: {error!r}", None
+            )
             diagnosed.role = self.role
             return diagnosed
         blamed = [snapshot.record for snapshot in report.diagnosis.blamed if snapshot.record.role == "rank"]
         ranks = tuple(record.rank for record in blamed if record.group == self.group)
         where = f"Hang report: {report.path}" if report.path else "The hang report could not be written."
-        diagnosed = kind(f"{reason}. {report.diagnosis.sentence}. {where}", report.path, report.names, ranks)
+        diagnosed = error_type(f"{reason}. {report.diagnosis.sentence}. {where}", report.path, report.names, ranks)
         diagnosed.role = self.role
         return diagnosed
 

@@ -55,7 +55,7 @@ FAULTS = [
           {0: GPUS + "rm -r $LAB/site_h0/transformer*"}),
     Fault("torch without CUDA on a GPU host", "versions", r"torch 2\.14\.1\+cpu is built without CUDA", "make setup LOCK=requirements-gpu",
           {0: GPUS + distribution("torch", "2.14.1+cpu")}),
-    Fault("hosts with different versions of Ray", "versions", r"ray 2\.59\.0; the other hosts have 2\.60", "one environment",
+    Fault("hosts with different versions of Ray", "versions", r"ray has version 2\.59\.0; the other hosts have 2\.60", "one environment",
           {1: distribution("ray", "2.59.0")}, hosts=2, where="h1",
           also=frozenset({("versions", "h1")})),
     Fault("hosts with different code", "versions", "its code .* differs from the code of the other hosts", "one checkout",

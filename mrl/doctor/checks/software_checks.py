@@ -55,14 +55,15 @@ def _compare_versions(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
     for name in sorted({name for one in cluster.hosts for name in one.software.packages}):
         versions = {one.host: one.software.packages.get(name) for one in cluster.hosts}
         for host, version in outliers(versions).items():
-            what = f"{name} {version or 'is missing'}; the other hosts have {most_common(versions) or 'none'}"
+            found = f"has version {version}" if version else "is missing"
+            what = f"{name} {found}; the other hosts have {most_common(versions) or 'none'}"
             yield error([host], what, why, "share one environment between all hosts, or run make setup on this one")
     checksums = {one.host: one.software.source_checksum for one in cluster.hosts}
     for host, checksum in outliers(checksums).items():
         yield error(
             [host],
             f"its code ({checksum}) differs from the code of the other hosts ({most_common(checksums)})",
-            "ranks that run different code wait for each other forever, or compute different things",
+            "ranks that run different code wait for each other forever, or compute different results",
             "use one checkout that all hosts share, or compare git status and git rev-parse HEAD of the copies",
         )
 

@@ -25,9 +25,8 @@ CPU_LOCK, GPU_LOCK = "requirements.txt", "requirements-gpu.txt"
 TESTED = ("torch", "ray", "sglang", "megatron-core", "transformers", "numpy")
 TESTED_GPU = (*TESTED, "transformer-engine", "nvidia-nccl-cu13")
 CUDA_RUNTIME = "nvidia-cuda-runtime"
-NVIDIA_APEX_PART = (
-    "multi_tensor_apply"  # only NVIDIA's apex has this subpackage; the apex of PyPI is a library for web forms
-)
+# Only NVIDIA's apex has this subpackage. The package apex of PyPI is a library for web forms.
+NVIDIA_APEX_PART = "multi_tensor_apply"
 
 LIMITS = dict(nofile=resource.RLIMIT_NOFILE, nproc=resource.RLIMIT_NPROC, memlock=resource.RLIMIT_MEMLOCK)
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
