@@ -77,7 +77,9 @@ class MeasuredRun:
 def slow_down(speeds: RunSpeeds, scale: float) -> RunSpeeds:
     """Multiply all times by `scale`."""
     engine = speeds.engine
-    times = EngineSpeeds(engine.step_s * scale, engine.request_s * scale, engine.prefill_s * scale, engine.max_running)
+    times = EngineSpeeds(
+        engine.fixed_step_s * scale, engine.request_s * scale, engine.prefill_s * scale, engine.max_running
+    )
     return RunSpeeds(times, speeds.train_s * scale, speeds.train_token_s * scale, speeds.push_s * scale)
 
 
@@ -102,7 +104,7 @@ def drawn_groups(data: PromptDataset, count: int) -> GroupLengths:
 @contextmanager
 def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
     """Start engines in a process of their own; yields their URLs."""
-    milliseconds = dict(step_ms=speeds.step_s, request_ms=speeds.request_s, prefill_ms=speeds.prefill_s)
+    milliseconds = dict(step_ms=speeds.fixed_step_s, request_ms=speeds.request_s, prefill_ms=speeds.prefill_s)
     options = {name: 1000 * value for name, value in milliseconds.items()} | asdict(LENGTHS)
     options |= dict(engines=ENGINES, max_running=speeds.max_running)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -120,7 +122,9 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, 
     """Return the specification of the rollout worker."""
     (run_dir / "logs").mkdir(parents=True)
     unused: dict[str, Any] = dict(test=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None)
-    plain = dict(needs_greedy=False, rollout_logprobs_as_old=False, record=False, temperature=1.0, num_engines=0, engine_tp=1)
+    plain = dict(
+        needs_greedy=False, rollout_logprobs_as_old=False, record=False, temperature=1.0, num_engines=0, engine_tp=1
+    )
     return RolloutSpec(
         **unused,
         **plain,

@@ -1,1 +1,1 @@
-"""Placement of processes on devices: the Ray cluster, resource pools on placement groups, and device maps."""
+"""Placement of processes on devices: the Ray cluster, resource pools (as Ray placement groups), and device maps."""

@@ -1,4 +1,4 @@
-"""Device maps: which process is on which device of a real or planned cluster; with output as text and as PNG."""
+"""Device maps show which process is on which device of a real or planned cluster, as text or as a PNG file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mrl.placement.resource_pools import KEY, Pool, Pools, SlotDemand, order_by_groups
+from mrl.placement.resource_pools import POOLS_KEY, Pool, Pools, SlotDemand, order_by_groups
 from parallel.durable_files import atomic_file
 
 
 @dataclass(frozen=True)
 class DeviceCell:
-    """A slot and the processes that time-share it."""
+    """A slot (a GPU, or a CPU if there are no GPUs), and the processes that time-share it."""
 
     pool: str
-    processes: Mapping[str, str]  # role -> name of its process: "actor 3", "engine 1.0"
+    processes: Mapping[str, str]  # role -> its process: "actor 3" is trainer rank 3, "engine 1.0" is rank 0 of engine 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NodeDevices:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """All nodes with their processes, and warnings about idle devices and slow links."""
+    """All nodes with their processes, and warnings about idle devices and about groups that are on several nodes."""
 
     pools: Pools
     nodes: tuple[NodeDevices, ...]
@@ -43,7 +43,10 @@ class DeviceMap:
 
 
 def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
-    """Place the pools on as few nodes of this size as possible. Raises ValueError if a pool's strategy cannot be met."""
+    """Return the map of pools on as few nodes with `gpus_per_node` GPUs as possible.
+
+    Raises ValueError if a pool with strategy STRICT_PACK does not fit on one node.
+    """
     node_of_slots = _fill_nodes(pools, gpus_per_node)
     named = {pool: [f"node {number}" for number in numbers] for pool, numbers in node_of_slots.items()}
     nodes = {f"node {number}": [] for number in range(1 + max(max(numbers) for numbers in node_of_slots.values()))}
@@ -54,7 +57,10 @@ def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
 
 
 def actual_device_map(pools: Pools, devices: Mapping[str, Sequence[tuple[str, str]]], unit: str) -> DeviceMap:
-    """Return the map of pools that Ray has placed. `devices`: pool -> (node, GPU) of each slot; GPU "" if it is unknown."""
+    """Return the map of pools that Ray has placed.
+
+    `devices`: pool -> (node, id of the GPU) of each slot; the id is "" on a CPU slot. `unit`: name of a slot in messages.
+    """
     named = {pool: [node for node, _ in slots] for pool, slots in devices.items()}
     nodes: dict[str, dict[int, DeviceCell]] = {}
     for name, slot, cell in _cells(pools, named):
@@ -76,11 +82,11 @@ def _device_map(
 
 
 def _cells(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, int, DeviceCell]]:
-    """Yield (node, index in its pool, cell) of every slot."""
+    """Yield (node, index of the slot in its pool, cell) for every slot."""
     for pool in pools.pools:
         nodes = node_of_slots[pool.name]
         processes: list[dict[str, str]] = [{} for _ in nodes]
-        for role, demand in pool.needs.items():
+        for role, demand in pool.demands.items():
             for rank, slot in enumerate(order_by_groups(nodes, demand.group_size)[: demand.slots]):
                 processes[slot][role] = _process_name(role, demand, rank)
         for slot, (node, slot_processes) in enumerate(zip(nodes, processes, strict=True)):
@@ -95,90 +101,98 @@ def _process_name(role: str, demand: SlotDemand, rank: int) -> str:
 
 
 def _fill_nodes(pools: Pools, gpus_per_node: int) -> dict[str, list[int]]:
-    """Return the node of every slot, by pool. The slots of a pool are sorted: the node with the most of them comes first."""
-    room = [gpus_per_node] * ceil(pools.size / gpus_per_node)
+    """Return pool -> node of each slot of the pool. The node with the most slots of the pool comes first."""
+    free_slots = [gpus_per_node] * ceil(pools.size / gpus_per_node)
     node_of_slots = {}
     for pool in pools.strictest_first:
         fill = _spread if "SPREAD" in pool.strategy else _pack
-        nodes = fill(pool, room, gpus_per_node)
+        nodes = fill(pool, free_slots, gpus_per_node)
         node_of_slots[pool.name] = sorted(nodes, key=lambda node: (-nodes.count(node), node))
     return node_of_slots
 
 
-def _pack(pool: Pool, room: list[int], gpus_per_node: int) -> list[int]:
-    """Choose the fullest node that has room for the whole pool, else the emptiest nodes. Updates `room`, and may add nodes."""
+def _pack(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
+    """Return the node of each slot: the fullest node that has room for the whole pool, or else the emptiest nodes.
+
+    `free_slots`: number of free slots of each node. The function updates it, and may append nodes.
+    """
     if pool.strategy == "STRICT_PACK" and pool.size > gpus_per_node:
         raise ValueError(
-            f"{KEY}.{pool.name}.strategy=STRICT_PACK: its {pool.size} slots are more than a node has "
+            f"{POOLS_KEY}.{pool.name}.strategy=STRICT_PACK: the pool has {pool.size} slots, and a node has fewer "
             f"(cluster.gpus_per_node={gpus_per_node}); use PACK."
         )
     nodes: list[int] = []
     while missing := pool.size - len(nodes):
-        fitting = [node for node, free in enumerate(room) if free >= missing]
-        if not fitting and (pool.strategy == "STRICT_PACK" or not any(room)):
-            room.append(gpus_per_node)
+        fitting = [node for node, free in enumerate(free_slots) if free >= missing]
+        if not fitting and (pool.strategy == "STRICT_PACK" or not any(free_slots)):
+            free_slots.append(gpus_per_node)
             continue
-        node = min(fitting, key=room.__getitem__) if fitting else max(range(len(room)), key=room.__getitem__)
-        count = min(missing, room[node])
-        room[node] -= count
+        by_free_slots = free_slots.__getitem__
+        node = min(fitting, key=by_free_slots) if fitting else max(range(len(free_slots)), key=by_free_slots)
+        count = min(missing, free_slots[node])
+        free_slots[node] -= count
         nodes += [node] * count
     return nodes
 
 
-def _spread(pool: Pool, room: list[int], gpus_per_node: int) -> list[int]:
-    """Choose for each slot the node with the fewest slots of the pool. Updates `room`, and may add nodes."""
+def _spread(pool: Pool, free_slots: list[int], gpus_per_node: int) -> list[int]:
+    """Return the node of each slot: the node that has the fewest slots of the pool so far.
+
+    `free_slots`: number of free slots of each node. The function updates it, and may append nodes.
+    """
     nodes: list[int] = []
     for _ in range(pool.size):
         strict = pool.strategy == "STRICT_SPREAD"
-        fitting = [node for node, free in enumerate(room) if free and not (strict and node in nodes)]
+        fitting = [node for node, free in enumerate(free_slots) if free and not (strict and node in nodes)]
         if not fitting:
-            room.append(gpus_per_node)
-            fitting = [len(room) - 1]
-        node = min(fitting, key=lambda node: (nodes.count(node), -room[node]))
-        room[node] -= 1
+            free_slots.append(gpus_per_node)
+            fitting = [len(free_slots) - 1]
+        node = min(fitting, key=lambda node: (nodes.count(node), -free_slots[node]))
+        free_slots[node] -= 1
         nodes.append(node)
     return nodes
 
 
 def _unused_slots(pools: Pools, unit: str) -> Iterator[str]:
-    """Warn of roles that use only some slots of their pool."""
+    """Yield a warning for each role that uses only some slots of its pool."""
     for pool in pools.pools:
-        for role, demand in pool.needs.items():
+        for role, demand in pool.demands.items():
             if demand.slots < pool.size:
                 engines = pool.size // demand.group_size
                 all_used = role == "engines" and engines * demand.group_size == pool.size
-                fix = f"; rollout.num_engines={engines} would use all" if all_used else ""
-                yield f"pool {pool.name}: {role} on {demand.slots} of its {pool.size} {unit}s and never on the others{fix}."
+                fix = f"; rollout.num_engines={engines} would use all of them" if all_used else ""
+                verb = "use" if role == "engines" else "uses"
+                yield f"pool {pool.name}: {role} {verb} only {demand.slots} of the pool's {pool.size} {unit}s{fix}."
 
 
 def _idle_pools(pools: Pools, unit: str) -> Iterator[str]:
-    """Warn of pools that are idle while a role in another pool works."""
+    """Yield a warning if there are several pools: a pool is idle while it waits for a role in another pool."""
     if len(pools.pools) > 1:
         idle = [
             f"{pools.size - pool.size} while {role} work{'' if role == 'engines' else 's'}"
             for role, pool in pools.by_role.items()
         ]
         yield (
-            f"where roles wait for each other, {unit}s are idle: of {pools.size}, {', '.join(idle)}; placement=colocated needs "
-            f"{pools.colocated_size}."
+            f"if roles wait for each other, some of the {pools.size} {unit}s are idle: {', '.join(idle)}; placement=colocated "
+            f"needs only {pools.colocated_size} {unit}s."
         )
 
 
 def _crossing_groups(pools: Pools, node_of_slots: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Warn of engines and tensor-parallel groups that are on more than one node."""
+    """Yield a warning for each role whose engines or tensor-parallel groups are on more than one node."""
     for pool in pools.pools:
-        for role, demand in pool.needs.items():
+        for role, demand in pool.demands.items():
             size, slots = demand.group_size, node_of_slots[pool.name]
             nodes = [slots[slot] for slot in order_by_groups(slots, size)[: demand.slots]]
             groups = [set(nodes[start : start + size]) for start in range(0, len(nodes), size)]
             if crossing := sum(len(group) > 1 for group in groups):
                 what = "engines are" if role == "engines" else f"tensor-parallel groups of the {role} are"
-                yield f"{crossing} of {len(groups)} {what} on more than one node: they communicate between nodes in every layer."
+                yield f"{crossing} of {len(groups)} {what} on more than one node; this adds network traffic in every layer."
 
 
 ROLE_COLORS = {"engines": "#54A24B", "teacher": "#B279A2", "critic": "#F58518", "actor": "#4C78A8"}
-"""Color of each role, in the order in which roles work during a step."""
-MAX_NODE_ROWS = 16  # with more nodes, equal neighbors share a row
+"""Color of each role. The order is the order in which the roles work during a step."""
+MAX_NODE_ROWS = 16  # in a map of more nodes, consecutive nodes with equal roles share a row
 
 
 def device_map_text(devices: DeviceMap, width: int = 160) -> str:
@@ -189,7 +203,7 @@ def device_map_text(devices: DeviceMap, width: int = 160) -> str:
 
 
 def render_device_map(devices: DeviceMap) -> Group:
-    """Return the map for a terminal: a table of nodes and devices, a table of pools, totals and warnings."""
+    """Return the map for a terminal: a table of nodes and devices, a table of pools, the totals, and the warnings."""
     rows = list(_node_rows(devices))
     nodes = Table(box=None, padding=(0, 1, 1, 0), show_header=True, header_style="dim")
     nodes.add_column("")
@@ -202,7 +216,7 @@ def render_device_map(devices: DeviceMap) -> Group:
 
 
 def summarize(devices: DeviceMap) -> str:
-    """Return the total numbers of devices and nodes in one line."""
+    """Return one line with the total number of devices and of nodes."""
     count, size = sum(len(node.cells) for node in devices.nodes), devices.pools.size
     used = f"{size} of {count}" if count > size else str(count)
     return f"{used} {devices.unit}s on {len(devices.nodes)} node{'s' if len(devices.nodes) > 1 else ''}"
@@ -230,7 +244,7 @@ def _phase_name(role: str) -> str:
 
 
 def _pool_table(devices: DeviceMap) -> Table:
-    """Return a table with a row for each pool and a column for each role: slots of the pool that work in the role's phase."""
+    """Return a table with a row for each pool and a column for each role. A cell has the number of slots that the role uses."""
     roles = _present_roles(devices)
     table = Table("pool", box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(f"{devices.unit}s", justify="right")
@@ -238,8 +252,8 @@ def _pool_table(devices: DeviceMap) -> Table:
         table.add_column(_phase_name(role))
     for pool in devices.pools.pools:
         cells = [
-            Text(f"{pool.needs[role].slots} work", style=ROLE_COLORS[role])
-            if role in pool.needs
+            Text(f"{pool.demands[role].slots} work", style=ROLE_COLORS[role])
+            if role in pool.demands
             else Text("–", style="dim")
             for role in roles
         ]
@@ -248,7 +262,7 @@ def _pool_table(devices: DeviceMap) -> Table:
 
 
 def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
-    """Yield all nodes. If there are more than MAX_NODE_ROWS, consecutive nodes with equal roles share a row without ranks."""
+    """Yield the nodes of a map. If there are more than MAX_NODE_ROWS, consecutive nodes with equal roles share a row."""
     if len(devices.nodes) <= MAX_NODE_ROWS:
         yield from devices.nodes
         return
@@ -265,8 +279,8 @@ def _node_rows(devices: DeviceMap) -> Iterator[NodeDevices]:
 
 
 def draw_device_map(path: Path, devices: DeviceMap, *, title: str) -> None:
-    """Draw a PNG file: nodes and devices at the top, pools and phases below them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
+    """Draw a PNG file: the nodes and devices at the top, the pools in each role's phase below them, and the warnings."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
 
     rows, pools = list(_node_rows(devices)), devices.pools.pools
@@ -299,7 +313,7 @@ def _draw_nodes(axes: Any, rows: list[NodeDevices], columns: int, unit: str) -> 
 
 
 def _draw_cell(axes: Any, x: int, y: int, cell: DeviceCell | None) -> None:
-    """Draw a box with one band for each process."""
+    """Draw a box with one colored band for each process of the device."""
     from matplotlib.patches import FancyBboxPatch
 
     roles = _roles_on(cell)
@@ -327,14 +341,14 @@ def _draw_cell(axes: Any, x: int, y: int, cell: DeviceCell | None) -> None:
 
 
 def _draw_phases(axes: Any, devices: DeviceMap) -> None:
-    """Draw a row for each pool and a column for each role: the share of the pool that works in the role's phase."""
+    """Draw a row for each pool and a column for each role. A bar shows the fraction of the pool's slots that the role uses."""
     roles, pools = _present_roles(devices), devices.pools.pools
     for y, pool in enumerate(pools):
         for x, role in enumerate(roles):
-            share = pool.needs[role].slots / pool.size if role in pool.needs else 0.0
+            share = pool.demands[role].slots / pool.size if role in pool.demands else 0.0
             axes.barh(y, 0.96, left=x, height=0.7, color="#EEEEEE")
             axes.barh(y, 0.96 * share, left=x, height=0.7, color=ROLE_COLORS[role])
-            text = f"{role}: {pool.needs[role].slots} of {pool.size}" if share else f"{pool.size} idle"
+            text = f"{role}: {pool.demands[role].slots} of {pool.size}" if share else f"{pool.size} idle"
             color = "white" if share > 0.5 else "#888888"
             axes.text(x + 0.48, y, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(

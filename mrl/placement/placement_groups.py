@@ -1,4 +1,4 @@
-"""Resource pools on a Ray cluster: one placement group per pool, one bundle per slot, and the bundle of every process."""
+"""Placement of resource pools on a Ray cluster. Each pool is a Ray placement group, and each slot of it is a bundle."""
 
 import ipaddress
 import time
@@ -18,34 +18,36 @@ from mrl.placement.device_map import DeviceMap, actual_device_map
 from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_groups
 
 POLL_INTERVAL_S = 0.05  # between reads of the state of a placement group
-ROLES_SHARE = 0.99  # of a slot, for all of its roles together; the rest is for the probe that reads the GPU's id
-PROBE_SHARE = 0.001  # of a slot
+ROLES_SHARE = (
+    0.99  # part of a slot for the processes of all its roles; the rest is for the probe that reads the GPU's id
+)
+PROBE_SHARE = 0.001  # part of a slot for the probe
 
 
 class PlacementError(Exception):
-    """Ray has no room for a pool, or for the bundles of a lost node."""
+    """Ray has not placed a pool, or not started a process in it."""
 
 
 class BundleLocation(NamedTuple):
-    """Where a bundle is now."""
+    """Current location of a bundle. Ray moves the bundles of a lost node to other nodes."""
 
     node: str  # Ray's id of the node
     host: str  # address of the node
-    device: str  # GPU; "" on a CPU slot
+    device: str  # id of the GPU; "" on a CPU slot
 
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """A pool and its placement group. It is sent to the processes that start other processes."""
+    """A pool and its placement group. Processes that start other processes receive a copy of this object."""
 
     pool: Pool
     group: PlacementGroup
-    gpus: bool  # slots are GPUs
-    timeout_s: float  # longest wait until Ray has placed the group, also after the loss of a node
-    _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # (bundle, node) -> GPU, filled by probes
+    has_gpus: bool  # the slots are GPUs
+    timeout_s: float  # longest time to wait until Ray has placed the group, also after the loss of a node
+    _devices: dict[tuple[int, str], str] = field(default_factory=dict)  # (bundle, node) -> id of the GPU
 
     def locations(self) -> dict[int, BundleLocation]:
-        """Wait until Ray has placed all bundles, and return where they are. Raises PlacementError after `timeout_s`."""
+        """Wait until Ray has placed all bundles, and return their locations. Raises PlacementError after `timeout_s`."""
         nodes: dict[int, str] = self._wait_until_placed()["bundles_to_node_id"]
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         devices = self._probe_devices(nodes)
@@ -62,16 +64,17 @@ class PlacedPool:
 
     def _no_room(self) -> str:
         free = ray.available_resources()
-        gpus = f"{free.get('GPU', 0):g} GPUs and " if self.gpus else ""
+        gpus = f"{free.get('GPU', 0):g} GPUs and " if self.has_gpus else ""
+        need = "one GPU and one CPU" if self.has_gpus else "one CPU"
         return (
-            f"Ray did not place pool {self.pool}, {self.pool.strategy}, within cluster.start_timeout_s={self.timeout_s:g} s: "
-            f"{gpus}{free.get('CPU', 0):g} CPUs are free, and a slot needs {'one of each' if self.gpus else 'one'}. Stop other "
-            "processes, or restart lost nodes."
+            f"Ray did not place pool {self.pool} with strategy {self.pool.strategy} within "
+            f"cluster.start_timeout_s={self.timeout_s:g} s: {gpus}{free.get('CPU', 0):g} CPUs are free, and each slot needs "
+            f"{need}. Stop other processes, or restart lost nodes."
         )
 
     def _probe_devices(self, nodes: Mapping[int, str]) -> dict[int, str]:
-        """Return the GPU of each bundle. A probe task in the bundle asks Ray for it once, and again if the bundle has moved."""
-        if not self.gpus:
+        """Return bundle -> id of its GPU. A small Ray task in each bundle finds the id; it runs again if the bundle has moved."""
+        if not self.has_gpus:
             return dict.fromkeys(nodes, "")
         unknown = [location for location in nodes.items() if location not in self._devices]
         probe = ray.remote(_gpu_id)
@@ -79,7 +82,9 @@ class PlacedPool:
         try:
             self._devices.update(zip(unknown, ray.get(ids, timeout=self.timeout_s), strict=True))
         except ray.exceptions.RayError as error:
-            raise PlacementError(f"pool {self.pool}: no process started on its GPUs: {error}") from error
+            raise PlacementError(
+                f"pool {self.pool}: Ray could not start a task on each of the pool's GPUs: {error}"
+            ) from error
         return {bundle: self._devices[bundle, node] for bundle, node in nodes.items()}
 
     def bundle_options(self, bundle: int) -> dict[str, Any]:
@@ -95,7 +100,10 @@ def _gpu_id() -> str:
 
 
 def sort_bundles(locations: Mapping[int, BundleLocation]) -> list[int]:
-    """Return the bundles node by node, the fullest node first, and by GPU on each node. Ray's own numbering is arbitrary."""
+    """Return the bundles node by node, from the node with the most bundles on, and on each node in the order of GPUs.
+
+    Ray itself numbers bundles in arbitrary order.
+    """
     bundles_on = Counter(location.node for location in locations.values())
 
     def key(bundle: int) -> tuple[Any, ...]:
@@ -107,81 +115,84 @@ def sort_bundles(locations: Mapping[int, BundleLocation]) -> list[int]:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The slots of one role, in the order of its ranks."""
+    """The slots of one role, in the order of its ranks.
+
+    The bundle of each rank is fixed for the whole run. So if a node is lost, only the ranks of that node move.
+    """
 
     placed: PlacedPool
-    bundles: tuple[
-        int, ...
-    ]  # bundle of each rank; fixed for the run, so after the loss of a node other ranks do not move
-    group_size: int  # consecutive ranks that should be on one node: for engines, the ranks of one engine
-    hosted: bool  # engines must run on the node of their slots, because the cluster has GPUs or several nodes
+    bundles: tuple[int, ...]  # bundle of each rank
+    group_size: int  # number of consecutive ranks that should be on one node, for example the ranks of one engine
+    pin_engines_to_nodes: bool  # each engine must run on the node of its slots: the cluster has GPUs or several nodes
 
     @classmethod
-    def of(cls, placed: PlacedPool, role: str, hosted: bool) -> Self:
-        """Assign bundles to the ranks of a role. As many groups as possible are on one node."""
-        locations, demand = placed.locations(), placed.pool.needs[role]
+    def of(cls, placed: PlacedPool, role: str, pin_engines_to_nodes: bool) -> Self:
+        """Assign a bundle to each rank of a role, so that as many groups as possible are on one node each."""
+        locations, demand = placed.locations(), placed.pool.demands[role]
         order = sort_bundles(locations)
         ranks = order_by_groups([locations[bundle].node for bundle in order], demand.group_size)[: demand.slots]
-        return cls(placed, tuple(order[rank] for rank in ranks), demand.group_size, hosted)
+        return cls(placed, tuple(order[rank] for rank in ranks), demand.group_size, pin_engines_to_nodes)
 
     def slots(self) -> list[DeviceSlot]:
-        """Return the current slots by rank. Raises PlacementError if Ray has not placed them before the timeout."""
+        """Return the current slot of each rank. Raises PlacementError if Ray has not placed the pool before its timeout."""
         locations = self.placed.locations()
         return [DeviceSlot(*locations[bundle], self._options(bundle)) for bundle in self.bundles]
 
     def options(self) -> list[Mapping[str, Any]]:
-        """Return Ray actor options by rank."""
+        """Return Ray actor options for each rank."""
         return [slot.options for slot in self.slots()]
 
-    def engine(self, index: int) -> list[DeviceSlot]:
-        """Return the slots of one engine, by tensor-parallel rank."""
+    def engine_slots(self, index: int) -> list[DeviceSlot]:
+        """Return the slots of engine number `index`, one for each of its ranks."""
         return self.slots()[index * self.group_size : (index + 1) * self.group_size]
 
     def _options(self, bundle: int) -> dict[str, Any]:
-        share = int(1e4 * ROLES_SHARE / len(self.placed.pool.needs)) / 1e4  # Ray's resolution is 1e-4
-        resources = dict(num_cpus=0, num_gpus=share) if self.placed.gpus else dict(num_cpus=share)
+        share = int(1e4 * ROLES_SHARE / len(self.placed.pool.demands)) / 1e4  # Ray's resolution is 1e-4
+        resources = dict(num_cpus=0, num_gpus=share) if self.placed.has_gpus else dict(num_cpus=share)
         return resources | self.placed.bundle_options(bundle)
 
 
 @contextmanager
 def place_pools(pools: Pools, timeout_s: float) -> Iterator[dict[str, RolePlacement]]:
-    """Place the pools on the connected cluster; yields the placement of each role. Removes the placement groups on exit.
+    """Place the pools on the connected cluster. Yields the placement of each role, and removes the placement groups on exit.
 
     Raises ValueError immediately if the pools do not fit on the empty cluster. Raises PlacementError if Ray has not placed them
     after `timeout_s`.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = any(node.get("GPU", 0) for node in nodes)
-    room = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if gpus else node.get("CPU", 0)) for node in nodes]
-    check_capacity(pools, [count for count in room if count], "GPU" if gpus else "CPU slot")
-    bundle = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
+    has_gpus = any(node.get("GPU", 0) for node in nodes)
+    slots = [int(min(node.get("CPU", 0), node.get("GPU", 0)) if has_gpus else node.get("CPU", 0)) for node in nodes]
+    check_capacity(pools, [count for count in slots if count], "GPU" if has_gpus else "CPU slot")
+    bundle = {"GPU": 1, "CPU": 1} if has_gpus else {"CPU": 1}
     placed_pools = []
     try:
         for pool in pools.strictest_first:
             group = placement_group([dict(bundle) for _ in range(pool.size)], pool.strategy)
-            placed_pools.append(PlacedPool(pool, group, gpus, timeout_s))
-        hosted = gpus or len(nodes) > 1
-        yield {role: RolePlacement.of(placed, role, hosted) for placed in placed_pools for role in placed.pool.needs}
+            placed_pools.append(PlacedPool(pool, group, has_gpus, timeout_s))
+        pin_engines = has_gpus or len(nodes) > 1
+        yield {
+            role: RolePlacement.of(placed, role, pin_engines) for placed in placed_pools for role in placed.pool.demands
+        }
     finally:
         for placed in placed_pools:
             remove_placement_group(placed.group)
 
 
 def current_device_map(pools: Pools, placements: Mapping[str, RolePlacement]) -> DeviceMap:
-    """Return which process of the run is on which device now. `placements`: by role."""
+    """Return the map that shows on which device each process of the run is now. `placements`: role -> its placement."""
     placed_pools = {placement.placed.pool.name: placement.placed for placement in placements.values()}
     by_pool = {name: placed.locations() for name, placed in placed_pools.items()}
-    names = _node_names({(where.node, where.host) for bundles in by_pool.values() for where in bundles.values()})
+    names = _node_names({(bundle.node, bundle.host) for locations in by_pool.values() for bundle in locations.values()})
     devices = {
-        pool: [(names[bundles[bundle].node], bundles[bundle].device) for bundle in sort_bundles(bundles)]
-        for pool, bundles in by_pool.items()
+        pool: [(names[locations[bundle].node], locations[bundle].device) for bundle in sort_bundles(locations)]
+        for pool, locations in by_pool.items()
     }
-    gpus = any(placed.gpus for placed in placed_pools.values())
-    return actual_device_map(pools, devices, "GPU" if gpus else "CPU slot")
+    has_gpus = any(placed.has_gpus for placed in placed_pools.values())
+    return actual_device_map(pools, devices, "GPU" if has_gpus else "CPU slot")
 
 
 def _node_names(nodes: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the name of each node by Ray id: its address, followed by a part of the id if several nodes share the address.
+    """Return Ray id -> name of each node. The name is the address, with a part of the id if several nodes share the address.
 
     `nodes`: (Ray id, address) of each node.
     """

@@ -1,4 +1,4 @@
-"""Connection to the Ray cluster of a run, or start of a cluster on this machine.
+"""Connects to an existing Ray cluster, or starts one on this machine.
 
 `python -m mrl.placement.ray_cluster ADDRESS TIMEOUT_S NODE...` waits until all nodes have joined the cluster. Slurm jobs run it
 before the driver.
@@ -22,8 +22,9 @@ from ray._private import ray_constants  # private: Ray has no public way to bind
 from mrl.config.secrets import ENGINE_KEY, engine_key
 from mrl.core.run_errors import ProcessesLostError
 
-# One thread per process: ranks and engines share the cores, and idle threads of GNU OpenMP spin.
-# SPT_NOENV (setproctitle): Ray renames its processes; their environment must stay intact, because it identifies their run.
+# OMP_NUM_THREADS: ranks and engines share the cores, and idle threads of GNU OpenMP spin.
+# SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
+# of a run by their environment.
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 PROCESS_ENV |= {"SPT_NOENV": "1"}
 POLL_INTERVAL_S = 0.5  # between reads of the list of nodes
@@ -31,20 +32,20 @@ POLL_INTERVAL_S = 0.5  # between reads of the list of nodes
 
 @contextmanager
 def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[dict[str, Any]]:
-    """Connect to the cluster at `address`, or start one on this machine. Yields Ray actor options for processes outside of pools.
+    """Connect to the cluster at `address`, or start a cluster on this machine if `address` is None.
 
-    The options request a GPU if the cluster has any, else no resource. `num_slots`: slots that the run's pools need on this
-    machine. Ray counts each slot as one CPU, independently of the number of cores. Raises ProcessesLostError if a cluster on this
-    machine does not start.
+    Yields Ray actor options for processes that are in no pool: one GPU if the cluster has GPUs, else no resources. `num_slots`:
+    number of slots that the run's pools need on this machine. A cluster on this machine gets one Ray CPU for each slot,
+    independently of the number of cores. Raises ProcessesLostError if it does not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    engine_key()  # generated here once, for every process of the run
+    engine_key()  # generates the key, so that every process of the run inherits the same one
     quiet: dict[str, Any] = dict(logging_level=logging.ERROR, log_to_driver=False)
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     if address:
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = PROCESS_ENV | {"PYTHONPATH": os.pathsep.join(paths)}
-        # The key is passed in a function, because Ray writes the variables of a runtime environment to its logs.
+        # A function sets the key in each worker process: a variable in `env_vars` would appear in Ray's logs.
         ray.init(address=address, runtime_env={"env_vars": env, "worker_process_setup_hook": _key_setter()}, **quiet)
     else:
         os.environ.update(PROCESS_ENV)  # every process of a local cluster inherits it
@@ -56,7 +57,7 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
         except ValueError:
             raise
         except Exception as error:  # Ray raises a bare Exception
-            raise ProcessesLostError(f"a process of Ray ended before the cluster was up: {error}") from error
+            raise ProcessesLostError(f"a process of Ray ended before the local cluster was ready: {error}") from error
     if sigterm_handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)  # ray.init installs a handler that would abort this process
     try:
@@ -66,11 +67,11 @@ def ray_cluster(address: str | None, num_slots: int | None = None) -> Iterator[d
 
 
 def _restrict_to_loopback() -> None:
-    """Restrict the local cluster and its gloo sockets to loopback, and set a token for Ray.
+    """Bind the local cluster and its gloo sockets to the loopback interface, and set an authentication token for Ray.
 
-    Ray has a setting that binds a cluster to loopback because of the firewalls of Windows and macOS. Ray reads it on import, so
-    it is set in Ray's module here and in the environment of child processes. Ray requires a token, unless RAY_AUTH_MODE disables
-    it. Without RAY_AUTH_TOKEN, Ray would write a token to a file that other users can read.
+    Ray has a setting, meant for the firewalls of Windows and macOS, that binds a cluster to loopback. Ray reads this setting on
+    import. So this function sets it both in Ray's module and in the environment of child processes. Ray also requires a token if
+    RAY_AUTH_MODE does not disable it. Without RAY_AUTH_TOKEN, Ray would write a token to a file that other users can read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -80,7 +81,7 @@ def _restrict_to_loopback() -> None:
 
 
 def _key_setter() -> Callable[[], None]:
-    """Return the function that each worker process of an existing cluster runs first."""
+    """Return a function that sets the engine key. Each worker process of an existing cluster runs the function first."""
     key = engine_key()
 
     def set_engine_key() -> None:
@@ -90,7 +91,7 @@ def _key_setter() -> Callable[[], None]:
 
 
 def missing_nodes(expected: Collection[str], alive: Callable[[], Collection[str]], timeout_s: float) -> list[str]:
-    """Wait until all expected nodes are alive. Returns the names of the nodes that are not alive after `timeout_s`."""
+    """Wait until all expected nodes are alive, for at most `timeout_s`. Returns the names of the nodes that are not alive."""
     end = time.monotonic() + timeout_s
     while (missing := set(expected).difference(alive())) and time.monotonic() < end:
         time.sleep(POLL_INTERVAL_S)
@@ -98,13 +99,13 @@ def missing_nodes(expected: Collection[str], alive: Callable[[], Collection[str]
 
 
 def _alive_nodes_at(address: str) -> Callable[[], set[str]]:
-    """Return a function that lists the cluster's nodes. It connects on the first call that succeeds."""
+    """Return a function that lists the names of the cluster's live nodes. Until a connection succeeds, each call tries again."""
 
     def alive() -> set[str]:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError):  # the cluster is not up yet
+        except (ConnectionError, RuntimeError, ValueError):  # the cluster is not ready yet
             return set()
         return {node["NodeName"] for node in ray.nodes() if node["Alive"]}
 
@@ -112,7 +113,7 @@ def _alive_nodes_at(address: str) -> Callable[[], set[str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Wait until all nodes have joined. Returns the exit status: 1 if a node has not joined before the timeout."""
+    """Wait until all nodes have joined. Returns the exit status: 0, or 1 if a node has not joined before the timeout."""
     address, timeout_s, *nodes = argv
     start = time.monotonic()
     if missing := missing_nodes(nodes, _alive_nodes_at(address), float(timeout_s)):

@@ -35,7 +35,9 @@ class SlotDemand:
     """Number of slots that one role needs in its pool."""
 
     slots: int  # one for each trainer rank or engine rank of the role
-    group_size: int = 1  # size of a tensor-parallel group or of an engine; the slots of each group should be on one node
+    group_size: int = (
+        1  # size of a tensor-parallel group or of an engine; the slots of each group should be on one node
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ def _checked_spec(name: str, spec: Any) -> dict[str, Any]:
     fields = dict(spec) if isinstance(spec, Mapping) else dict(roles=spec)
     for field in fields:
         if field not in POOL_FIELDS:
-            raise ValueError(f"{key}.{field}: the fields of a pool are {_listed(POOL_FIELDS)}{_hint(field, POOL_FIELDS)}")
+            raise ValueError(
+                f"{key}.{field}: the fields of a pool are {_listed(POOL_FIELDS)}{_hint(field, POOL_FIELDS)}"
+            )
     roles = fields.get("roles")
     if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
         raise ValueError(f"{key}={roles!r}: expected a list of roles ({_listed(ROLES)}), as in {key}=[actor].")

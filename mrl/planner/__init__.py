@@ -1,1 +1,1 @@
-"""Predicts memory and step time of a run, searches layouts, and simulates rollouts. Needs no GPU."""
+"""Predicts the memory and the step time of a run, searches layouts, and simulates rollouts. Needs no GPU."""

@@ -1,4 +1,4 @@
-"""Predicted seconds of sampling and of weight pushes, and EngineQueue, which simulates an engine with continuous batching."""
+"""Predicts the seconds of sampling and of weight pushes, and simulates one engine with continuous batching (EngineQueue)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mrl.weight_sync.engine_layout import Topology
 
 @dataclass(frozen=True)
 class EngineTime:
-    """Predicts the seconds of one engine on `tp` GPUs."""
+    """Predicts the seconds that one engine on `tp` GPUs takes to decode."""
 
     shape: ModelShape
     cluster: GpuCluster
     tp: int
-    memory_fraction: float = DEFAULT_MEM_FRACTION  # of a GPU's memory, for weights and KV cache
-    max_requests: int | None = None  # most requests that run together; None: as many as the KV cache holds
-    kv_itemsize: int = WEIGHT_BYTES  # bytes of a cached element
+    memory_fraction: float = DEFAULT_MEM_FRACTION  # fraction of a GPU's memory for weights and KV cache
+    max_requests: int | None = None  # largest number of requests that run together; None: the KV cache alone limits it
+    kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
 
     @cached_property
     def memory(self) -> EngineRankMemory:
@@ -37,26 +37,28 @@ class EngineTime:
         return engine_memory(self.shape, topology, WEIGHT_BYTES, free, self.memory_fraction, self.kv_itemsize)
 
     def max_running(self, lengths: LengthDistribution) -> int:
-        """Return the number of requests that can run together; 0 if the longest sequence does not fit in the KV cache."""
+        """Return the number of requests that can run together, or 0 if the longest sequence does not fit in the KV cache."""
         if self.memory.tokens < lengths.longest:
             return 0
         room = int(self.memory.tokens / (lengths.prompt_tokens + lengths.mean))
         return max(1, min(room, self.max_requests or room))
 
     def decoding_step_s(self, running: float, context: float) -> float:
-        """Return the seconds of one decoding step of `running` requests with `context` tokens each.
+        """Return the seconds of one decoding step of `running` requests, each with `context` tokens.
 
-        The step reads weights and KV cache, computes, and all-reduces.
+        In a decoding step, the engine samples one token for each running request. It reads the weights and the KV cache from GPU
+        memory, computes, and all-reduces.
         """
         shape, cluster = self.shape, self.cluster
         dense, experts = self._weight_parts
-        chosen_share = 1 - (1 - shape.topk / shape.num_experts) ** running if shape.num_experts else 0.0
-        read = dense + chosen_share * experts + running * context * self.memory.token_bytes
+        # Expected fraction of the experts that at least one request chooses. Only their weights are read.
+        chosen_fraction = 1 - (1 - shape.topk / shape.num_experts) ** running if shape.num_experts else 0.0
+        read = dense + chosen_fraction * experts + running * context * self.memory.token_bytes
         return read / cluster.hbm_bytes_per_s + running * self._compute_s + self._all_reduce_s(running)
 
     @cached_property
     def _weight_parts(self) -> tuple[int, int]:
-        """Bytes of one GPU's weights: (all but routed experts, routed experts)."""
+        """Bytes of the weights on one GPU: (all weights except routed experts, routed experts)."""
         return engine_weight_parts(self.shape, Topology(self.tp), WEIGHT_BYTES)
 
     @property
@@ -65,18 +67,18 @@ class EngineTime:
         return 2 * self.shape.token_macs / self.tp / self.cluster.matmul_flops_per_s
 
     def _all_reduce_s(self, tokens: float) -> float:
-        """Return the seconds of two all-reduces per layer.
+        """Return the seconds of two all-reduces per layer for `tokens` tokens.
 
-        The latency is counted for one GPU, too: there it represents the time to launch the layer's kernels.
+        An engine on one GPU has the latency, too. There it stands for the time to launch the kernels of the layer.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
 
     def speeds(self, lengths: LengthDistribution, requests: int) -> EngineSpeeds:
-        """Return the speeds of an engine with `requests` requests, as the rollout simulator needs them.
+        """Return the speeds of an engine that gets `requests` requests, in the form that the rollout simulator needs.
 
-        The seconds of a decoding step are a linear function of the running requests. They are exact for one running request and
-        for the largest number of running requests.
+        EngineSpeeds has the seconds of a decoding step as a linear function of the number of running requests. The linear
+        function equals `decoding_step_s` for one running request and for the largest number of running requests.
         """
         most = self.max_running(lengths)
         full = max(2, min(most, requests))
@@ -89,20 +91,22 @@ class EngineTime:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds that engines take to sample one step's responses, as a function of the trainers' seconds."""
+    """Predicts the seconds of a training step from the speeds of the engines and the seconds of the trainers."""
 
-    staleness: int  # K: number of steps that sampling is ahead of training
-    fixed_decoding_s: float  # fixed seconds of all decoding steps of the longest response
-    responses_s: float  # seconds that all responses of an engine add: decoding, prefill, and prefill repeated after pushes
-    saturated_step_s: float  # seconds of a step if the engines always run as many responses as they can
+    staleness: int  # K: number of training steps that sampling may be ahead of training
+    fixed_decoding_s: float  # EngineSpeeds.fixed_step_s, summed over the decoding steps of the longest response
+    responses_s: float  # seconds of decoding and prefill that grow with the number of responses of an engine
+    saturated_step_s: float  # seconds of a training step if the engines always run as many responses as possible
 
     @classmethod
     def of(cls, speeds: EngineSpeeds, work: StepWorkload, num_engines: int, staleness: int) -> RolloutTime:
-        """Predict the seconds of `num_engines` engines that share a step's responses evenly."""
+        """Combine the speeds of an engine with the workload. The engines share the responses of a training step evenly."""
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
-        interrupted = min(most, requests * staleness) * lengths.mean_context
+        interrupted = (
+            min(most, requests * staleness) * lengths.mean_context
+        )  # tokens that are prefilled again after a push
         prefill_s = (prompts + requests + interrupted) * speeds.prefill_s
         shared = requests * lengths.mean * speeds.request_s + prefill_s
         full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.fixed_step_s
@@ -110,24 +114,25 @@ class RolloutTime:
         return cls(staleness, steps * speeds.fixed_step_s, shared, full)
 
     def step_s(self, train_s: float) -> float:
-        """Return the seconds of a step without the weight push, if training takes `train_s`.
+        """Return the seconds of a training step without the weight push, if its training takes `train_s`.
 
-        The samples of step s are requested after the training of step s - (K + 1). The training of step s waits for them. So
-        sampling may take the time of K + 1 steps minus one training. The other running responses make the decoding steps of the
-        longest response longer: it takes fixed_decoding_s / (1 - responses_s / step_s) seconds.
+        The prompts of step s are dispatched after the training of step s - (K + 1), and the training of step s waits for their
+        responses. So the responses must be sampled within (K + 1) * step_s - train_s seconds. The longest response takes
+        fixed_decoding_s / (1 - responses_s / step_s) seconds, because other running responses slow down its decoding steps.
+        `longest_in_time` is the solution of this quadratic equation for step_s.
         """
         if not self.staleness:
             return train_s + self.fixed_decoding_s + self.responses_s
-        ahead, shared = self.staleness + 1, self.responses_s
-        middle = ahead * shared + train_s + self.fixed_decoding_s
-        in_time = (middle + sqrt(middle**2 - 4 * ahead * train_s * shared)) / (2 * ahead)
-        return max(train_s, self.saturated_step_s, in_time)
+        steps, responses_s = self.staleness + 1, self.responses_s
+        linear = steps * responses_s + train_s + self.fixed_decoding_s
+        longest_in_time = (linear + sqrt(linear**2 - 4 * steps * train_s * responses_s)) / (2 * steps)
+        return max(train_s, self.saturated_step_s, longest_in_time)
 
 
 def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, running: int) -> float:
-    """Return the number of decoding steps until an engine has finished `requests` requests, if `running` of them run together.
+    """Return the number of decoding steps until an engine has finished `requests` requests, of which `running` run together.
 
-    The training step waits for the longest of the `responses` of all engines.
+    `responses`: number of responses of all engines in a training step, which waits for the longest of them.
     """
     longest = lengths.longest_of(responses)
     if requests <= running:
@@ -139,9 +144,10 @@ def decoding_steps(lengths: LengthDistribution, requests: int, responses: int, r
 def push_s(
     shape: ModelShape, cluster: GpuCluster, trainers: int, engines: int, engine_tp: int, bucket_bytes: int
 ) -> float:
-    """Return the seconds of a weight push from `trainers` GPUs to engines on other GPUs: the maximum of both sides' seconds.
+    """Return the seconds of a weight push from `trainers` GPUs to `engines` engines on other GPUs.
 
-    All trainers send equally many bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py).
+    All trainer GPUs send the same number of bytes, and every engine receives a full copy (mrl/weight_sync/transfer_plan.py). The
+    push takes as long as the slower side.
     """
     weights = WEIGHT_BYTES * shape.num_weights
     sent, received = weights * engines / trainers, weights / engine_tp
@@ -151,60 +157,60 @@ def push_s(
 
 
 def push_within_a_node_s(shape: ModelShape, cluster: GpuCluster, trainers: int, engine_tp: int) -> float:
-    """Return the seconds of a push within one node. The trainers write the weights once, and all engines read them."""
+    """Return the seconds of a weight push within one node. The trainers write the weights once, and every engine reads them."""
     weights = WEIGHT_BYTES * shape.num_weights
     return max(weights / trainers, weights / engine_tp) / cluster.nvlink_bytes_per_s
 
 
 @dataclass(frozen=True)
 class EngineSpeeds:
-    """Seconds of one engine. A decoding step of b running requests takes `step_s + b * request_s`."""
+    """Speeds of one engine. A decoding step of b running requests takes `fixed_step_s + b * request_s`."""
 
-    step_s: float  # a: fixed part of a decoding step
-    request_s: float  # c: additional seconds of a decoding step for each running request
-    prefill_s: float  # d: seconds for each prefilled token; no request decodes during prefill
-    max_running: int  # most requests that run together; the others wait in order
+    fixed_step_s: float  # seconds of a decoding step that do not depend on the number of running requests
+    request_s: float  # additional seconds of a decoding step for each running request
+    prefill_s: float  # seconds for each prefilled token; no request decodes during prefill
+    max_running: int  # largest number of requests that run together; the others wait in a queue
 
     def decoding_step_s(self, running: int) -> float:
         """Return the seconds of one decoding step of `running` requests."""
-        return self.step_s + running * self.request_s
+        return self.fixed_step_s + running * self.request_s
 
 
 @dataclass(eq=False)
 class SimulatedRequest:
-    """A response that an engine decodes, with the progress of its decoding."""
+    """A request for one response, with the progress of its decoding. An admission moves a request to the running batch."""
 
-    key: Hashable  # chosen by the caller, to identify the request
-    prompt: Hashable  # equal for requests with the same prompt; only the first of them prefills it
+    key: Hashable  # the caller chooses it to identify the request
+    prompt: Hashable  # equal for requests with the same prompt; only the first of them prefills the prompt
     prompt_tokens: int
     response_tokens: int
-    decoded: float = 0.0  # tokens that were decoded when the request last left the running batch
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache at its first admission
-    started: bool = False  # it was admitted at least once
-    _admission_step: float = 0.0  # number of decoding steps that the engine had run at the request's last admission
+    decoded: float = 0.0  # number of decoded tokens when the request last left the running batch
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache at the first admission
+    started: bool = False  # the request was admitted at least once
+    _admission_step: float = 0.0  # number of decoding steps that the engine had run at the last admission
 
 
 @dataclass(eq=False)
 class EngineQueue:
-    """Simulation of one engine. Requests start in order of arrival, and at most `max_running` of them run together.
+    """Simulation of one engine. Requests start in order of arrival, and at most `speeds.max_running` of them run together.
 
-    A pause with mode `retract` moves running requests to the end of the queue, as SGLang does. Their tokens are kept, and are
-    prefilled again at the next admission.
+    A pause with mode `retract` moves the running requests to the end of the queue, as SGLang does. The requests keep their
+    decoded tokens, but the engine prefills these tokens again at the next admission.
     """
 
     speeds: EngineSpeeds
-    now: float = 0.0  # s
+    now: float = 0.0  # seconds since the start of the simulation
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     paused: bool = False
     busy_s: float = 0.0  # seconds in which at least one request ran
     request_seconds: float = 0.0  # integral of the number of running requests over time
     prefilled_tokens: int = 0
-    # Heap of (decoding step at which the request ends, order of admission, request)
+    # Heap of (decoding step at which the request finishes, number of the admission, request)
     _running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)
     _steps: float = 0.0  # decoding steps so far
-    _prefill_left_s: float = 0.0  # prefill that must end before decoding continues
+    _prefill_left_s: float = 0.0  # seconds of prefill that must pass before decoding continues
     _cached: set[Hashable] = field(default_factory=set)  # prompts in the prefix cache
-    _order: count = field(default_factory=count)
+    _admission_numbers: count = field(default_factory=count)
 
     @property
     def running(self) -> list[SimulatedRequest]:
@@ -217,17 +223,17 @@ class EngineQueue:
         return len(self._running) + len(self.waiting)
 
     def next_finish(self) -> float:
-        """Return the time at which the next running request finishes if nothing else happens; infinity if none runs."""
+        """Return the time at which the next request finishes if no call changes the queue, or infinity if none is running."""
         if self.paused or not self._running:
             return inf
         return self.now + self._prefill_left_s + self._steps_left() * self.speeds.decoding_step_s(len(self._running))
 
     def advance(self, now: float) -> list[SimulatedRequest]:
-        """Move the time to `now`. Returns the requests that finish until then, in order."""
+        """Move the time forward to `now`. Returns the requests that finish until `now`, in the order of finishing."""
         finished: list[SimulatedRequest] = []
-        while (then := self.next_finish()) <= now:
-            self._count_busy(then - self.now)
-            self.now, self._prefill_left_s, self._steps = max(self.now, then), 0.0, self._running[0][0]
+        while (finish_time := self.next_finish()) <= now:
+            self._count_busy(finish_time - self.now)
+            self.now, self._prefill_left_s, self._steps = max(self.now, finish_time), 0.0, self._running[0][0]
             while self._running and self._running[0][0] <= self._steps:
                 _, _, request = heapq.heappop(self._running)
                 request.decoded = float(request.response_tokens)
@@ -243,12 +249,12 @@ class EngineQueue:
         return int(request.decoded + (self._steps - request._admission_step if running else 0.0) + 1e-9)
 
     def add(self, request: SimulatedRequest) -> None:
-        """Queue a request at time `now`; call `advance` first."""
+        """Add a request at the current time. Call `advance` first."""
         self.waiting.append(request)
         self._admit()
 
     def pause(self, mode: PauseMode) -> list[SimulatedRequest]:
-        """Stop until `resume`. Returns the aborted requests with their decoded tokens; [] unless `mode` is `abort`."""
+        """Stop decoding until `resume` is called. With mode `abort`, all requests are removed and returned; otherwise none is."""
         self.paused = True
         aborted = self.abort(lambda _: True) if mode is PauseMode.abort else []
         if mode is PauseMode.retract:
@@ -265,9 +271,9 @@ class EngineQueue:
         """Empty the prefix cache."""
         self._cached.clear()
 
-    def abort(self, chosen: Callable[[SimulatedRequest], bool]) -> list[SimulatedRequest]:
-        """Remove the chosen requests and return them. The field `decoded` of each has its number of decoded tokens."""
-        aborted = [request for request in [*self.running, *self.waiting] if chosen(request)]
+    def abort(self, should_abort: Callable[[SimulatedRequest], bool]) -> list[SimulatedRequest]:
+        """Remove and return the requests for which `should_abort` is true. Their field `decoded` is up to date."""
+        aborted = [request for request in [*self.running, *self.waiting] if should_abort(request)]
         self._remove_running(aborted)
         ids = {id(request) for request in aborted}
         self.waiting = deque(request for request in self.waiting if id(request) not in ids)
@@ -275,11 +281,11 @@ class EngineQueue:
         return aborted
 
     def _steps_left(self) -> float:
-        """Return the decoding steps until the next running request finishes."""
+        """Return the number of decoding steps until the next request finishes."""
         return self._running[0][0] - self._steps
 
     def _decode(self, seconds: float) -> None:
-        """Prefill and decode for `seconds`. No request may finish in this time."""
+        """Prefill and decode for `seconds`. The caller ensures that no request finishes in this time."""
         if self.paused or not self._running or seconds <= 0:
             return
         self._count_busy(seconds)
@@ -292,7 +298,10 @@ class EngineQueue:
         self.request_seconds += seconds * len(self._running)
 
     def _admit(self) -> None:
-        """Start waiting requests while there is room. Each prefills its prompt, if it is not cached, and its earlier tokens."""
+        """Start waiting requests until the running batch is full.
+
+        A started request prefills its earlier decoded tokens, and its prompt if the prompt is not in the prefix cache.
+        """
         while self.waiting and not self.paused and len(self._running) < self.speeds.max_running:
             request = self.waiting.popleft()
             cached = request.prompt_tokens - 1 if request.prompt in self._cached else 0
@@ -304,10 +313,10 @@ class EngineQueue:
             self.prefilled_tokens += tokens
             request._admission_step = self._steps
             end = self._steps + request.response_tokens - request.decoded
-            heapq.heappush(self._running, (end, next(self._order), request))
+            heapq.heappush(self._running, (end, next(self._admission_numbers), request))
 
     def _remove_running(self, requests: list[SimulatedRequest]) -> list[SimulatedRequest]:
-        """Remove these requests from the running batch; they keep the tokens that they have decoded."""
+        """Remove these requests from the running batch, and update their field `decoded`. Returns the same requests."""
         removed = {id(request) for request in requests}
         for _, _, request in self._running:
             if id(request) in removed:

@@ -1,8 +1,8 @@
-"""Search for the layout, placement and division of GPUs with the shortest predicted step. The result is the exact optimum.
+"""Searches the layout, the placement and the division of GPUs that have the shortest predicted training step.
 
-The seconds of trainers depend only on the trainers' layout and GPUs. The seconds of engines depend only on the engines' layout
-and GPUs. So the search evaluates trainers and engines separately for every number of GPUs, then compares divisions of the GPUs.
-It is deterministic.
+The seconds of the trainers depend only on the layout and the number of GPUs of the trainers. The same is true for the engines. So
+the search evaluates trainers and engines separately for every number of GPUs. Then it compares all divisions of the GPUs between
+them. The search is deterministic, and its result is the exact optimum of the prediction.
 """
 
 from __future__ import annotations
@@ -18,43 +18,49 @@ from mrl.config.schema import ASYNC_STALENESS
 from mrl.planner.engine_time import EngineTime, RolloutTime, push_s, push_within_a_node_s
 from mrl.planner.layout_space import GpuCluster, LayoutSpace, ReplicaLayout
 from mrl.planner.model_shape import ModelShape
-from mrl.planner.run_memory import MEM_FRACTION
+from mrl.planner.run_memory import DEFAULT_MEM_FRACTION
 from mrl.planner.step_workload import StepWorkload
 from mrl.planner.trainer_memory import SENDER_BUCKETS, TrainerSettings, trainer_memory
 from mrl.planner.trainer_time import PARTS, WEIGHT_BYTES, FloatArray, IntArray, TrainerTime
 
 STALENESS = {"sync": 0, "one_step_off": 1, "async": ASYNC_STALENESS}
-"""Number of steps that sampling is ahead of training, by rollout.mode."""
+"""rollout.mode -> number of training steps that sampling may be ahead of training."""
 
 FitsInMemory = Callable[[ReplicaLayout, int], bool]
-"""Whether a GPU's memory holds a trainer of this layout with this number of replicas. More replicas never need more memory."""
+"""Function (layout, number of replicas) -> whether a trainer rank fits in a GPU's memory.
+
+If a number of replicas fits, every larger number fits, too.
+"""
 
 
 def memory_check(shape: ModelShape, cluster: GpuCluster, settings: TrainerSettings) -> FitsInMemory:
-    """Return a function that tells whether the busiest rank fits in its busiest phase. It counts like `mrl plan memory`."""
-    room = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
+    """Return a function that tells whether the rank that needs the most memory fits on its GPU in every phase of a step.
+
+    The function counts memory in the same way as `mrl plan memory`.
+    """
+    available_bytes = cluster.memory_bytes - SENDER_BUCKETS * settings.bucket_bytes
 
     @cache
-    def settings_of(last_layers: int, recompute: bool) -> TrainerSettings:
+    def settings_for(last_layers: int, recompute: bool) -> TrainerSettings:
         layout = ReplicaLayout(last_layers=last_layers, recompute=recompute)
         from_layout = TrainerSettings.with_megatron(layout.megatron())
         return replace(settings, recompute=from_layout.recompute, uneven=from_layout.uneven)
 
     def fits(layout: ReplicaLayout, replicas: int) -> bool:
-        memory = trainer_memory(shape, layout.dims(replicas), settings_of(layout.last_layers, layout.recompute))
-        return max(memory.by_phase.values()) <= room
+        memory = trainer_memory(shape, layout.dims(replicas), settings_for(layout.last_layers, layout.recompute))
+        return max(memory.by_phase.values()) <= available_bytes
 
     return fits
 
 
 @dataclass(frozen=True)
 class TrainerCandidate:
-    """A layout of the trainers on a number of GPUs, with its predicted seconds."""
+    """A layout and a number of replicas of the trained model, with the predicted seconds."""
 
     layout: ReplicaLayout
     replicas: int
-    seconds: float  # of a step's training
-    switch_s: float  # of offloading and loading, if the GPUs are shared with engines
+    train_s: float  # seconds of training in a step
+    switch_s: float  # seconds of offloading and loading models in a step, if trainers share their GPUs with engines
 
     @property
     def gpus(self) -> int:
@@ -63,7 +69,7 @@ class TrainerCandidate:
 
 @dataclass(frozen=True)
 class RunCandidate:
-    """A complete configuration of trainers and engines, with the predicted seconds of its steps."""
+    """A complete configuration of trainers and engines, with the predicted seconds of a step."""
 
     trainers: TrainerCandidate
     engine_tp: int
@@ -76,11 +82,11 @@ class RunCandidate:
 
     @cached_property
     def step_s(self) -> float:
-        return self.rollout.step_s(self.trainers.seconds) + self.push_s + self.switch_s
+        return self.rollout.step_s(self.trainers.train_s) + self.push_s + self.switch_s
 
     @property
     def rollout_s(self) -> float:
-        """Seconds of sampling in a step, as if training took no time."""
+        """Seconds of a step, without its push, if training took no time."""
         return self.rollout.step_s(0.0)
 
     @property
@@ -89,18 +95,18 @@ class RunCandidate:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the run."""
+        """Number of GPUs of the run."""
         both = (self.trainers.gpus, self.engine_gpus)
         return max(both) if self.placement == "colocated" else sum(both)
 
     @property
     def kind(self) -> tuple:
-        """Key that is equal for candidates that differ only in the numbers of GPUs of trainers and engines."""
+        """Key that is the same for candidates that differ only in the numbers of replicas and of engines."""
         return self.placement, self.mode, self.trainers.layout, self.engine_tp
 
     @property
     def order(self) -> tuple:
-        """Sort key: fewer seconds first, then fewer GPUs, then simpler layouts."""
+        """Sort key: shorter steps first; of equal steps, fewer GPUs first, then simpler layouts."""
         layout = self.trainers.layout
         sizes = (layout.recompute, layout.gpus, layout.vpp, layout.cp, layout.pp, layout.tp, layout.etp, layout.ep)
         return self.step_s, self.gpus, sizes, self.placement, self.engine_tp, self.num_engines, self.mode
@@ -108,31 +114,31 @@ class RunCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, and what the search evaluated and excluded."""
+    """The best candidates, and the numbers of layouts that the search evaluated and excluded."""
 
-    best: list[RunCandidate]  # fastest first; no two have the same `kind`
-    best_of_each: list[RunCandidate]  # the fastest of each placement and mode
-    evaluated: int  # pairs of a trainer layout and a number of replicas whose seconds were computed
-    excluded: Counter[str]  # reason -> layouts
+    best: list[RunCandidate]  # fastest first; each has a different `kind`
+    best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
+    evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
+    excluded: Counter[str]  # reason -> number of choices that the search has excluded for it
 
 
 @dataclass(eq=False)
 class LayoutSearch:
-    """The search for one model, workload and cluster."""
+    """Search of the fastest run for one model, one workload and one cluster."""
 
     space: LayoutSpace
     work: StepWorkload
     fits: FitsInMemory
     bucket_bytes: int = 64 * 2**20
-    memory_fraction: float = MEM_FRACTION
-    max_requests: int | None = None  # of one engine at one time: sglang.max_running_requests
-    kv_itemsize: int = WEIGHT_BYTES  # bytes of an element of the KV cache
-    modes: Sequence[str] = tuple(STALENESS)
-    staleness: int = STALENESS["async"]  # of mode async
-    evaluated: int = 0
+    memory_fraction: float = DEFAULT_MEM_FRACTION
+    max_requests: int | None = None  # largest number of running requests of one engine: sglang.max_running_requests
+    kv_itemsize: int = WEIGHT_BYTES  # bytes of one element of the KV cache
+    modes: Sequence[str] = tuple(STALENESS)  # values of rollout.mode that the search considers
+    staleness: int = STALENESS["async"]  # staleness of mode async
+    evaluated: int = 0  # see SearchResult
 
     def run(self, count: int) -> SearchResult:
-        """Return the best `count` candidates. Raises ValueError if no layout fits."""
+        """Return the `count` best candidates. Raises ValueError if no layout fits."""
         candidates = sorted(self._candidates(count), key=lambda candidate: candidate.order)
         if not candidates:
             reasons = ", ".join(f"{reason} ({number})" for reason, number in self.space.excluded.most_common())
@@ -151,7 +157,10 @@ class LayoutSearch:
     def _fastest_trainers(
         self, count: int
     ) -> tuple[dict[int, list[TrainerCandidate]], dict[int, list[TrainerCandidate]]]:
-        """Return the fastest `count` trainers by number of GPUs: (on separate GPUs, on GPUs shared with engines)."""
+        """Return two mappings from a number of GPUs to the `count` fastest trainer candidates on this number of GPUs.
+
+        The first mapping is for trainers on GPUs of their own. The second mapping is for trainers that share GPUs with engines.
+        """
         timed = list(self._timed_layouts())
         if not timed:
             return {}, {}
@@ -179,46 +188,47 @@ class LayoutSearch:
     def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
         """Yield (layout, numbers of replicas that fit [R], seconds of training [R], seconds of offloading and loading [R]).
 
-        Layers are recomputed only for numbers of replicas that do not fit otherwise.
+        Layouts with recomputation are used only for numbers of replicas that do not fit without it.
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)
             recomputing = replace(plain, recompute=True)
             first_plain = self._first_that_fits(plain, replicas)
-            first = self._first_that_fits(recomputing, replicas[:first_plain])
-            if first == first_plain == len(replicas):
+            first_recomputing = self._first_that_fits(recomputing, replicas[:first_plain])
+            if first_recomputing == first_plain == len(replicas):
                 self.space.excluded["trainer does not fit in memory"] += 1
-            for layout, fitting in ((recomputing, replicas[first:first_plain]), (plain, replicas[first_plain:])):
+            with_recomputation = (recomputing, replicas[first_recomputing:first_plain])
+            for layout, fitting in (with_recomputation, (plain, replicas[first_plain:])):
                 if len(fitting):
                     self.evaluated += len(fitting)
                     trainer = self._trainer_time(layout)
                     state = trainer.state_bytes(fitting) * (1 + self.work.critic)
-                    switch = 2 * state / self.space.cluster.pcie_bytes
+                    switch = 2 * state / self.space.cluster.pcie_bytes_per_s
                     yield layout, fitting, trainer.times(fitting).total_s, switch
 
     def _trainer_time(self, layout: ReplicaLayout) -> TrainerTime:
         return TrainerTime(self.space.shape, layout, self.space.cluster, self.work)
 
     def _replicas(self, layout: ReplicaLayout) -> IntArray:
-        """Return the numbers of replicas to evaluate. Each replica has at least one response.
+        """Return the numbers of replicas to evaluate.
 
-        On more than one node, the replicas must fill whole nodes.
+        Each replica must have at least one response of a mini-batch. On more than one node, the replicas must fill whole nodes.
         """
         cluster, fixed = self.space.cluster, self.space.fixed.get("dp")
         responses = self.work.responses // self.work.mini_batches
-        most = min(cluster.gpus // layout.gpus, max(layout.replica_step, responses))
-        replicas = np.arange(layout.replica_step, most + 1, layout.replica_step, dtype=np.int64)
-        if cluster.gpus > cluster.per_node:
-            replicas = replicas[replicas * layout.gpus % cluster.per_node == 0]
+        most = min(cluster.gpus // layout.gpus, max(layout.replica_multiple, responses))
+        replicas = np.arange(layout.replica_multiple, most + 1, layout.replica_multiple, dtype=np.int64)
+        if cluster.gpus > cluster.gpus_per_node:
+            replicas = replicas[replicas * layout.gpus % cluster.gpus_per_node == 0]
         return replicas if fixed is None else replicas[replicas == fixed]
 
     def _first_that_fits(self, layout: ReplicaLayout, replicas: IntArray) -> int:
-        """Return the index of the smallest number of replicas that fits, by bisection; len(replicas) if none fits."""
+        """Return the index of the smallest number of replicas that fits in memory, or len(replicas) if none fits."""
         if not len(replicas) or not self.fits(layout, int(replicas[-1])):
             return len(replicas)
         if self.fits(layout, int(replicas[0])):
             return 0
-        low, high = 1, len(replicas) - 1  # the last fits, the first does not
+        low, high = 1, len(replicas) - 1  # bisection: the last number fits, the first number does not
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(layout, int(replicas[middle])) else (middle + 1, high)
@@ -246,7 +256,7 @@ class LayoutSearch:
         return engines
 
     def _num_engines(self, engine: EngineTime, gpus: int) -> int:
-        """Return the number of engines on `gpus` GPUs; 0 if no engine fits, or fewer engines than plan.fix requires."""
+        """Return the number of engines on `gpus` GPUs. It is 0 if no engine fits, or if the number in plan.fix does not fit."""
         count = min(gpus // engine.tp, self.work.responses)
         fixed = self.space.fixed.get("num_engines", count)
         return fixed if fixed <= count else 0
@@ -258,7 +268,7 @@ class LayoutSearch:
                 continue
             rollout = self._rollout_time(engine, count, "sync")
             for trainer in trainers:
-                if cluster.gpus <= cluster.per_node:
+                if cluster.gpus <= cluster.gpus_per_node:
                     push = push_within_a_node_s(shape, cluster, trainer.gpus, engine.tp)
                 else:
                     push = push_s(shape, cluster, trainer.gpus, count, engine.tp, self.bucket_bytes)
@@ -292,12 +302,12 @@ class LayoutSearch:
         return EngineTime(space.shape, space.cluster, tp, self.memory_fraction, self.max_requests, self.kv_itemsize)
 
     def engine_load(self, candidate: RunCandidate) -> tuple[int, int]:
-        """Return (responses that one engine can run together, responses that one engine has requests for)."""
+        """Return (number of responses that one engine can run together, number of responses that are requested from it)."""
         requested = self._requests_per_engine(candidate.num_engines, candidate.mode)
         return self._engine_time(candidate.engine_tp).max_running(self.work.lengths), requested
 
     def parts(self, candidate: RunCandidate) -> dict[str, float]:
-        """Return the seconds of each part of a step: PARTS of the trainers, rollout, push, switch."""
+        """Return the seconds of each part of a step: the PARTS of training, rollout, push and switch."""
         trainers = candidate.trainers
         trainer_parts = self._trainer_time(trainers.layout).times(np.array([trainers.replicas])).at(0)
         others = dict(rollout=candidate.rollout_s, push=candidate.push_s, switch=candidate.switch_s)
@@ -305,43 +315,46 @@ class LayoutSearch:
 
 
 PART_MEANING = dict(
-    matmul="arithmetic of attention's projections, MLPs and the output layer",
-    attention="arithmetic of attention",
-    experts="arithmetic of experts, or reading their weights",
-    tensor="tensor-parallel messages",
+    matmul="matrix multiplications of attention projections, MLPs and the output layer",
+    attention="attention scores and their products with values",
+    experts="matrix multiplications of experts, or reading their weights",
+    tensor="tensor-parallel communication",
     context="gathering keys and values over context-parallel ranks",
-    dispatch="all-to-all of tokens to experts and back",
+    dispatch="sending tokens to experts and back (all-to-all)",
     pipeline="the pipeline bubble, and messages between stages",
-    gradients="reducing gradients, gathering weights",
-    optimizer="the optimizer's memory traffic",
+    gradients="reducing gradients and gathering weights",
+    optimizer="memory traffic of the optimizer",
     rollout="sampling",
     push="pushing weights to engines",
     switch="offloading and loading models on shared GPUs",
 )
 """Explanation of each part of `LayoutSearch.parts`."""
-MIN_SHARE_SHOWN = 0.005  # of a step; smaller differences are not reported
+MIN_REPORTED_FRACTION = 0.005  # a part is reported if its difference is larger than this fraction of a step
 
 
-def limits(search: LayoutSearch, best: RunCandidate) -> list[str]:
-    """Explain what limits the best candidate: the balance of both sides, sampling, and training."""
+def explain_limits(search: LayoutSearch, best: RunCandidate) -> list[str]:
+    """Return three lines about the best candidate: balance of sampling and training, limit of sampling, limit of training."""
     return [_balance(best), _sampling_limit(search, best), _training_limit(search, best)]
 
 
 def _balance(best: RunCandidate) -> str:
-    rollout, train = best.rollout_s, best.trainers.seconds
+    rollout, train = best.rollout_s, best.trainers.train_s
     if best.mode == "sync":
-        shares = f"sampling {rollout / best.step_s:.0%}, training {train / best.step_s:.0%}"
-        rest = (best.push_s + best.switch_s) / best.step_s
-        return f"one after the other: {shares}, weights and switches {rest:.0%} of the step"
+        sampling, training = (
+            f"sampling takes {rollout / best.step_s:.0%} of a step",
+            f"training {train / best.step_s:.0%}",
+        )
+        rest = f"pushing weights and offloading {(best.push_s + best.switch_s) / best.step_s:.0%}"
+        return f"sampling and training alternate: {sampling}, {training}, {rest}"
     longer, shorter = ("sampling", "training") if rollout >= train else ("training", "sampling")
     idle = 1 - min(rollout, train) / max(rollout, train)
-    return f"in parallel: {longer} takes longer, {shorter} is idle {idle:.0%} of that time"
+    return f"sampling and training run in parallel: {longer} takes longer, and {shorter} is idle for {idle:.0%} of that time"
 
 
 def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
     running, requested = search.engine_load(best)
     if requested > running:
-        return f"sampling: the KV cache of an engine holds {running:,} of {requested:,} responses at one time"
+        return f"sampling: the KV cache of an engine holds only {running:,} of its {requested:,} responses at one time"
     longest = search.work.lengths.longest_of(search.work.responses)
     return (
         f"sampling: all {requested:,} responses of an engine run at one time; the step waits for the longest response, "
@@ -352,17 +365,17 @@ def _sampling_limit(search: LayoutSearch, best: RunCandidate) -> str:
 def _training_limit(search: LayoutSearch, best: RunCandidate) -> str:
     parts = search.parts(best)
     largest = sorted(((parts[name], name) for name in PARTS), reverse=True)[:3]
-    total = best.trainers.seconds
+    total = best.trainers.train_s
     return "training: " + ", ".join(f"{seconds / total:.0%} {PART_MEANING[name]}" for seconds, name in largest)
 
 
-def compare(search: LayoutSearch, best: RunCandidate, other: RunCandidate) -> str:
-    """Describe in which parts of a step another candidate is slower (+) or faster (-) than the best; largest first."""
+def describe_difference(search: LayoutSearch, best: RunCandidate, other: RunCandidate) -> str:
+    """Describe in which parts of a step `other` is slower (+) or faster (-) than `best`. The largest differences come first."""
     best_parts, other_parts = search.parts(best), search.parts(other)
     differences = sorted(
         ((other_parts[name] - best_parts[name], name) for name in best_parts), key=lambda pair: -abs(pair[0])
     )
-    shown = [f"{name} {s:+.3g} s" for s, name in differences if abs(s) > MIN_SHARE_SHOWN * best.step_s][:4]
+    shown = [f"{name} {s:+.3g} s" for s, name in differences if abs(s) > MIN_REPORTED_FRACTION * best.step_s][:4]
     changed = [other.placement] if best.placement != other.placement else []
     changed += [other.mode] if best.mode != other.mode else []
     return ", ".join([*changed, *shown]) or "equally fast"

@@ -108,10 +108,10 @@ class ReplicaLayout:
         return self.tp * self.pp * self.cp
 
     @property
-    def replica_step(self) -> int:
+    def replica_multiple(self) -> int:
         """The number of replicas must be a multiple of this number.
 
-        An expert-parallel group needs ep x etp ranks. It may span several replicas, but not a part of a replica's tp x cp ranks.
+        The ranks of a pipeline stage, tp x cp for each replica, must divide into groups of ep x etp ranks for the experts.
         """
         expert_ranks = self.ep * self.etp
         return expert_ranks // gcd(expert_ranks, self.tp * self.cp)
@@ -181,7 +181,7 @@ class LayoutSpace:
                 for cp in self._context_sizes():
                     for ep, etp in self._expert_sizes(tp):
                         layout = ReplicaLayout(tp, pp, vpp, cp, ep, etp, last)
-                        if layout.gpus * layout.replica_step > self.cluster.gpus:
+                        if layout.gpus * layout.replica_multiple > self.cluster.gpus:
                             self.excluded["needs more GPUs than there are"] += 1
                         else:
                             yield layout

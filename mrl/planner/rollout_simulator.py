@@ -1,7 +1,8 @@
-"""Discrete-event simulation of a run's rollouts, training and weight pushes, and comparison of scenarios. Starts no process.
+"""Discrete-event simulation of the rollouts, the training and the weight pushes of a run, and comparison of different setups.
 
-Real runs and the simulation use the same code to admit groups, to choose the groups of a step and to split groups over engines.
-EngineQueue of mrl.planner.engine_time simulates each engine. So the schedule is exact if the seconds per token are exact.
+The simulation uses the code of real runs to admit groups to the staleness buffer, to choose the groups of a step, and to split
+groups over engines. mrl.planner.engine_time.EngineQueue simulates each engine. So the simulated schedule is exact if the
+seconds per token are exact. The simulation starts no processes.
 """
 
 from collections import Counter
@@ -31,12 +32,12 @@ class RunSpeeds:
     """Speeds of a run's engines, trainers and weight pushes."""
 
     engine: EngineSpeeds
-    train_s: float  # fixed seconds of a step's training
-    train_token_s: float  # additional seconds per token of prompts and responses
-    push_s: float  # of a weight push, during which engines are paused
+    train_s: float  # seconds of training in a step that do not depend on the number of tokens
+    train_token_s: float  # additional seconds of training for each token of prompts and responses
+    push_s: float  # seconds of a weight push, during which engines are paused
 
     def training(self, tokens: float, scale: float) -> float:
-        """Return the seconds of training `tokens`, with trainers that take `scale` times as long per token."""
+        """Return the seconds of training on `tokens` tokens. `scale` multiplies `train_token_s` (RolloutSetup.train_scale)."""
         return self.train_s + self.train_token_s * tokens * scale
 
 
@@ -46,21 +47,21 @@ class RolloutSetup:
 
     prompts_per_step: int  # N
     num_engines: int
-    staleness: int  # K: 0 synchronous, 1 one step off
-    in_order: bool = False  # steps train groups in the order in which they were drawn
-    extra: int = 0  # over-sampling: groups in flight in addition to those that steps need
-    train_scale: float = 1.0  # seconds per trained token divided by those of the measured run, which had other trainers
+    staleness: int  # K: 0 is synchronous, 1 is one step off
+    in_order: bool = False  # steps train groups in the order in which the groups were drawn
+    extra: int = 0  # number of groups that over-sampling keeps in flight in addition to the groups that steps need
+    train_scale: float = 1.0  # seconds per trained token, divided by the seconds per token of the measured run
     colocated: bool = False  # engines and trainers time-share the same GPUs
 
 
 @dataclass(frozen=True)
 class GroupLengths:
-    """Lengths of the groups that a run draws, in order. After the last group, random groups of this list are drawn."""
+    """Lengths of the groups that a run draws, in order. After the last group, the run draws random groups of this list."""
 
-    responses: NDArray[np.int64]  # [T, G] tokens
-    prompts: NDArray[np.int64]  # [T] tokens
-    rows: NDArray[np.int64] | None = None  # [T] rows of the data set; None: all different
-    seed: int = 0  # of the random draws
+    responses: NDArray[np.int64]  # [T, G] tokens of each response
+    prompts: NDArray[np.int64]  # [T] tokens of each prompt
+    rows: NDArray[np.int64] | None = None  # [T] row of each prompt in the data set; None: all rows are different
+    seed: int = 0  # seed of the random draws
 
     def __post_init__(self) -> None:
         assert len(self.responses) == len(self.prompts) > 0, (
@@ -73,18 +74,18 @@ class GroupLengths:
 
     @cached_property
     def _indices(self) -> list[int]:
-        """Index into `prompts` of every group drawn so far."""
+        """Index of every group in `prompts`, by the group's number in the order of drawing."""
         return list(range(len(self.prompts)))
 
-    def of(self, number: int) -> tuple[int, list[int]]:
-        """Return (prompt tokens, response tokens [G]) of the group with this number in the order of drawing."""
+    def tokens_of(self, number: int) -> tuple[int, list[int]]:
+        """Return (prompt tokens, response tokens [G]) of group `number`. Groups are numbered in the order of drawing."""
         while len(self._indices) <= number:
             self._indices.append(int(self._random.integers(len(self.prompts))))
         index = self._indices[number]
         return int(self.prompts[index]), self.responses[index].tolist()
 
-    def row(self, number: int) -> int:
-        """Return the row of the data set. Groups that are drawn at random count as new rows (negative numbers)."""
+    def row_of(self, number: int) -> int:
+        """Return the row of group `number` in the data set. A random group gets a new row, which has a negative number."""
         return int(self.rows[number]) if self.rows is not None and number < len(self.rows) else -1 - number
 
 
@@ -94,12 +95,14 @@ class Prediction:
 
     step_s: NDArray[np.float64]  # [steps]
     tokens: NDArray[np.int64]  # [steps] trained response tokens
-    best_possible_s: float  # mean seconds of a step if engines were always full or trainers always busy
-    engine_idle_fraction: float  # fraction of the engines' time in which they run no request
-    occupancy: float  # mean number of running requests divided by the largest possible number
-    ages: dict[int, int]  # number of weight versions from admission to training -> number of groups
-    selection_ratio: float  # mean length of trained responses divided by the mean length of all drawn responses
-    dropped: int  # groups dropped by over-sampling
+    best_possible_s: float  # see best_possible_s()
+    engine_idle_fraction: float  # fraction of time in which an engine runs no request, as a mean over engines
+    occupancy: float  # mean number of running requests of an engine, divided by the largest possible number
+    ages: dict[
+        int, int
+    ]  # age -> number of groups of this age; an age is the number of steps from admission to training
+    selection_ratio: float  # mean length of the trained responses, divided by the mean length of all drawn responses
+    dropped: int  # number of groups that over-sampling dropped
 
     def seconds(self, skip: int = 0) -> float:
         """Return the mean seconds of a step, without the first `skip` steps."""
@@ -118,7 +121,8 @@ def simulate(groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, steps
 def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: RolloutSetup) -> float:
     """Return a lower bound for the seconds of a step with `tokens` response tokens and `train_s` seconds of training.
 
-    Either the engines are always full or the trainers always busy, except during one push. On shared GPUs both times add up.
+    At best, either all engines always run as many requests as possible, or the trainers are always busy. A push interrupts both.
+    On shared GPUs, the seconds of engines and trainers are added.
     """
     full = speeds.engine.max_running
     engine_s = tokens * speeds.engine.decoding_step_s(full) / (full * setup.num_engines)
@@ -130,35 +134,37 @@ def best_possible_s(tokens: float, train_s: float, speeds: RunSpeeds, setup: Rol
 class _StepLog:
     """Record of the steps that have been simulated so far."""
 
-    ends: list[float] = field(default_factory=list)  # [steps] s
-    tokens: list[int] = field(default_factory=list)  # [steps] response tokens
-    ages: Counter[int] = field(default_factory=Counter)
-    train_s: float = 0.0
-    dropped: int = 0
+    ends: list[float] = field(default_factory=list)  # [steps] time at which the step ended, in seconds
+    tokens: list[int] = field(default_factory=list)  # [steps] trained response tokens
+    ages: Counter[int] = field(default_factory=Counter)  # see Prediction
+    train_s: float = 0.0  # seconds of training in all steps
+    dropped: int = 0  # see Prediction
 
 
 @dataclass(eq=False)
 class _EngineRequest:
-    """One call of an engine, with groups that finish together."""
+    """One HTTP request to an engine. All groups of the request finish at the same time."""
 
-    engine: int
-    work: float  # expected response tokens (or responses, if synchronous)
-    numbers: list[int]  # of its groups
-    unfinished: int  # responses
+    engine: int  # index of the engine
+    work: float  # expected number of response tokens, or in synchronous runs the number of responses
+    numbers: list[int]  # numbers of the groups
+    unfinished: int  # number of responses that are not finished
 
 
 @dataclass(eq=False)
 class _SimulatedRun:
-    """Loop of a simulated run, with the same phases as mrl.controller.trainer."""
+    """A simulated run. Its loop has the same phases as mrl.controller.trainer."""
 
     groups: GroupLengths
     speeds: RunSpeeds
     setup: RolloutSetup
-    now: float = 0.0
-    _ready: int = 0  # finished groups that no step has trained
+    now: float = 0.0  # seconds since the start of the run
+    _num_ready: int = 0  # number of finished groups that no step has trained yet
     _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # group -> its unfinished request
-    _admitted: dict[int, int] = field(default_factory=dict)  # group -> weight version at its admission
-    _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # group -> tokens of (prompts, responses)
+    _admitted_version: dict[int, int] = field(default_factory=dict)  # group -> weight version at its admission
+    _lengths: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # group -> (trained prompt tokens, response tokens)
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -172,7 +178,7 @@ class _SimulatedRun:
         self._rows = count()
 
     def run(self, steps: int) -> Prediction:
-        """Repeat: wait for the groups of a step, train, push."""
+        """Simulate the steps one after another: wait for the groups of the step, train, push."""
         log = _StepLog()
         for step in range(steps):
             chosen = self._collect(step)
@@ -183,35 +189,35 @@ class _SimulatedRun:
             self._push()
             log.ends.append(self.now)
             log.tokens.append(int(responses))
-            log.ages.update(step - self._admitted[number] for number in chosen.numbers)
+            log.ages.update(step - self._admitted_version[number] for number in chosen.numbers)
             log.train_s += seconds
             log.dropped += len(chosen.dropped)
         return self._prediction(log)
 
     def _collect(self, step: int) -> StepGroups[None]:
-        """Admit groups while there is room, and wait until the step has its groups."""
+        """Admit groups while the staleness buffer has capacity, wait for the groups of the step, and return them."""
         while True:
             if capacity := self.buffer.free_capacity():
                 self._admit(self.buffer.admit([next(self._rows) for _ in range(capacity)], step))
-            if self._ready >= self.buffer.groups_per_step and (chosen := self.buffer.take_step(step)) is not None:
-                self._ready -= len(chosen.numbers)
+            if self._num_ready >= self.buffer.groups_per_step and (chosen := self.buffer.take_step(step)) is not None:
+                self._num_ready -= len(chosen.numbers)
                 return chosen
             self._wait_for_group()
 
     def _wait_for_group(self) -> None:
-        """Advance the time until one more group is finished."""
-        ready = self._ready
-        while self._ready == ready:
+        """Advance the time until another group is finished."""
+        num_ready = self._num_ready
+        while self._num_ready == num_ready:
             assert min(self._next_finish) < inf, "a step waits for groups, and no engine has a request"
             self._advance(min(self._next_finish))
 
     def _admit(self, prompts: Sequence[PromptRequest]) -> None:
-        """Send these groups to the engines, each request to the engine with the least expected work."""
-        for drawn in prompts:
-            prompt, responses = self.groups.tokens_of(drawn.number)
-            self._admitted[drawn.number] = drawn.min_weight_version
-            self._lengths[drawn.number] = (prompt * len(responses), sum(responses))
-        for numbers, work in self._split([drawn.number for drawn in prompts]):
+        """Send the groups of these prompts to the engines. Each request goes to the engine with the least expected work."""
+        for request in prompts:
+            prompt, responses = self.groups.tokens_of(request.number)
+            self._admitted_version[request.number] = request.min_weight_version
+            self._lengths[request.number] = (prompt * len(responses), sum(responses))
+        for numbers, work in self._split([request.number for request in prompts]):
             engine = self._expected_work.index(min(self._expected_work))
             self._expected_work[engine] += work
             responses = sum(len(self.groups.tokens_of(number)[1]) for number in numbers)
@@ -224,30 +230,30 @@ class _SimulatedRun:
         self._update_next_finish()
 
     def _split(self, numbers: Sequence[int]) -> Iterator[tuple[list[int], float]]:
-        """Yield (groups, expected work) of each request, formed in the same way as in a run."""
+        """Yield (numbers of the groups, expected work) of each request. Requests are formed in the same way as in a real run."""
         if self.setup.staleness or self.setup.extra:
             for number in longest_first(numbers, self._expected_length):
                 yield [number], len(self.groups.tokens_of(number)[1]) * self._expected_length(number)
         else:
             size = self.groups.responses.shape[1]
-            for together in split_over_engines(numbers, len(self.engines), size):
-                yield together, float(len(together) * size)
+            for request_numbers in split_over_engines(numbers, len(self.engines), size):
+                yield request_numbers, float(len(request_numbers) * size)
 
     def _expected_length(self, number: int) -> float:
         return self._expected_lengths.expected(self.groups.row_of(number))
 
     def _advance(self, until: float) -> None:
-        """Advance the time to `until`, and process finished responses in their order."""
-        while (then := min(self._next_finish)) <= until:
-            index = self._next_finish.index(then)
+        """Advance the time to `until`, and process finished responses in the order of finishing."""
+        while (finish_time := min(self._next_finish)) <= until:
+            index = self._next_finish.index(finish_time)
             engine = self.engines[index]
-            for request in engine.advance(then):
+            for request in engine.advance(finish_time):
                 self._finish(request)
             self._next_finish[index] = engine.next_finish()
         self.now = max(self.now, until)
 
     def _finish(self, response: SimulatedRequest) -> None:
-        """Count a finished response; the last one of a request finishes the request's groups."""
+        """Process a finished response. The last response of a request finishes all groups of the request."""
         request = self._requests[response.key]
         request.unfinished -= 1
         if not request.unfinished:
@@ -256,7 +262,7 @@ class _SimulatedRun:
                 del self._requests[number]
                 self.buffer.finish(number, None, passed_filter=True)
                 self._expected_lengths.learn(self.groups.row_of(number), self.groups.tokens_of(number)[1])
-            self._ready += len(request.numbers)
+            self._num_ready += len(request.numbers)
 
     def _train(self, seconds: float) -> None:
         if self.setup.colocated:
@@ -264,28 +270,28 @@ class _SimulatedRun:
         self._advance(self.now + seconds)
 
     def _push(self) -> None:
-        """Push weights as a run does: retract running requests, replace the weights, empty the prefix cache, resume."""
+        """Push weights in the same way as a real run: retract running requests, empty the prefix cache, copy weights, resume."""
         self._for_all_engines(lambda engine: engine.pause(PauseMode.retract))
         self._for_all_engines(EngineQueue.flush)
         self.now += self.speeds.push_s
         self._for_all_engines(EngineQueue.resume)
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Drop groups, finished or not."""
+        """Remove these groups, which over-sampling drops. Requests of unfinished groups are aborted."""
         unfinished = {number for number in numbers if number in self._requests}
-        self._ready -= len(numbers) - len(unfinished)
+        self._num_ready -= len(numbers) - len(unfinished)
         for number in unfinished:
             request = self._requests.pop(number)
             self._expected_work[request.engine] -= request.work
         if unfinished:
             self._for_all_engines(lambda engine: engine.abort(lambda request: request.key in unfinished))
 
-    def _for_all_engines(self, act: Callable[[EngineQueue], object]) -> None:
-        """Advance every engine to the current time, then call `act` on it."""
+    def _for_all_engines(self, function: Callable[[EngineQueue], object]) -> None:
+        """Advance every engine to the current time, then call `function` with it."""
         for engine in self.engines:
             for request in engine.advance(self.now):
                 self._finish(request)
-            act(engine)
+            function(engine)
         self._update_next_finish()
 
     def _update_next_finish(self) -> None:
@@ -308,20 +314,20 @@ class _SimulatedRun:
 
 
 STALENESS_VALUES = (0, 1, 2, 4, 8)
-OVER_SAMPLING_SHARES = (0.25, 0.5)  # of a step's groups
-MAX_SPLITS = 7  # divisions of the GPUs that are compared
+OVER_SAMPLE_RATES = (0.25, 0.5)  # additional groups, divided by the groups of a step
+MAX_SPLITS = 7  # largest number of divisions of the GPUs that are compared
 
 
 @dataclass(frozen=True)
 class GpuCounts:
-    """GPUs of a run."""
+    """Numbers of GPUs of a run."""
 
-    engine: int  # of each engine
-    trainer: int
+    per_engine: int
+    trainers: int  # GPUs of all trainer ranks together
 
     def total(self, engines: int) -> int:
-        """Return the GPUs of `engines` engines and the trainer."""
-        return engines * self.engine + self.trainer
+        """Return the number of GPUs of `engines` engines and the trainers together."""
+        return engines * self.per_engine + self.trainers
 
 
 @dataclass(frozen=True)
@@ -331,7 +337,7 @@ class Scenario:
     name: str
     setup: RolloutSetup
     prediction: Prediction
-    skip: int  # number of first steps that the means leave out, because the staleness buffer is not in steady state yet
+    skip: int  # number of first steps that the means leave out, because the run is not in steady state yet
 
     @property
     def seconds(self) -> float:
@@ -345,10 +351,10 @@ class Scenario:
 
     @property
     def share_of_best(self) -> float:
-        """Best possible seconds divided by predicted seconds, over all steps.
+        """Best possible seconds of a step, divided by the predicted seconds.
 
-        The first steps are included, because later steps may train groups that the first steps have sampled. Without the first
-        steps, the share could exceed 1.
+        Both are means over all steps, including the first `skip` steps. Later steps may train groups that were sampled during the
+        first steps. So without the first steps, the result could be larger than 1.
         """
         return self.prediction.best_possible_s / self.prediction.seconds()
 
@@ -356,39 +362,42 @@ class Scenario:
 def compare_scenarios(
     groups: GroupLengths, speeds: RunSpeeds, setup: RolloutSetup, gpus: GpuCounts, steps: int
 ) -> list[Scenario]:
-    """Simulate the unchanged run first, then scenarios that change one property of its setup each."""
+    """Simulate the run with its own setup and with other setups, each of which changes one property."""
     skip = steps // 2
-    named = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
-    return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in named]
+    setups = [("as it is", setup), *_other_staleness(setup), *_over_sampled(setup), *_other_splits(setup, gpus)]
+    return [Scenario(name, changed, simulate(groups, speeds, changed, steps), skip) for name, changed in setups]
 
 
 def _other_staleness(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
-    """Yield setups with other values of staleness. On shared GPUs there are none: engines do not sample during training."""
+    """Yield setups with other values of staleness. On shared GPUs, staleness must be 0, so there are no other values."""
     for staleness in () if setup.colocated else STALENESS_VALUES:
-        ordered = setup.in_order if setup.staleness > 1 else staleness < 2
-        changed = replace(setup, staleness=staleness, in_order=ordered and not setup.extra)
+        in_order = setup.in_order if setup.staleness > 1 else staleness < 2
+        changed = replace(setup, staleness=staleness, in_order=in_order and not setup.extra)
         if changed != setup:
             yield f"staleness {staleness}{', in order' if changed.in_order and staleness else ''}", changed
 
 
 def _over_sampled(setup: RolloutSetup) -> Iterator[tuple[str, RolloutSetup]]:
-    for share in OVER_SAMPLING_SHARES:
-        changed = replace(setup, extra=round(share * setup.prompts_per_step), in_order=False)
+    for rate in OVER_SAMPLE_RATES:
+        changed = replace(setup, extra=round(rate * setup.prompts_per_step), in_order=False)
         if changed != setup:
-            yield f"over-sampling {share:g}", changed
+            yield f"over-sampling {rate:g}", changed
 
 
 def _other_splits(setup: RolloutSetup, gpus: GpuCounts) -> Iterator[tuple[str, RolloutSetup]]:
-    """Yield other divisions of the same GPUs. The trainers' seconds per token are inversely proportional to their GPUs."""
+    """Yield setups that divide the same GPUs differently between engines and trainers.
+
+    They assume that the trainers' seconds per token are inversely proportional to the number of the trainers' GPUs.
+    """
     disaggregated = gpus.total(setup.num_engines)
     total = max(gpus.trainers, disaggregated - gpus.trainers) if setup.colocated else disaggregated
     possible = [engines for engines in range(1, total) if total - engines * gpus.per_engine > 0]
-    every = -(-len(possible) // MAX_SPLITS) if possible else 1
-    for engines in possible[::every]:
+    stride = -(-len(possible) // MAX_SPLITS) if possible else 1
+    for engines in possible[::stride]:
         trainers = total - engines * gpus.per_engine
         changed = replace(setup, num_engines=engines, train_scale=gpus.trainers / trainers, colocated=False)
         if changed != setup:
             yield f"{engines} engines, {trainers} GPUs to train", changed
     if not setup.colocated and total >= gpus.per_engine:
         shared = replace(setup, num_engines=total // gpus.per_engine, train_scale=gpus.trainers / total, colocated=True)
-        yield f"colocated on {total} GPUs, synchronous", replace(shared, staleness=0, in_order=not setup.extra)
+        yield f"synchronous, colocated on {total} GPUs", replace(shared, staleness=0, in_order=not setup.extra)

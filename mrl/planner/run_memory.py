@@ -1,7 +1,7 @@
-"""Memory that a run needs and that its machines have: GPU memory in each phase of a step, host memory, and disk.
+"""Memory that a run needs, compared with the memory of its machines: GPU memory in each phase of a step, host memory, and disk.
 
-A GpuPhase is the memory of one GPU of a resource pool during one phase. It counts the memory of the role that works in this
-phase, and the memory that the offloaded roles of the same pool keep on the GPU.
+A GpuPhase is the memory of one GPU of a resource pool during one phase. It has the memory of the role that works in this phase,
+and the memory that the other roles of the pool still use on the GPU after they are offloaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from parallel.dims import ParallelDims
 
 GIB = 1 << 30
 CPU_KV_TOKENS = 65536  # size of an engine's KV cache on a CPU if sglang.max_total_tokens is not set
-# Host memory of a process with torch, CUDA and its libraries. The number is assumed; it is not measured with GPUs.
+# Host memory of a process with torch, CUDA and other libraries. This is an assumption and not a measurement.
 PROCESS_BYTES = 3 << 30
-ROLLOUT_TOKEN_BYTES = 24  # of a sampled token in Ray's object store: id, log-probability, mask, and columns added later
+# Bytes of one sampled token in Ray's object store: its id, log-probability and mask, and the columns of the algorithm.
+ROLLOUT_TOKEN_BYTES = 24
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The model of one role, and its layout."""
+    """The model of one role, with its layout and settings."""
 
     shape: ModelShape
     dims: ParallelDims
@@ -45,9 +46,9 @@ class GpuPhase:
     pool: str
     role: str
     phase: str
-    parts: Mapping[str, int]  # bytes by kind
-    limit: int  # bytes of the GPU; 0: unknown
-    where: str = ""  # rank that needs the most memory
+    parts: Mapping[str, int]  # kind of memory ("weights", "activations", ...) -> bytes
+    limit: int  # bytes of memory of the GPU; 0: unknown
+    rank: str = ""  # the rank that needs the most memory: "each" if all are equal, or "stage N" of the pipeline
 
     @property
     def total(self) -> int:
@@ -62,12 +63,12 @@ class GpuPhase:
 class HostMemory:
     """Bytes of host memory on the busiest node."""
 
-    processes: int
+    processes: int  # the processes themselves, with their libraries
     offloaded: int  # offloaded models, in pinned memory
     reference: int  # weights of the reference model
-    checkpoint: int  # copy that an asynchronous checkpoint is written from
-    delta: int  # the last pushed version, if the weight sync sends differences
-    rollouts: int  # tokens of the steps in flight, in Ray's object store
+    checkpoint: int  # copy of the state from which an asynchronous checkpoint is written
+    delta: int  # the last pushed weights, if the weight sync sends only differences
+    rollouts: int  # responses in Ray's object store that are not trained yet
 
     @property
     def total(self) -> int:
@@ -76,22 +77,24 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Memory of all GPUs, nodes and the disk of a run."""
+    """Memory that a run needs on its GPUs, on its nodes and on disk."""
 
     phases: tuple[GpuPhase, ...]
-    engine: EngineRankMemory | None
-    sequence: int  # tokens of the longest expected prompt with its response
+    engine: EngineRankMemory | None  # None: the run starts no engines
+    longest_sequence: int  # largest expected number of tokens of a prompt together with its response
     host: HostMemory
-    host_limit: int  # bytes of one node; 0: unknown
-    nodes: int
-    gpus: int  # that the run needs
-    available: int  # GPUs of the cluster; 0: unknown
-    disk: int  # bytes of all checkpoints that exist at one time
-    worst_experts: int  # additional activation bytes if all tokens of each layer went to one rank; 0 without experts
+    host_limit: int  # bytes of host memory of one node; 0: unknown
+    nodes: int  # number of nodes that the run needs
+    gpus: int  # number of GPUs that the run needs
+    cluster_gpus: int  # number of GPUs of the cluster; 0: unknown
+    disk_bytes: int  # bytes of all checkpoints that exist at one time
+    worst_expert_bytes: (
+        int  # additional activation bytes of a rank if its experts received all tokens; 0 without experts
+    )
 
     @cached_property
     def problems(self) -> list[str]:
-        """One line for each part of the run that does not fit."""
+        """One message for each part of the run that does not fit in memory or on the cluster."""
         return [*self._gpu_problems(), *self._kv_cache_problems(), *self._host_problems(), *self._cluster_problems()]
 
     @property
@@ -100,15 +103,14 @@ class RunMemory:
 
     @property
     def excess(self) -> int:
-        """Bytes by which the worst phase exceeds its GPU; 0 or less if all phases fit."""
+        """Largest number of bytes by which a phase exceeds the memory of its GPU. It is 0 or less if all phases fit."""
         return max((phase.total - phase.limit for phase in self.phases if phase.limit), default=0)
 
     def _gpu_problems(self) -> Iterator[str]:
         for m in self.phases:
             if not m.fits:
-                over = (m.total - m.limit) / GIB
-                need = f"{m.total / GIB:.1f} GiB of {m.limit / GIB:.1f} GiB"
-                yield f"{m.role} during {m.phase}: {need}, {over:.1f} GiB too much"
+                need, limit, excess = m.total / GIB, m.limit / GIB, (m.total - m.limit) / GIB
+                yield f"{m.role} during {m.phase}: {need:.1f} GiB on a GPU with {limit:.1f} GiB, {excess:.1f} GiB too much"
 
     def _kv_cache_problems(self) -> Iterator[str]:
         if self.engine and self.engine.tokens < self.longest_sequence:
@@ -124,10 +126,10 @@ class RunMemory:
 
     def _cluster_problems(self) -> Iterator[str]:
         if self.cluster_gpus and self.gpus > self.cluster_gpus:
-            yield f"the run needs {self.gpus} GPUs, the cluster has {self.cluster_gpus} (cluster.nodes)"
+            yield f"the run needs {self.gpus} GPUs, but the cluster has {self.cluster_gpus} (cluster.nodes)"
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; all sizes in bytes."""
+        """Return the memory as plain values for JSON. All sizes are in bytes."""
         phases = [asdict(phase) | dict(total=phase.total, fits=phase.fits) for phase in self.phases]
         engine = asdict(self.engine) | dict(tokens=self.engine.tokens) if self.engine else None
         return dict(
@@ -147,9 +149,10 @@ class RunMemory:
 def run_memory(
     config: Config, models: Mapping[str, RoleModel], topology: Topology | None, pools: Pools, reference: bool
 ) -> RunMemory:
-    """Count the memory of the run that `config` describes.
+    """Return the memory that the run of `config` needs.
 
-    `topology`: layout of an engine; None if the run starts no engine. `reference`: whether the actor keeps the reference weights.
+    `topology`: layout of an engine, or None if the run starts no engines. `reference`: the processes of the actor also store the
+    weights of the reference.
     """
     trainers = {role: trainer_memory(m.shape, m.dims, m.settings) for role, m in models.items()}
     engine = _engine_rank(config, models["actor"], topology, pools) if topology else None
@@ -159,21 +162,21 @@ def run_memory(
     return RunMemory(
         phases=tuple(phases),
         engine=engine,
-        sequence=sequence_tokens(config, actor.context),
+        longest_sequence=sequence_tokens(config, actor.context),
         host=_host_memory(config, models, trainers, pools, checkpoint if config.checkpoint.every else 0, reference),
         host_limit=int(config.cluster.hardware.host_memory_gb * GIB),
         nodes=ceil(pools.size / slots_per_node(config.cluster, pools)),
         gpus=pools.size,
-        available=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
-        disk=checkpoint * max_checkpoints_on_disk(config),
-        worst_experts=_worst_expert_bytes(actor, trainers["actor"]),
+        cluster_gpus=sum(gpus_of_nodes(config.cluster)) if config.cluster.nodes else 0,
+        disk_bytes=checkpoint * max_checkpoints_on_disk(config),
+        worst_expert_bytes=_worst_expert_bytes(actor, trainers["actor"]),
     )
 
 
 def max_checkpoints_on_disk(config: Config) -> int:
-    """Return the largest number of checkpoints on disk: the kept ones, and one that is being written.
+    """Return the largest number of checkpoints that are on disk at one time, including one that is being written.
 
-    A run without periodic checkpoints (checkpoint.every=0) writes one at its end if trainer.save is set.
+    A run without periodic checkpoints (checkpoint.every=0) writes one checkpoint at its end if trainer.save is set.
     """
     if not config.checkpoint.every:
         return int(config.trainer.save)
@@ -181,7 +184,7 @@ def max_checkpoints_on_disk(config: Config) -> int:
 
 
 def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
-    """Return the additional activation bytes of the busiest rank if all tokens of each layer went to its experts."""
+    """Return the additional activation bytes of a rank if its experts received all tokens of each layer."""
     if not actor.shape.num_experts or actor.dims.ep == 1:
         return 0
     worst = replace(actor.settings, imbalance=float(actor.dims.ep))
@@ -189,9 +192,9 @@ def _worst_expert_bytes(actor: RoleModel, memory: TrainerMemory) -> int:
 
 
 def trainer_settings(config: Config, context: int, **fields: Any) -> TrainerSettings:
-    """Read the settings of a trainer's memory from a config.
+    """Read the settings that determine the memory of a trainer rank from the config of a run.
 
-    `context`: tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
+    `context`: number of tokens of the longest sequence that the model accepts. `fields`: further fields of TrainerSettings.
     """
     return TrainerSettings.with_megatron(
         config.megatron,
@@ -206,7 +209,7 @@ def trainer_settings(config: Config, context: int, **fields: Any) -> TrainerSett
 
 
 def sequence_tokens(config: Config, context: int) -> int:
-    """Return the tokens of the longest response with its prompt, limited by the model's context."""
+    """Return the largest number of tokens of a prompt together with its response, limited by the context of the model."""
     return _prompt_tokens(config, context) + config.rollout.max_response_tokens
 
 
@@ -216,7 +219,10 @@ def _prompt_tokens(config: Config, context: int) -> int:
 
 
 def keys_per_token(config: Config, context: int) -> float:
-    """Return the keys that attention reads per token of a pack. Responses that share a prompt each read its keys again."""
+    """Return the number of keys that attention reads, divided by the number of tokens of a pack.
+
+    Each of the responses that share a prompt reads the keys of the prompt again.
+    """
     if not config.trainer.share_prompts:
         return 1.0
     prompt, response = _prompt_tokens(config, context), config.rollout.max_response_tokens
@@ -234,7 +240,7 @@ def _reserve(config: Config) -> int:
 
 
 def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Pools) -> EngineRankMemory:
-    """Return the memory of an engine rank. The trainers that share its GPU are offloaded when it starts."""
+    """Return the memory of an engine rank. Trainers that share its GPU are offloaded before the engine starts."""
     itemsize = config.model.itemsize
     limit = _gpu_limit(config.cluster.hardware)
     free = limit - len(pools.by_role["engines"].demands) * _reserve(config)
@@ -248,7 +254,7 @@ def _engine_rank(config: Config, actor: RoleModel, topology: Topology, pools: Po
 
 
 def kv_itemsize(config: Config, itemsize: int) -> int:
-    """Return the bytes of one element of the KV cache. The default is `itemsize`, the bytes of one weight."""
+    """Return the bytes of one element of the KV cache. The default is `itemsize`, the bytes of one element of a weight."""
     return 1 if "fp8" in str(config.sglang.get("kv_cache_dtype", "auto")) else itemsize
 
 
@@ -276,8 +282,8 @@ def _gpu_phases(
         if role == "actor" and engine and shared and "engines" in pool.demands:
             rank = max(memory.stages, key=lambda stage: stage.push)
             parts = {"weights": rank.state.weights, "engine's weights": engine.weights, "buckets": rank.buckets}
-            where = _rank_name(memory, rank)
-            yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, where)
+            name = _rank_name(memory, rank)
+            yield GpuPhase(pool.name, "actor, engines", "weight_sync", parts | reserve, limit, name)
 
 
 def _trainer_parts(rank: TrainerRankMemory, phase: str) -> dict[str, int]:
@@ -302,9 +308,9 @@ def _host_memory(
     checkpoint: int,
     reference: bool,
 ) -> HostMemory:
-    """Return the host memory of the busiest node, which has as many ranks of each role as a node can have."""
-    per_node = slots_per_node(config.cluster, pools)
-    on_node = {role: min(per_node, pool.demands[role].slots) for role, pool in pools.by_role.items()}
+    """Return the host memory of the node that needs most: it has as many ranks of each role as a node can have."""
+    node_slots = slots_per_node(config.cluster, pools)
+    on_node = {role: min(node_slots, pool.demands[role].slots) for role, pool in pools.by_role.items()}
     shared = {role for roles in pools.colocated_roles for role in roles}
     offloaded = sum(
         on_node[role] * max(rank.state.offloaded for rank in memory.stages)
@@ -326,36 +332,36 @@ def _host_memory(
     )
 
 
-DEFAULT_MEM_FRACTION = (
-    0.8  # share of GPU memory for an engine's weights and KV cache if sglang.mem_fraction_static is not set
-)
+# Fraction of GPU memory for the weights and the KV cache of an engine if sglang.mem_fraction_static is not set.
+DEFAULT_MEM_FRACTION = 0.8
 
 
 @dataclass(frozen=True)
 class EngineRankMemory:
-    """Bytes of one engine rank on its GPU."""
+    """Bytes that one engine rank uses on its GPU."""
 
     weights: int
-    kv_cache: int  # bytes for keys and values; negative if the weights alone are too large
-    token: int  # bytes of one token's keys and values
+    kv_cache: int  # negative if the weights alone do not fit
+    token_bytes: int  # bytes of the keys and values of one token
 
     @property
     def tokens(self) -> int:
-        """Tokens that the KV cache holds, over all running requests."""
-        return max(0, self.kv_cache) // self.token
+        """Number of tokens that fit in the KV cache, over all running requests."""
+        return max(0, self.kv_cache) // self.token_bytes
 
     @property
     def total(self) -> int:
-        """Bytes that the rank allocates when it starts."""
+        """Bytes that the engine rank allocates when it starts."""
         return self.weights + max(0, self.kv_cache)
 
 
 def engine_memory(
     shape: ModelShape, topology: Topology, itemsize: int, free: int, fraction: float, kv_itemsize: int | None = None
 ) -> EngineRankMemory:
-    """Return the memory of a rank that has `free` bytes on its GPU and uses a `fraction` of them for weights and KV cache.
+    """Return the memory of an engine rank.
 
-    `fraction`: sglang.mem_fraction_static. The rest of the memory is for activations and CUDA graphs.
+    `free`: bytes that are free on the GPU before the engine starts. `fraction`: the part of the free bytes that the engine uses
+    for weights and KV cache (sglang.mem_fraction_static). The rest is for activations and CUDA graphs.
     """
     token = kv_bytes(shape, topology, kv_itemsize or itemsize)
     weights = engine_weights(shape, topology, itemsize)
@@ -363,10 +369,10 @@ def engine_memory(
 
 
 def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes of one token's keys and values on one rank, over all layers.
+    """Return the bytes of the keys and values of one token on one engine rank, over all layers.
 
-    If there are fewer key/value heads than ranks, several ranks have the same head. Latent attention caches one compressed vector
-    per token, and every rank has a full copy of it.
+    If there are fewer key/value heads than ranks, several ranks store the same head. Latent attention caches one compressed
+    vector for each token, and every rank stores a full copy of the vector.
     """
     if shape.has_latent_attention:
         return shape.num_layers * (shape.kv_lora + shape.rotary_dim) * itemsize
@@ -374,12 +380,12 @@ def kv_bytes(shape: ModelShape, topology: Topology, itemsize: int) -> int:
 
 
 def engine_weights(shape: ModelShape, topology: Topology, itemsize: int) -> int:
-    """Return the bytes of the weights of one rank; tied embeddings count once."""
+    """Return the bytes of the weights of one engine rank. Tied embeddings are stored only once."""
     return sum(engine_weight_parts(shape, topology, itemsize))
 
 
 def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of the weights of one rank: (all but routed experts, routed experts)."""
+    """Return the bytes of the weights of one engine rank: (all weights except routed experts, routed experts)."""
     moe = sum(shape.moe)
     layers = {"always": shape.num_layers, "dense": shape.num_layers - moe, "moe": moe}
     dense, experts = moe * sum(p.numel for p in shape.buffers) * BIAS_BYTES, 0
@@ -394,7 +400,10 @@ def engine_weight_parts(shape: ModelShape, topology: Topology, itemsize: int) ->
 
 
 def _rank_numel(shape: ModelShape, p: ParameterShape, topology: Topology) -> int:
-    """Count the elements of a parameter on one rank. Data-parallel attention shards its parameters over fewer ranks."""
+    """Return the number of elements of a parameter on one engine rank.
+
+    An engine with data-parallel attention shards the parameters of attention over fewer ranks.
+    """
     if not p.is_sharded:
         return p.numel
     in_attention = p.name.startswith("self_attention.") or p.location == "first"

@@ -1,4 +1,4 @@
-"""Records of a run as input of the rollout simulator: the lengths of its groups, and speeds that are fitted to its steps."""
+"""Reads the records of a run for the rollout simulator: the lengths of its groups, and speeds that are fitted to its steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,29 +17,31 @@ from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 from mrl.planner.rollout_simulator import GroupLengths, RolloutSetup, RunSpeeds
 from mrl.rollout.staleness_buffer import split_over_engines
 
-MIN_STEPS = 4  # smallest number of steps for a fit
-MAX_ROUNDS = 20  # most repetitions of fitting and choosing the slowest engine
-END_OF_TIME = 1e18  # s
+MIN_STEPS = 4  # smallest number of steps to which speeds can be fitted
+MAX_ROUNDS = 20  # largest number of repetitions in fit_engine
+END_OF_TIME = 1e18  # seconds; no simulated request finishes later
 
 
 @dataclass(frozen=True)
 class RecordedStep:
     """Lengths and seconds of one step of a synchronous run."""
 
-    prompts: NDArray[np.int64]  # [N] tokens
-    responses: NDArray[np.int64]  # [N, G] tokens
-    engine_s: float  # waiting for the engines
-    train_s: float  # everything except waiting for engines and pushing weights
-    push_s: float
+    prompts: NDArray[np.int64]  # [N] tokens of each prompt
+    responses: NDArray[np.int64]  # [N, G] tokens of each response
+    engine_s: float  # seconds in which the step waited for the engines
+    train_s: float  # all other seconds of the step, except the weight push
+    push_s: float  # seconds of the weight push
 
 
 @dataclass(frozen=True)
 class SpeedFit:
-    """Fitted speeds, and how well they explain the seconds of the steps."""
+    """Fitted speeds, and the errors of the seconds that they predict for the recorded steps."""
 
     speeds: RunSpeeds
-    engine_error: float  # root mean square error of the engines' seconds, divided by their mean
-    train_error: float  # the same for the trainers' seconds
+    engine_error: (
+        float  # root mean square error of the predicted engine_s, divided by the mean of the recorded engine_s
+    )
+    train_error: float  # the same for train_s
 
 
 @dataclass(frozen=True)
@@ -47,26 +49,28 @@ class RunTrace:
     """A recorded run."""
 
     groups: GroupLengths
-    steps: list[RecordedStep]  # in order; without the first one, which contains one-time costs
+    steps: list[RecordedStep]  # all steps except the first, which includes one-time costs
     setup: RolloutSetup
-    max_running: int  # requests of one engine at one time
+    max_running: int  # largest number of requests that run together on one engine
     trainer_gpus: int
-    engine_gpus: int  # of one engine
+    engine_gpus: int  # GPUs of one engine
 
     def fit(self) -> SpeedFit:
-        """Fit the speeds of the run. Raises ValueError if the record does not determine them."""
+        """Fit the speeds of the run. Raises ValueError if the speeds cannot be determined from the record."""
         if self.setup.staleness or self.setup.extra:
             raise ValueError(
-                "the speeds of engines cannot be fitted to a run whose engines sample while it trains; record a run with "
+                "the speeds of engines cannot be fitted to a run in which engines sample during training; record a run with "
                 "rollout.mode=sync and without over-sampling, or give step_ms, request_ms and prefill_ms."
             )
         return fit_steps(self.steps, self.setup.num_engines, self.max_running)
 
 
 def fit_steps(steps: Sequence[RecordedStep], num_engines: int, max_running: int) -> SpeedFit:
-    """Fit speeds by least squares. Raises ValueError for fewer than MIN_STEPS steps."""
+    """Fit the speeds of engines, trainers and pushes by least squares. Raises ValueError for fewer than MIN_STEPS steps."""
     if len(steps) < MIN_STEPS:
-        raise ValueError(f"{len(steps)} steps after the first: expected {MIN_STEPS} or more to fit speeds to.")
+        raise ValueError(
+            f"the run has {len(steps)} steps after the first; {MIN_STEPS} or more are necessary to fit speeds."
+        )
     engine, engine_error = fit_engine(steps, num_engines, max_running)
     tokens = [float(step.responses.sum() + step.prompts.sum() * step.responses.shape[1]) for step in steps]
     (constant, per_token), train_error = _least_squares(
@@ -79,31 +83,34 @@ def fit_steps(steps: Sequence[RecordedStep], num_engines: int, max_running: int)
 def fit_engine(steps: Sequence[RecordedStep], num_engines: int, max_running: int) -> tuple[EngineSpeeds, float]:
     """Fit the speeds of an engine by least squares. Returns (speeds, SpeedFit.engine_error).
 
-    A step waits for its slowest engine. That engine takes a x decoding steps + c x response tokens + d x prefilled tokens. The
-    numbers of steps and tokens follow from the lengths alone. Which engine is the slowest depends on a, c and d, so fitting and
-    choosing the slowest engine alternate. d is at most c, because a decoded token needs all the computation of a prefilled one;
-    without this bound d would be undetermined where prompts are short.
+    An engine takes `a * decoding_steps + c * response_tokens + d * prefilled_tokens` seconds, where a, c and d are fixed_step_s,
+    request_s and prefill_s of EngineSpeeds. The numbers of decoding steps and tokens follow from the lengths of the responses
+    alone. A training step waits for its slowest engine. Which engine is the slowest depends on a, c and d. So this function
+    repeats two parts: choose the slowest engine of each step, and fit the coefficients to these engines.
+
+    The fitted coefficients are a, c - d and d, and none is negative. So d is at most c, because a decoded token needs all the
+    computation of a prefilled token. Without this bound, d would be undetermined if prompts are short.
     """
-    features = [_work_of_engines(step, num_engines, max_running) for step in steps]  # each [E, 3]
+    features = [_engine_features(step, num_engines, max_running) for step in steps]  # for each step [engines, 3]
     seconds = np.array([step.engine_s for step in steps])
-    slowest = [int(work[:, 0].argmax()) for work in features]
+    slowest = [int(of_engines[:, 0].argmax()) for of_engines in features]
     coefficients, error = np.zeros(3), 0.0
     for _ in range(MAX_ROUNDS):
-        chosen = np.array([work[engine] for work, engine in zip(features, slowest, strict=True)])
+        chosen = np.array([of_engines[engine] for of_engines, engine in zip(features, slowest, strict=True)])
         coefficients, error = _least_squares(chosen, seconds)
-        now_slowest = [int((work @ coefficients).argmax()) for work in features]
-        if now_slowest == slowest:
+        new_slowest = [int((of_engines @ coefficients).argmax()) for of_engines in features]
+        if new_slowest == slowest:
             break
-        slowest = now_slowest
-    step_s, extra_s, prefill_s = map(float, coefficients)
-    return EngineSpeeds(step_s, extra_s + prefill_s, prefill_s, max_running), error
+        slowest = new_slowest
+    fixed_step_s, extra_s, prefill_s = map(float, coefficients)
+    return EngineSpeeds(fixed_step_s, extra_s + prefill_s, prefill_s, max_running), error
 
 
-def _work_of_engines(step: RecordedStep, num_engines: int, max_running: int) -> NDArray[np.float64]:
-    """Return [E, 3]: for each engine, the numbers by which a, c - d and d are multiplied to get its seconds."""
+def _engine_features(step: RecordedStep, num_engines: int, max_running: int) -> NDArray[np.float64]:
+    """Return [engines, 3]: the factors of the coefficients a, c - d and d in the seconds of each engine (see fit_engine)."""
     engines = [EngineQueue(EngineSpeeds(1.0, 0.0, 0.0, max_running)) for _ in range(num_engines)]
     for group in split_over_engines(range(len(step.prompts)), num_engines, step.responses.shape[1]):
-        engine = min(engines, key=lambda one: one.pending)
+        engine = min(engines, key=lambda queue: queue.pending)
         for number in group:
             for tokens in step.responses[number].tolist():
                 engine.add(SimulatedRequest(number, number, int(step.prompts[number]), tokens))
@@ -114,7 +121,10 @@ def _work_of_engines(step: RecordedStep, num_engines: int, max_running: int) -> 
 
 
 def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return (non-negative coefficients, root mean square error divided by the mean of `seconds`)."""
+    """Fit `features @ coefficients` to `seconds`, with coefficients of 0 or more.
+
+    Returns (coefficients, root mean square error divided by the mean of `seconds`).
+    """
     scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
     coefficients = nnls(features / scale, seconds)[0] / scale
     error = np.sqrt(np.mean((features @ coefficients - seconds) ** 2)) / max(seconds.mean(), 1e-12)
@@ -122,14 +132,16 @@ def _least_squares(features: NDArray[np.float64], seconds: NDArray[np.float64]) 
 
 
 def read_run(run_dir: Path) -> RunTrace:
-    """Read a run directory. Raises ValueError if the folder is not a run directory or has no step."""
+    """Read the record of a run. Raises ValueError if the folder is not a run directory or the run has no steps."""
     run_record, ledger = read_run_record(run_dir), _read_lines(run_dir / "ledger.jsonl")
     if run_record is None or not ledger:
         raise ValueError(
-            f"run.dir={run_dir}: expected a run directory, with run.json and a ledger.jsonl that has steps."
+            f"run.dir={run_dir}: expected a run directory with the files run.json and ledger.jsonl, and one step or more."
         )
     if any("lengths" not in line for line in ledger):
-        raise ValueError(f"run.dir={run_dir}: its ledger.jsonl has no response lengths; an older mrl wrote it.")
+        raise ValueError(
+            f"run.dir={run_dir}: ledger.jsonl has no response lengths, because an older version of mrl wrote it."
+        )
     config = run_record["config"]
     by_step = {line["step"]: line for line in _read_lines(run_dir / "metrics.jsonl") if "time/step_s" in line}
     colocated = _is_colocated(config.get("placement", {}).get("pools", {}))
@@ -148,7 +160,7 @@ def read_run(run_dir: Path) -> RunTrace:
 
 
 def _setup(rollout: Mapping[str, Any]) -> RolloutSetup:
-    """Build the setup from the section `rollout` of the recorded config."""
+    """Return the setup that the section `rollout` of the recorded config describes."""
     fields = RolloutConfig.__dataclass_fields__
     known = RolloutConfig(**{name: value for name, value in rollout.items() if name in fields})
     extra = math.ceil(known.over_sample_rate * known.prompts_per_step)
@@ -169,7 +181,7 @@ def _step(line: Mapping[str, Any], metrics: Mapping[str, float]) -> RecordedStep
 
 
 def _groups(ledger: Iterable[Mapping[str, Any]]) -> GroupLengths:
-    """Return the groups of all steps, in the order in which they were drawn."""
+    """Return the groups of all steps, in the order in which the run drew them."""
     groups = []
     for line in ledger:
         rows, prompts = [row for row, _ in line["groups"]], line.get("prompts", [0] * len(line["groups"]))
@@ -182,13 +194,13 @@ def _groups(ledger: Iterable[Mapping[str, Any]]) -> GroupLengths:
 def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
     """Read groups from a JSON Lines file. Each line is a list with the response lengths of one group.
 
-    All lists must have the same number of responses. Raises ValueError if the file cannot be read or a line is invalid.
+    All lists must have the same size. Raises ValueError if the file cannot be read or a line is invalid.
     """
     try:
         lengths = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, orjson.JSONDecodeError) as error:
         raise ValueError(
-            f"lengths={path}: {error}; expected JSON Lines, with the response lengths of one group per line."
+            f"lengths={path}: {error}; expected a JSON Lines file in which each line has the response lengths of one group."
         ) from None
     valid = [
         isinstance(group, list) and group and all(isinstance(n, int) and n > 0 for n in group) for group in lengths
@@ -196,8 +208,8 @@ def read_lengths(path: Path, prompt_tokens: int = 0) -> GroupLengths:
     if not lengths or not all(valid) or len(set(map(len, lengths))) != 1:
         wrong = valid.index(False) + 1 if False in valid else 1
         raise ValueError(
-            f"lengths={path}, line {wrong}: expected the response lengths of one group: a list of integers above 0, of the same "
-            "size in each line."
+            f"lengths={path}, line {wrong}: expected the response lengths of one group, as a list of integers above 0. All lines "
+            "must have lists of the same size."
         )
     return GroupLengths(np.array(lengths), np.full(len(lengths), prompt_tokens))
 

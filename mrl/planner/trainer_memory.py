@@ -1,4 +1,7 @@
-"""GPU memory of trainer ranks in each phase of a step, in closed form for each pipeline stage: fast enough to search layouts."""
+"""GPU memory of trainer ranks in each phase of a step.
+
+Closed formulas give the memory of each pipeline stage. They are fast enough for the search of layouts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mrl.planner.activation_bytes import (
     Kernels,
     MicroBatchShape,
     Recompute,
-    end_bytes,
+    bytes_outside_layers,
     layer_bytes,
     virtual_stage_bytes,
 )
@@ -21,49 +24,51 @@ from mrl.planner.model_shape import HeadKind, ModelShape
 from mrl.planner.trainer_state_bytes import StateBytes, VirtualStage, largest_state, pipeline_stages
 from parallel.dims import ParallelDims
 
-SENDER_BUCKETS = 2  # buckets of the weight sync that a sender allocates
-FLOAT32_BYTES = 4  # of a logit, and of a gradient that is summed in float32
+SENDER_BUCKETS = 2  # number of weight sync buckets that a sender allocates
+FLOAT32_BYTES = 4  # bytes of a logit, and of one element of a gradient that is summed in float32
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings that determine a trainer's memory, together with the model and the layout."""
+    """Settings that determine the memory of a trainer rank, together with the model and the layout."""
 
-    max_tokens: int = 8192  # of one micro-batch, over all context-parallel ranks
-    itemsize: int = 2  # bytes of a weight and of an activation
+    max_tokens: int = 8192  # tokens of one micro-batch, over all context-parallel ranks
+    itemsize: int = 2  # bytes of one element of a weight or an activation
     head: HeadKind = "vocabulary"
-    trained: bool = True
-    logprob_chunk: int = 1024  # number of tokens whose logits are in memory together
-    entropy: bool = False  # the loss needs entropies: one more chunk of logits
+    trained: bool = True  # False: the model only computes log-probabilities or values
+    logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
+    entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
-    micro_batches: int | None = None  # of one optimizer step on a replica; None: enough to fill the pipeline
-    keys_per_token: float = 1.0  # keys that attention reads per token; above 1 where responses share a prompt
-    imbalance: float = 1.0  # tokens that reach the busiest rank's experts, divided by the mean of all ranks
-    bucket_bytes: int = 64 * 1024 * 1024  # of the weight sync
+    micro_batches: int | None = (
+        None  # micro-batches of a replica in one optimizer step; None: enough to fill the pipeline
+    )
+    keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
+    imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
+    bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
     kernels: Kernels = GPU_KERNELS
     uneven: tuple[tuple[str, Any], ...] = ()  # fields of Megatron that give stages different numbers of layers
 
     @classmethod
     def with_megatron(cls, megatron: Mapping[str, Any], **settings: Any) -> TrainerSettings:
-        """Combine `settings` with recomputation and uneven stages from the config's section `megatron`."""
+        """Combine `settings` with the settings of recomputation and of uneven stages in the config's section `megatron`."""
         uneven = tuple((name, value) for name, value in sorted(megatron.items()) if name in UNEVEN_STAGE_FIELDS)
         return cls(recompute=Recompute.of(megatron), uneven=uneven, **settings)
 
 
 @dataclass(frozen=True)
 class TrainerRankMemory:
-    """Bytes on the GPU of the busiest rank of one pipeline stage."""
+    """Bytes on one GPU of a pipeline stage, for the rank of the stage that needs the most memory."""
 
     stage: int
     state: StateBytes
-    saved: int  # activations kept for backward passes, of all micro-batches in flight
-    working: int  # temporary bytes of a pass: logits, gradients of activations, one recomputed layer
-    scoring: int  # activations and logits of a pass without gradients
-    buckets: int  # of the weight sync
+    saved: int  # activations that are saved for backward passes, of all micro-batches in flight
+    working: int  # temporary tensors of a training pass: logits, gradients of activations, one recomputed layer
+    scoring: int  # activations and logits of a forward pass without gradients
+    buckets: int  # buckets of the weight sync
 
     @property
     def update(self) -> int:
-        """Bytes during the optimizer steps."""
+        """Bytes during training passes and optimizer steps."""
         return self.state.total + self.saved + self.working
 
     @property
@@ -73,11 +78,11 @@ class TrainerRankMemory:
 
     @property
     def push(self) -> int:
-        """Bytes during a weight sync on shared GPUs, where gradients and optimizer state are offloaded."""
+        """Bytes during a weight push if engines share the GPU. Gradients and optimizer state are off the GPU then."""
         return self.state.weights + self.buckets
 
     def phases(self) -> dict[str, int]:
-        """Return the bytes in each phase of a step, on GPUs that no other role shares."""
+        """Return phase of a step -> bytes, if no other role shares the GPU."""
         return dict(update=self.update, score=self.score, weight_sync=self.state.total + self.buckets)
 
 
@@ -86,16 +91,16 @@ class TrainerMemory:
     """GPU memory of all pipeline stages of a model."""
 
     stages: tuple[TrainerRankMemory, ...]
-    by_phase: Mapping[str, int] = field(default_factory=dict)  # bytes of the busiest rank in each phase
+    by_phase: Mapping[str, int] = field(default_factory=dict)  # phase -> bytes of the rank that needs the most memory
 
     @property
     def peak(self) -> TrainerRankMemory:
-        """The stage that needs the most memory in any phase."""
+        """Memory of the stage whose largest phase is the largest of all stages."""
         return max(self.stages, key=lambda rank: max(rank.phases().values()))
 
 
 def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSettings) -> TrainerMemory:
-    """Return the bytes of the busiest rank of each stage, by phase. The layout must satisfy Architecture.check_layout."""
+    """Return the memory of all pipeline stages. The layout `dims` must be one that Architecture.check_layout accepts."""
     batch = MicroBatchShape.of(
         dims,
         settings.max_tokens,
@@ -116,7 +121,7 @@ def trainer_memory(shape: ModelShape, dims: ParallelDims, settings: TrainerSetti
 def cached_pipeline_stages(
     num_layers: int, pp: int, vpp: int, uneven: tuple[tuple[str, Any], ...] = ()
 ) -> list[list[VirtualStage]]:
-    """Return `pipeline_stages` of these sizes: [pp][vpp]. Callers must not change the result."""
+    """Return pipeline_stages() for these sizes, as `[pp][vpp]`. The result is cached, so callers must not change it."""
     return pipeline_stages(num_layers, ParallelDims(pp=pp, vpp=vpp), dict(uneven))
 
 
@@ -133,11 +138,12 @@ def _rank_memory(
     is_last = stage[-1].is_last
     saved = working = 0
     if settings.trained:
-        kept = max(
-            _kept_bytes(shape, batch, moe, settings.recompute) + end_bytes(shape, batch, v.is_first, v.is_last)
+        saved_per_pass = max(
+            _saved_bytes(shape, batch, moe, settings.recompute)
+            + bytes_outside_layers(shape, batch, v.is_first, v.is_last)
             for moe, v in zip(moe_by_stage, stage, strict=True)
         )
-        saved = kept * in_flight(dims, number, settings.micro_batches)
+        saved = saved_per_pass * in_flight(dims, number, settings.micro_batches)
         head = head_bytes(shape, batch, settings, gradients=True) if is_last else 0
         working = max(head, _backward_bytes(shape, batch, moe_by_stage, settings.recompute))
     widest = max((_forward_bytes(shape, batch, moe) for moe in moe_by_stage), default=0)
@@ -146,16 +152,16 @@ def _rank_memory(
 
 
 @lru_cache(maxsize=65536)
-def _kept_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
+def _saved_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...], recompute: Recompute) -> int:
     return virtual_stage_bytes(shape, batch, moe, recompute)
 
 
 def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) -> int:
     """Return the largest number of forward passes on pipeline rank `stage` whose backward pass has not run yet.
 
-    The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule has vpp passes per micro-batch. It runs
-    2 (pp - stage - 1) + (vpp - 1) pp passes before the first backward pass (Korthikanti et al. 2022, section 4.2.3). The first
-    stage then keeps the activations of L (1 + (p - 1) / (p m)) layers, where L is the number of layers, p is pp and m is vpp.
+    The 1F1B schedule has pp - stage micro-batches in flight. The interleaved schedule runs vpp passes for each micro-batch, and
+    2 (pp - stage - 1) + (vpp - 1) pp of them before the first pair of a forward and a backward pass. So the first stage saves the
+    activations of L (1 + (pp - 1) / (pp vpp)) layers, where L is the number of layers (Korthikanti et al. 2022, section 4.2.3).
     """
     if dims.vpp == 1:
         warmup = dims.pp - stage
@@ -168,7 +174,7 @@ def in_flight(dims: ParallelDims, stage: int, micro_batches: int | None = None) 
 def _backward_bytes(
     shape: ModelShape, batch: MicroBatchShape, moe_by_stage: tuple[tuple[bool, ...], ...], recompute: Recompute
 ) -> int:
-    """Return the temporary bytes of a backward pass: gradients inside one layer, and the layers that are recomputed together."""
+    """Return the temporary bytes of a backward pass: gradients inside one layer, and activations that are recomputed together."""
     kinds = {is_moe for moe in moe_by_stage for is_moe in moe}
     gradients = max((_layer_gradient_bytes(shape, batch, is_moe) for is_moe in kinds), default=0)
     if recompute.granularity == "full":
@@ -183,14 +189,14 @@ def _backward_bytes(
     return gradients
 
 
-def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, moe: bool) -> int:
+def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool) -> int:
     """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
-    They are the gradients of the activations between the matrices, of the input and, for a dense MLP, of the weights.
+    These are the gradients of the activations between the matrices and of the input. A dense MLP also has gradients of weights.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and its gradient before it is scattered
-    if not moe:
+    if not has_experts:
         width = shape.ffn // batch.tp
         return batch.tokens * matrices * width * e + gathered + 2 * width * shape.hidden * e
     received = batch.expert_rows(shape.topk)
@@ -199,14 +205,14 @@ def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, moe: bool) 
 
 @lru_cache(maxsize=65536)
 def _forward_bytes(shape: ModelShape, batch: MicroBatchShape, moe: tuple[bool, ...]) -> int:
-    """Return the bytes of a pass without gradients: the tensors of the largest layer and its input."""
+    """Return the bytes of a forward pass without gradients: the input and the tensors of the layer that needs the most memory."""
     largest = max((layer_bytes(shape, is_moe, batch) for is_moe in set(moe)), default=0)
     return largest + batch.rows * shape.hidden * batch.itemsize
 
 
 @lru_cache(maxsize=65536)
 def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSettings, *, gradients: bool) -> int:
-    """Return the bytes of the head (parallel.logprobs): the pack's hidden states, chunks of logits, the weight's gradient."""
+    """Return the bytes of the head (parallel.logprobs): hidden states, chunks of logits, gradient of the head's weight."""
     hidden = batch.tokens * shape.hidden * batch.itemsize
     if settings.head == "value":
         return (2 if gradients else 1) * batch.tokens * shape.hidden * FLOAT32_BYTES + hidden
@@ -214,6 +220,8 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
     if not gradients:
         return hidden + (2 + settings.entropy) * chunk
-    several_chunks = batch.tokens > settings.logprob_chunk  # their weight gradients are summed in float32
+    several_chunks = (
+        batch.tokens > settings.logprob_chunk
+    )  # the weight gradients of several chunks are summed in float32
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
     return 2 * hidden + 3 * chunk + rows * shape.hidden * element

@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer state on trainer ranks and in checkpoints, exactly as Megatron allocates them.
 
-Parameters and fp32 gradients lie in flat buffers. Each virtual stage has one buffer for its dense parameters and one for its
-experts. In a buffer every parameter begins at a multiple of 64 elements, and the buffer ends at a multiple of 128 and of the
-number of ranks that share its optimizer state. A rank keeps AdamW's moments for its shard of each buffer, and fp32 main weights
-if the weights have 16 bits.
+Megatron stores parameters and fp32 gradients in flat buffers. Each virtual pipeline stage has one buffer for its dense parameters
+and one buffer for its experts. In a buffer, every parameter begins at a multiple of 64 elements. The size of a buffer is a
+multiple of 128 elements and of the number of ranks that share its optimizer state. Each rank stores the AdamW moments of its
+shard of each buffer. If the weights have 16 bits, the rank also stores fp32 main weights of its shard.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from models.megatron_overrides import UNEVEN_STAGE_FIELDS
 from mrl.planner.model_shape import HeadKind, ModelShape, ParameterShape
 from parallel.dims import ParallelDims
 
-PARAMETER_ALIGNMENT = 64  # elements; a parameter begins at a multiple of it
-BUFFER_ALIGNMENT = 128  # elements; a buffer ends at a multiple of it
-GRADIENT_BYTES = 4  # of one parameter's summed gradient
-MOMENT_BYTES = 8  # of one parameter's two AdamW moments
-MAIN_WEIGHT_BYTES = 4  # of one fp32 main weight
-BIAS_BYTES = 4  # of one correction bias, which is float32 whatever the model's dtype is
-PINNED_BLOCK = 1 << 26  # bytes; an offloaded model takes pinned memory in such blocks (parallel.offload)
+PARAMETER_ALIGNMENT = 64  # a parameter begins at a multiple of this number of elements
+BUFFER_ALIGNMENT = 128  # the size of a buffer is a multiple of this number of elements
+GRADIENT_BYTES = 4  # bytes of the summed gradient, for each parameter
+MOMENT_BYTES = 8  # bytes of the two AdamW moments, for each parameter
+MAIN_WEIGHT_BYTES = 4  # bytes of the fp32 main weight, for each parameter
+BIAS_BYTES = 4  # bytes of one correction bias, which is float32 for every dtype of the model
+PINNED_BLOCK = 1 << 26  # bytes of one block of pinned memory; parallel.offload allocates whole blocks
 
 UnevenStages = Mapping[str, Any]
 """Fields of Megatron that give pipeline stages different numbers of layers; see models.megatron_overrides.UNEVEN_STAGE_FIELDS."""
@@ -34,21 +34,21 @@ UnevenStages = Mapping[str, Any]
 class VirtualStage:
     """Consecutive layers of one pipeline rank."""
 
-    first: int  # index of its first layer
-    layers: int
-    is_first: bool  # it has the embedding
-    is_last: bool  # it has the final norm and the head
+    first: int  # index of the first layer
+    layers: int  # number of layers
+    is_first: bool  # the stage has the embedding
+    is_last: bool  # the stage has the final norm and the head
 
     def moe_layers(self, moe: tuple[bool, ...]) -> int:
-        """Count its layers that have experts; `moe`: [layers of the model]."""
+        """Return the number of layers with experts. `moe`: [layers of the model] whether the layer has experts."""
         return sum(moe[self.first : self.first + self.layers])
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one trainer rank holds of a model between steps."""
+    """Bytes that one trainer rank stores for a model between steps."""
 
-    weights: int  # flat buffers, and buffers of the modules
+    weights: int  # parameters in flat buffers, and the routers' correction biases and token counts
     gradients: int
     optimizer: int
 
@@ -58,27 +58,29 @@ class StateBytes:
 
     @property
     def offloaded(self) -> int:
-        """Bytes of pinned host memory that the offloaded model takes. Gradients are dropped instead of offloaded."""
+        """Bytes of pinned host memory for the offloaded model. Offloading drops the gradients instead of copying them."""
         return sum(_round_up(part, PINNED_BLOCK) for part in (self.weights, self.optimizer))
 
 
 def optimizer_bytes_per_parameter(itemsize: int) -> int:
-    """Return the bytes of optimizer state for one parameter whose weight has `itemsize` bytes."""
+    """Return the bytes of optimizer state for one parameter. `itemsize`: bytes of its weight."""
     return MOMENT_BYTES + (MAIN_WEIGHT_BYTES if itemsize < MAIN_WEIGHT_BYTES else 0)
 
 
 def checkpoint_bytes(trained: Iterable[ModelShape], itemsize: int) -> int:
     """Return the bytes of one checkpoint on disk: weights, main weights and moments of the trained models, without padding.
 
-    Megatron's distributed optimizer writes an fp32 main weight for every parameter, even if the weights are fp32.
+    `trained`: shapes of the trained models. Megatron's distributed optimizer writes an fp32 main weight for every parameter, even
+    if the weights are fp32.
     """
     return sum(shape.num_parameters for shape in trained) * (itemsize + MAIN_WEIGHT_BYTES + MOMENT_BYTES)
 
 
 def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None) -> list[list[int]]:
-    """Return the number of layers of each virtual stage: [pp][vpp].
+    """Return the number of layers of each virtual stage, as `[pp][vpp]`.
 
-    Raises ValueError if the layers do not divide evenly, or if pipeline_model_parallel_layout is set, which is not supported.
+    Raises ValueError if the stages cannot have equal numbers of layers, apart from the exceptions in `uneven`. Also raises
+    ValueError if pipeline_model_parallel_layout is set, which is not supported.
     """
     fields = {name: value for name, value in (uneven or {}).items() if name in UNEVEN_STAGE_FIELDS and value}
     if layout := fields.get("pipeline_model_parallel_layout"):
@@ -87,12 +89,13 @@ def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages |
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage."
         )
     ends = [fields.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
-    counted_ends = [int(fields.get(f"account_for_{end}_in_pipeline_split", False)) for end in ("embedding", "loss")]
+    # Megatron counts the embedding and the loss as one layer each if these fields are set.
+    extra_layers = [int(fields.get(f"account_for_{end}_in_pipeline_split", False)) for end in ("embedding", "loss")]
     inner_stages = dims.pp - sum(end is not None for end in ends)
-    inner_layers = num_layers + sum(counted_ends) - sum(end or 0 for end in ends)
+    inner_layers = num_layers + sum(extra_layers) - sum(end or 0 for end in ends)
     if inner_layers < 0 or (inner_stages and inner_layers % inner_stages) or (not inner_stages and inner_layers):
         raise ValueError(
-            f"megatron: {inner_layers} layers do not divide over {inner_stages} pipeline stages ({fields})."
+            f"megatron: {inner_layers} layers cannot be divided evenly over {inner_stages} pipeline stages ({fields})."
         )
     counts = [inner_layers // inner_stages if inner_stages else 0] * dims.pp
     for stage, end in zip((0, -1), ends, strict=True):
@@ -100,15 +103,15 @@ def layers_of_stages(num_layers: int, dims: ParallelDims, uneven: UnevenStages |
     if bad := [count for count in counts if count % dims.vpp]:
         raise ValueError(f"parallel.vpp={dims.vpp} does not divide the {bad[0]} layers of a pipeline stage.")
     stages = [[count // dims.vpp] * dims.vpp for count in counts]
-    stages[0][0] -= counted_ends[0]
-    stages[-1][-1] -= counted_ends[1]
+    stages[0][0] -= extra_layers[0]
+    stages[-1][-1] -= extra_layers[1]
     return stages
 
 
 def pipeline_stages(
     num_layers: int, dims: ParallelDims, uneven: UnevenStages | None = None
 ) -> list[list[VirtualStage]]:
-    """Return the virtual stages of each pipeline rank: [pp][vpp]. Consecutive virtual stages are on consecutive ranks."""
+    """Return the virtual stages of each pipeline rank, as `[pp][vpp]`. Consecutive virtual stages are on consecutive ranks."""
     counts, first = layers_of_stages(num_layers, dims, uneven), 0
     stages: list[list[VirtualStage]] = [[] for _ in counts]
     for virtual in range(dims.vpp):
@@ -129,9 +132,9 @@ def state_of_rank(
     trained: bool = True,
     uneven: UnevenStages | None = None,
 ) -> StateBytes:
-    """Return the exact bytes of the state that `rank` holds. A model that is not trained has only weights.
+    """Return the exact bytes of the state that `rank` stores. A model that is not trained has only weights.
 
-    `itemsize`: bytes of a weight.
+    `itemsize`: bytes of one element of a weight.
     """
     coords = dims.coords(rank)
     stage = pipeline_stages(shape.num_layers, dims, uneven)[coords.pp]
@@ -151,7 +154,10 @@ def state_of_rank(
 def _flat_buffers(
     shape: ModelShape, dims: ParallelDims, rank: int, virtual: VirtualStage, head: HeadKind
 ) -> Iterator[tuple[list[int], int, int]]:
-    """Yield each flat buffer: (elements of each parameter, ranks that share its optimizer state, index of `rank` among them)."""
+    """Yield (numbers of elements of the parameters, number of shards of the optimizer state, index of this rank's shard).
+
+    There is one result for each flat buffer of the virtual stage.
+    """
     dense, experts = _parameter_sizes(shape, dims, virtual, head)
     coords, replicas = dims.coords(rank), dims.dp * dims.cp
     if dense:
@@ -163,19 +169,22 @@ def _flat_buffers(
 
 
 def expert_replicas(dims: ParallelDims) -> int:
-    """Count the ranks of a pipeline stage that hold the same shard of the same experts."""
+    """Return the number of ranks of a pipeline stage that have the same shard of the same experts."""
     return dims.tp * dims.cp * dims.dp // (dims.ep * dims.expert_tp)
 
 
 def _parameter_sizes(
     shape: ModelShape, dims: ParallelDims, virtual: VirtualStage, head: HeadKind
 ) -> tuple[list[int], list[int]]:
-    """Return the elements of each parameter on one rank, in the order of the modules: (dense parameters, experts)."""
+    """Return the number of elements of each parameter on one rank: (for dense parameters, for experts).
+
+    The parameters are in the order of the modules.
+    """
     dense = [p.shard_numel(dims.tp) for p in shape.parameters if p.location == "first"] if virtual.is_first else []
     experts: list[int] = []
     for layer in range(virtual.first, virtual.first + virtual.layers):
         kinds = ("always", "moe" if shape.moe[layer] else "dense")
-        layer_parameters = [p for p in shape.parameters if p.where in kinds]
+        layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
         dense += [p.shard_numel(dims.tp) for p in layer_parameters if p.location == "layer"]
         one_expert = [p.shard_numel(dims.expert_tp) for p in layer_parameters if p.location == "expert"]
         experts += one_expert * (shape.num_experts // dims.ep) if one_expert else []
@@ -183,9 +192,10 @@ def _parameter_sizes(
 
 
 def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKind) -> list[int]:
-    """Return the elements of the final norm and the head.
+    """Return the number of elements of each parameter of the final norm and the head.
 
-    With tied weights the output layer is counted only if the embedding is on another stage: then this stage has a copy of it.
+    If the output layer shares its weights with the embedding and both are on the same stage, the weights are not included again.
+    If they are on different stages, the last stage has its own copy of the weights.
     """
     norm = [p.shard_numel(tp) for p in shape.parameters if p.location == "last" and not p.is_vocabulary]
     if head == "value":
@@ -196,14 +206,14 @@ def _last_sizes(shape: ModelShape, tp: int, virtual: VirtualStage, head: HeadKin
 
 
 def _module_buffer_bytes(shape: ModelShape, virtual: VirtualStage, itemsize: int) -> int:
-    """Return the bytes of the routers' correction biases (fp32) and token counts (in the model's dtype)."""
+    """Return the bytes of the buffers of routers: correction biases in fp32, and token counts in the model's dtype."""
     return virtual.moe_layers(shape.moe) * sum(p.numel for p in shape.buffers) * (BIAS_BYTES + itemsize)
 
 
 def _elements_in_shard(sizes: list[int], shard_size: int, index: int) -> int:
-    """Count the elements of parameters in shard number `index` of a flat buffer. Padding is not counted.
+    """Return the number of elements, without padding, in shard number `index` of a flat buffer.
 
-    `sizes`: elements of each parameter in the buffer. `shard_size`: elements of a shard, padding included.
+    `sizes`: number of elements of each parameter in the buffer. `shard_size`: number of elements of a shard with its padding.
     """
     low, high = index * shard_size, (index + 1) * shard_size
     count = start = 0
@@ -223,9 +233,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _layer_numel(shape: ModelShape, moe: bool, tp: int, etp: int) -> tuple[int, int]:
-    """Return the elements in the flat buffers of (a layer's dense parameters, one of its experts)."""
-    layer_parameters = [p for p in shape.parameters if p.where in ("always", "moe" if moe else "dense")]
+def _layer_numel(shape: ModelShape, has_experts: bool, tp: int, etp: int) -> tuple[int, int]:
+    """Return the number of elements in flat buffers for one layer: (its dense parameters, one of its experts)."""
+    kinds = ("always", "moe" if has_experts else "dense")
+    layer_parameters = [p for p in shape.parameters if p.present_in in kinds]
     dense, expert = ([p for p in layer_parameters if p.location == location] for location in ("layer", "expert"))
     return _padded_numel(dense, tp), _padded_numel(expert, etp)
 
@@ -236,7 +247,10 @@ def _padded_numel(parameters: list[ParameterShape], ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _embedding_and_head_numel(shape: ModelShape, tp: int, head: HeadKind, one_stage: bool) -> tuple[int, int]:
-    """Return the elements in the flat buffers of (embedding, final norm and head). `one_stage`: both are on one virtual stage."""
+    """Return the number of elements in flat buffers: (of the embedding, of the final norm and the head).
+
+    `one_stage`: the embedding and the head are on the same virtual stage.
+    """
     last = sum(map(_padded, _last_sizes(shape, tp, VirtualStage(0, 0, one_stage, True), head)))
     return _padded_numel([p for p in shape.parameters if p.location == "first"], tp), last
 
@@ -244,7 +258,10 @@ def _embedding_and_head_numel(shape: ModelShape, tp: int, head: HeadKind, one_st
 def buffer_numel(
     shape: ModelShape, virtual: VirtualStage, tp: int, ep: int, etp: int, head: HeadKind = "vocabulary"
 ) -> tuple[int, int]:
-    """Return the elements in a rank's flat buffers for one virtual stage, without padding at the end: (dense, experts)."""
+    """Return the number of elements in a rank's flat buffers for one virtual stage: (dense parameters, experts).
+
+    The padding at the end of the buffers is not included.
+    """
     moe = virtual.moe_layers(shape.moe)
     dense_layer, _ = _layer_numel(shape, False, tp, etp)
     moe_layer, expert = _layer_numel(shape, True, tp, etp) if moe else (0, 0)
@@ -257,9 +274,9 @@ def buffer_numel(
 def largest_state(
     shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """Return an upper bound for the state of every rank of one pipeline stage, in closed form.
+    """Return an upper bound for the state of every rank of one pipeline stage. A closed formula makes it fast.
 
-    It equals the largest `state_of_rank` of the stage, except that padding inside a rank's shard counts as optimizer state.
+    The bound is the largest `state_of_rank` of the stage, if padding inside a rank's shard also had optimizer state.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:

@@ -1,8 +1,8 @@
-"""Predicted seconds of training in a step: arithmetic, memory traffic, messages and the pipeline bubble.
+"""Predicts the seconds of training in a step: arithmetic, memory traffic, communication and the pipeline bubble.
 
-All formulas take an array of numbers of replicas, so that a search evaluates all of them together. Communication does not overlap
-with computation, except where this is stated: mrl reduces gradients after the last backward pass, and gathers keys and values
-before attention.
+All formulas take an array [R] of numbers of replicas, so that the layout search evaluates all of these numbers together.
+Communication does not overlap with computation. For example, mrl reduces gradients after the last backward pass, and gathers keys
+and values before attention.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PARTS = ("matmul", "attention", "experts", "tensor", "context", "dispatch", "pipeline", "gradients", "optimizer")
-"""Parts of the trainers' seconds. dispatch: all-to-all of experts; pipeline: bubble and messages between stages."""
+"""Parts of the seconds of training. mrl.planner.layout_search.PART_MEANING explains each part."""
 
 BACKWARD_RATIO = dict(matmul=2.0, attention=2.0, experts=2.0, tensor=1.5, context=2.0, dispatch=1.0, pipeline=1.0)
-"""Seconds of a backward pass divided by those of a forward pass, by part.
+"""Part -> seconds in a backward pass divided by seconds in a forward pass.
 
-The ratio of `tensor` is above 1 because inputs are gathered again for the gradients of the weights.
+The ratio of `tensor` is above 1 because a backward pass gathers inputs again, for the gradients of the weights.
 """
 
-WEIGHT_BYTES = 2  # of a weight or an activation in bfloat16
-ADAMW_TRAFFIC_BYTES = 34  # read and written per parameter by AdamW: gradient, main weight, two moments, and the weight
+WEIGHT_BYTES = 2  # bytes of one element of a bfloat16 weight or activation
+ADAMW_TRAFFIC_BYTES = 34  # bytes that AdamW reads and writes per parameter: gradient, main weight, two moments, weight
 
 
 @dataclass(frozen=True)
 class TrainingSeconds:
-    """Seconds of a step's training, for each number of replicas."""
+    """Seconds of training in a step, for each number of replicas."""
 
-    update_s: FloatArray  # [R] forward and backward passes, gradients and optimizer
-    score_s: FloatArray  # [R] forward passes for log-probabilities and values
-    parts: Mapping[str, FloatArray]  # name in PARTS -> [R] seconds of update and scoring together
+    update_s: FloatArray  # [R] seconds of forward and backward passes, gradient reduction and optimizer
+    score_s: FloatArray  # [R] seconds of forward passes for log-probabilities and values
+    parts: Mapping[str, FloatArray]  # part (see PARTS) -> [R] seconds of update and scoring together
 
     @cached_property
     def total_s(self) -> FloatArray:
         return self.update_s + self.score_s
 
     def at(self, index: int) -> dict[str, float]:
-        """Return the parts for the number of replicas at `index`."""
+        """Return part -> seconds for the number of replicas at `index` of the arrays."""
         return {name: float(seconds[index]) for name, seconds in self.parts.items()}
 
 
 @dataclass(frozen=True)
 class TrainerTime:
-    """Predicts the seconds of one model under one layout. The layout must be valid for the model."""
+    """Predicts the seconds of training one model with one layout. The layout must be valid for the model."""
 
     shape: ModelShape
     layout: ReplicaLayout
@@ -63,7 +63,7 @@ class TrainerTime:
     work: StepWorkload
 
     def times(self, replicas: IntArray) -> TrainingSeconds:
-        """Return the seconds of a step for each number of replicas. `replicas`: [R]."""
+        """Return the seconds of training in a step for each number of replicas. `replicas`: [R]."""
         work = self.work
         scoring = self._passes(replicas, mini_batches=1, backward=False)
         update = self._passes(replicas, mini_batches=work.mini_batches, backward=True) | self._optimizer_step(replicas)
@@ -74,9 +74,9 @@ class TrainerTime:
         return TrainingSeconds(steps * update_s, forwards * score_s, parts)
 
     def _passes(self, replicas: IntArray, *, mini_batches: int, backward: bool) -> dict[str, FloatArray]:
-        """Return the parts of one pipelined pass over a mini-batch. Its seconds are those of the slowest stage."""
+        """Return part -> seconds [R] of one pipelined pass over a mini-batch. The slowest pipeline stage determines them."""
         work, layout = self.work, self.layout
-        # A replica trains at least one sequence: sequences are not divided among replicas.
+        # A replica trains at least one whole sequence, because a sequence is not divided over replicas.
         tokens = np.maximum(work.tokens / (mini_batches * replicas), work.lengths.longest)
         multiple = layout.pp if layout.vpp > 1 else 1
         count = np.ceil(np.ceil(tokens * work.packs / work.tokens) / multiple) * multiple
@@ -91,10 +91,13 @@ class TrainerTime:
         return parts
 
     def _micro_batch(self, tokens: FloatArray, backward: bool) -> list[dict[str, FloatArray]]:
-        """Return the parts of one micro-batch of `tokens` [R] for each distinct stage, over all of its virtual stages."""
-        kinds = [(*counts, False) for counts in self.layout.stages(self.shape.moe)]
-        kinds[-1] = (*kinds[-1][:2], True)
-        forward = [self._forward(tokens, *kind) for kind in dict.fromkeys(kinds)]
+        """Return part -> seconds [R] of one micro-batch with `tokens` [R] tokens, for each stage.
+
+        Pipeline stages with the same layers are returned only once. A stage includes all its virtual stages.
+        """
+        stages = [(*counts, False) for counts in self.layout.stages(self.shape.moe)]
+        stages[-1] = (*stages[-1][:2], True)
+        forward = [self._forward(tokens, *stage) for stage in dict.fromkeys(stages)]
         if not backward:
             return forward
         times = {name: 1 + factor + self.layout.recompute for name, factor in BACKWARD_RATIO.items()}
@@ -102,31 +105,38 @@ class TrainerTime:
         return [{name: seconds * times[name] for name, seconds in parts.items()} for parts in forward]
 
     def _forward(self, tokens: FloatArray, dense: int, moe: int, is_last: bool) -> dict[str, FloatArray]:
-        """Return the parts of one micro-batch's forward pass in one stage.
+        """Return part -> seconds [R] of the forward pass of one micro-batch in one pipeline stage.
 
-        `dense`, `moe`: numbers of the stage's dense layers and of its layers with experts. `is_last`: it has the output layer.
+        `dense`: number of dense layers of the stage. `moe`: number of its layers with experts. `is_last`: the stage has the
+        output layer.
         """
         shape, layout, cluster = self.shape, self.layout, self.cluster
         tp, cp, layers = layout.tp, layout.cp, dense + moe
         gpu_tokens = tokens / (tp * cp)
         hidden_bytes = shape.hidden * WEIGHT_BYTES
         macs = dense * shape.layer_weights(False) + moe * shape.layer_weights(True) + is_last * shape.output_macs
-        squares_per_token = self.work.squares / self.work.tokens
+        squares_per_token = self.work.sum_of_squared_lengths / self.work.tokens
         expert = shape.parameters_per_expert
         local_experts = shape.num_experts / layout.ep * expert / layout.etp  # parameters of one layer on one GPU
-        expert_tokens = shape.topk * gpu_tokens  # that reach a GPU's experts if all experts are chosen equally often
+        expert_tokens = shape.topk * gpu_tokens  # tokens that reach a GPU's experts if the router balances perfectly
         gather = self._message(tokens / cp * hidden_bytes * (tp - 1) / tp, tp)
         expert_gather = self._message(expert_tokens * hidden_bytes * (layout.etp - 1), layout.etp)
         keys_values = tokens * shape.gathered_kv_width / tp * WEIGHT_BYTES * (cp - 1) / cp
         expert_s = np.maximum(
-            2 * expert * expert_tokens / cluster.expert_flops, WEIGHT_BYTES * local_experts / cluster.hbm_bytes
+            2 * expert * expert_tokens / cluster.expert_flops_per_s,
+            WEIGHT_BYTES * local_experts / cluster.hbm_bytes_per_s,
         )
         gathers = 4 * dense + (2 + 2 * (shape.shared_ffn > 0)) * moe
         return dict(
             matmul=np.maximum(
-                2 * macs * gpu_tokens / cluster.matmul_flops, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes
+                2 * macs * gpu_tokens / cluster.matmul_flops_per_s, WEIGHT_BYTES * macs / tp / cluster.hbm_bytes_per_s
             ),
-            attention=2 * layers * shape.attention_macs * squares_per_token * gpu_tokens / cluster.attention_flops,
+            attention=2
+            * layers
+            * shape.attention_macs
+            * squares_per_token
+            * gpu_tokens
+            / cluster.attention_flops_per_s,
             experts=moe * expert_s,
             tensor=gathers * gather + 2 * moe * expert_gather,
             context=layers * self._message(keys_values, tp * cp) * (cp > 1),
@@ -135,19 +145,22 @@ class TrainerTime:
         )
 
     def _message(self, size: FloatArray, ranks: int) -> FloatArray:
-        """Return the seconds of a collective in which each of `ranks` neighboring GPUs sends `size` bytes; 0 for one rank."""
-        return (size / self.cluster.link_bytes(ranks) + self.cluster.latency_s) * (ranks > 1)
+        """Return the seconds of a collective in which each of `ranks` neighboring GPUs sends `size` bytes. One rank needs 0 s."""
+        return (size / self.cluster.link_bytes_per_s(ranks) + self.cluster.latency_s) * (ranks > 1)
 
     def _all_to_all(self, size: FloatArray) -> FloatArray:
-        """Return the seconds of an all-to-all over an expert-parallel group, in which each GPU has `size` bytes to distribute."""
+        """Return the seconds of an all-to-all over an expert-parallel group in which each GPU distributes `size` bytes."""
         ep, cluster = self.layout.ep, self.cluster
-        on_node = min(ep, max(1, cluster.per_node // self.layout.etp))  # members of the group on one node
-        within, across = (on_node - 1) / ep / cluster.nvlink_bytes, (ep - on_node) / ep / cluster.network_bytes
+        on_node = min(ep, max(1, cluster.gpus_per_node // self.layout.etp))  # members of the group on one node
+        within, across = (
+            (on_node - 1) / ep / cluster.nvlink_bytes_per_s,
+            (ep - on_node) / ep / cluster.network_bytes_per_s,
+        )
         return (size * max(within, across) + cluster.latency_s) * (ep > 1)
 
     @cached_property
     def stage_parameters(self) -> tuple[int, int]:
-        """Elements in the flat buffers of one GPU of the fullest pipeline stage: (dense, experts)."""
+        """Number of elements in the flat buffers of one GPU: (dense, experts). The stage with the most elements counts."""
         shape, layout = self.shape, self.layout
         stages = cached_pipeline_stages(shape.num_layers, layout.pp, layout.vpp, layout.uneven)
         return max((self._buffer_numel(stage) for stage in stages), key=sum)
@@ -158,25 +171,25 @@ class TrainerTime:
         return sum(dense for dense, _ in numels), sum(experts for _, experts in numels)
 
     def _copies(self, replicas: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Return the number of ranks with the same shard of (dense parameters, experts), for each number of replicas."""
+        """Return the number of ranks that hold the same parameters: (for dense parameters [R], for experts [R])."""
         layout = self.layout
         ranks = replicas.astype(np.float64) * layout.cp
         return ranks, layout.tp * ranks / (layout.ep * layout.etp)
 
     def state_bytes(self, replicas: IntArray) -> FloatArray:
-        """Return the bytes of weights and optimizer state on one GPU. On shared GPUs they are offloaded and loaded."""
+        """Return [R] the bytes of weights and optimizer state on one GPU, which trainers on shared GPUs offload and load."""
         optimizer = optimizer_bytes_per_parameter(WEIGHT_BYTES)
         parts = zip(self.stage_parameters, self._copies(replicas), strict=True)
         return np.sum([parameters * (WEIGHT_BYTES + optimizer / copies) for parameters, copies in parts], axis=0)
 
     def _optimizer_step(self, replicas: IntArray) -> dict[str, FloatArray]:
-        """Return the seconds to reduce-scatter gradients, update each shard, and all-gather weights, one after the other."""
+        """Return part -> seconds [R] of an optimizer step: reduce-scatter gradients, update each shard, all-gather weights."""
         cluster, layout = self.cluster, self.layout
-        ranks = layout.tp * layout.cp * replicas  # of a stage; they are neighbors
-        speed = np.where(ranks <= cluster.per_node, cluster.nvlink_bytes, cluster.network_bytes)
-        gradients, shard = np.zeros(len(replicas)), np.zeros(len(replicas))
+        ranks = layout.tp * layout.cp * replicas  # number of ranks of a pipeline stage; the ranks are neighbors
+        speed = np.where(ranks <= cluster.gpus_per_node, cluster.nvlink_bytes_per_s, cluster.network_bytes_per_s)
+        gradients_s, shard = np.zeros(len(replicas)), np.zeros(len(replicas))
         for parameters, copies in zip(self.stage_parameters, self._copies(replicas), strict=True):
             sent = parameters * (GRADIENT_BYTES + WEIGHT_BYTES) * (copies - 1) / copies
-            gradients = gradients + np.where(sent > 0, sent / speed + 2 * cluster.latency_s, 0.0)
+            gradients_s = gradients_s + np.where(sent > 0, sent / speed + 2 * cluster.latency_s, 0.0)
             shard = shard + parameters / copies
-        return dict(gradients=gradients, optimizer=shard * ADAMW_TRAFFIC_BYTES / cluster.hbm_bytes)
+        return dict(gradients=gradients_s, optimizer=shard * ADAMW_TRAFFIC_BYTES / cluster.hbm_bytes_per_s)

@@ -96,7 +96,7 @@ def test_advice_combines_changes_if_one_is_not_enough(tmp_path):
 
 def test_too_few_nodes_are_a_problem(tmp_path):
     memory = memory_of(config_of("Qwen3-8B", tmp_path, "cluster=h200", "cluster.nodes=1", "parallel.dp=16"))
-    assert any("the run needs 17 GPUs, the cluster has 8" in problem for problem in memory.problems)
+    assert any("the run needs 17 GPUs, but the cluster has 8" in problem for problem in memory.problems)
 
 
 def test_no_sequence_is_longer_than_the_context(tmp_path):

@@ -118,7 +118,7 @@ def test_log_normal_lengths_have_the_given_median_and_maximum():
         (["median=3", "steps=2.5"], "expected an integer"),
         (["median=3", "push_s=-1"], "push_s=-1: expected 0 or more"),
         (["median=3", "colocated=yes"], "expected true or false"),
-        (["lengths=/no/such/file"], "expected JSON Lines"),
+        (["lengths=/no/such/file"], "expected a JSON Lines file"),
     ],
 )
 def test_an_invalid_argument_is_an_error(words, message):

@@ -84,9 +84,9 @@ def test_training_time_is_linear_in_tokens_and_scales_with_the_trainers():
 
 def test_after_the_recorded_groups_whole_groups_are_drawn_at_random_and_reproducibly():
     one, two = (GroupLengths(np.array([[1, 2], [30, 40]]), np.array([5, 6])) for _ in range(2))
-    drawn = [one.of(number) for number in range(200)]
+    drawn = [one.tokens_of(number) for number in range(200)]
     assert drawn[:2] == [(5, [1, 2]), (6, [30, 40])] and set(map(str, drawn)) == set(map(str, drawn[:2]))
-    assert [two.of(number) for number in range(200)] == drawn
+    assert [two.tokens_of(number) for number in range(200)] == drawn
 
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=2), min_size=1, max_size=30)

@@ -81,7 +81,7 @@ def test_an_unusable_record_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="expected a run directory"):
         read_run(tmp_path)
     recorded(tmp_path, lengths_of(0), RolloutSetup(N, 2, 0, in_order=True), steps=4)
-    with pytest.raises(ValueError, match="3 steps after the first: expected 4 or more"):
+    with pytest.raises(ValueError, match="has 3 steps after the first; 4 or more"):
         read_run(tmp_path).fit()
     recorded(tmp_path, lengths_of(0), RolloutSetup(N, 2, 0), mode="async", max_staleness=3)
     trace = read_run(tmp_path)
@@ -99,5 +99,5 @@ def test_lengths_are_read_from_a_file(tmp_path):
         with pytest.raises(ValueError, match=f"line {line}: expected the response lengths of one group"):
             read_lengths(path)
     path.write_text("[3,")
-    with pytest.raises(ValueError, match="expected JSON Lines"):
+    with pytest.raises(ValueError, match="expected a JSON Lines file"):
         read_lengths(path)

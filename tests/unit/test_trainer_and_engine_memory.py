@@ -170,7 +170,7 @@ def test_uneven_stages_have_the_layers_that_megatron_gives_them():
     stages = pipeline_stages(shape.num_layers, ParallelDims(pp=4), uneven)
     assert [chunk.layers for (chunk,) in stages] == [6, 16, 16, 10]
     assert [chunk.first for (chunk,) in stages] == [0, 6, 22, 38]
-    with pytest.raises(ValueError, match=r"do not divide over 3 pipeline stages"):
+    with pytest.raises(ValueError, match=r"cannot be divided evenly over 3 pipeline stages"):
         pipeline_stages(shape.num_layers, ParallelDims(pp=4), dict(num_layers_in_first_pipeline_stage=7))
 
 

@@ -39,7 +39,9 @@ ONE = np.array([1])
 def test_a_model_shape_counts_every_weight_and_the_multiply_adds_of_a_token(fields, parameters):
     arch, shape = model_of(fields)
     assert shape.num_weights == parameters
-    assert shape.token_macs == pytest.approx(arch.multiply_adds()[0], rel=0.005)  # multiply_adds() leaves out norms and routers
+    assert shape.token_macs == pytest.approx(
+        arch.multiply_adds()[0], rel=0.005
+    )  # multiply_adds() leaves out norms and routers
 
 
 def test_the_seconds_of_a_layout_are_those_computed_by_hand():
@@ -128,7 +130,7 @@ def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scorin
     _, shape = model_of(QWEN3_30B_A3B)
     work = work_of(scoring_passes=scoring, critic=critic, mini_batches=mini_batches)
     trainer = TrainerTime(shape, layout, cluster_of(64), work)
-    replicas = layout.replica_step * replicas
+    replicas = layout.replica_multiple * replicas
     seconds = trainer.times(np.array([replicas, 2 * replicas]))
     assert set(seconds.parts) == set(PARTS)
     assert sum(seconds.parts.values()) == pytest.approx(seconds.total_s)
@@ -144,14 +146,20 @@ def test_parts_add_up_and_replicas_share_the_arithmetic(layout, replicas, scorin
 def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layout, replicas):
     """They differ in what they send and in how long they wait."""
     _, shape = model_of(QWEN3_30B_A3B)
-    replicas *= layout.replica_step
+    replicas *= layout.replica_multiple
     dims = layout.dims(replicas)
     assert isinstance(dims, ParallelDims) and dims.world_size == layout.gpus * replicas
     work = StepWorkload(LengthDistribution(0, np.array([1024.0])), 64 * 48 * 16, 1, 1024)
     trainer = TrainerTime(shape, layout, cluster_of(64), work)
     passes = 4 if layout.recompute else 3
     parts = trainer.times(np.array([replicas])).at(0)
-    pairs = 2 * shape.num_layers * shape.attention_macs * work.sum_of_squared_lengths / trainer.cluster.attention_flops_per_s
+    pairs = (
+        2
+        * shape.num_layers
+        * shape.attention_macs
+        * work.sum_of_squared_lengths
+        / trainer.cluster.attention_flops_per_s
+    )
     stages = [sum(counts) for counts in layout.stages(shape.moe)]
     busiest = max(
         stages[:-1], default=stages[-1]
@@ -162,7 +170,9 @@ def test_tensor_context_and_pipeline_parallelism_divide_arithmetic_equally(layou
 
 def test_shared_prompts_are_computed_once_per_pack():
     work = StepWorkload(LengthDistribution(1000, np.array([500.0])), 10, 8, max_tokens=5000)
-    assert work.tokens == 10 * (1000 + 8 * 500) and work.sum_of_squared_lengths == 10 * (1000**2 + 8 * (1500**2 - 1000**2))
+    assert work.tokens == 10 * (1000 + 8 * 500) and work.sum_of_squared_lengths == 10 * (
+        1000**2 + 8 * (1500**2 - 1000**2)
+    )
     alone = replace(work, share_prompts=False)
     assert alone.tokens == 10 * 8 * 1500 and alone.sum_of_squared_lengths == 10 * 8 * 1500**2
     assert replace(work, max_tokens=1200).packs == 80  # a response with its prompt is longer: a pack of its own
