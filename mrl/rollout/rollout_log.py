@@ -1,9 +1,10 @@
-"""Sampled data on disk: the rollout log of each step, the cache of single completions, and recorded steps for replay.
+"""Sampled data on disk: the rollout log, the completion cache, and recorded steps.
 
-- `RolloutLog`: the scored groups of every step since the last checkpoint. A run that resumes from it trains the same
-  responses again.
-- `CompletionCache`: completions of groups that no step has taken yet. They are not sampled again after a failure of any process.
-- Recorded steps (`rollout.record`, `rollout.replay`): tokens and control columns, which can be trained under any layout.
+- `RolloutLog` holds the scored groups of every step since the last checkpoint. A run that resumes from this checkpoint trains
+  the same responses again.
+- `CompletionCache` holds the completions of groups that no step has taken yet. If a process fails, they are not sampled again.
+- Recorded steps hold tokens and the columns of the driver. `rollout.record` writes them, and `rollout.replay` trains them
+  instead of new samples, under any parallel layout.
 """
 
 import logging
@@ -32,15 +33,15 @@ ZSTD_LEVEL = 1
 _STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
 _CACHE_SUFFIX = ".completions"
 _CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")
-_RECORD_LENGTH = struct.Struct("<Q")  # bytes of the compressed record that follows
+_RECORD_LENGTH = struct.Struct("<Q")  # stands before each compressed record: the length of the record in bytes
 
 
 class RolloutLog:
-    """The scored groups of each step: one compressed file per step, without pickle.
+    """The scored groups of each step, in one compressed file per step, without pickle.
 
     A file appears only when it is complete. A file with the same prompts is not overwritten, so a process that outlives its
-    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial weights. Entries of
-    another key are not read. They are kept until the next checkpoint, because the user may have mistyped a setting.
+    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial weights. Entries with
+    another key are not read. They are deleted only at the next checkpoint, because the user may have mistyped a setting.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -48,15 +49,16 @@ class RolloutLog:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, step: int, groups: StepGroups[Group]) -> StepGroups[Group]:
-        """Write the groups of a step; return `groups`, or the logged groups if the step was logged before with the same prompts.
+        """Write the groups of a step, and return the groups that the step must train.
 
-        If the file cannot be written, a warning is logged and the run goes on without it.
+        These are `groups`, or the groups in the log if the log has the step with the same prompts already. If the file cannot be
+        written, a warning is logged and the run goes on.
         """
         content = msgspec.msgpack.encode(groups, enc_hook=_to_plain)
         path, partial = self._path(step), self.folder / f".partial-{uuid.uuid4().hex[:8]}"
         try:
             partial.write_bytes(zstandard.compress(content, ZSTD_LEVEL))
-            os.link(partial, path)  # fails if the file exists
+            os.link(partial, path)  # fails if `path` exists
         except FileExistsError:
             logged = self.get(step)
             if logged is not None and (logged.all_numbers, _rows(logged)) == (groups.all_numbers, _rows(groups)):
@@ -70,7 +72,7 @@ class RolloutLog:
         return groups
 
     def get(self, step: int) -> StepGroups[Group] | None:
-        """Read the groups of a step; None if there is no entry. A damaged entry is removed."""
+        """Return the groups of a step, or None if there is no entry. A damaged entry is deleted."""
         try:
             return _step_decoder.decode(zstandard.decompress(self._path(step).read_bytes()))
         except FileNotFoundError:
@@ -80,12 +82,12 @@ class RolloutLog:
             return None
 
     def remove(self, step: int, reason: str) -> None:
-        """Delete the entry of a step, and log why."""
+        """Delete the entry of a step, and log the reason."""
         logger.warning("%s %s; it is removed", self._path(step), reason)
         self._path(step).unlink(missing_ok=True)
 
     def discard(self, before_step: int) -> None:
-        """Delete the entries of earlier steps, which a checkpoint covers, and those of other keys. Cached completions stay."""
+        """Delete the entries of steps before `before_step`, and all entries with other keys. Cached completions stay."""
         for folder in self.root.iterdir():
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -99,47 +101,48 @@ class RolloutLog:
 
 
 def _rows(groups: StepGroups[Group]) -> list[int]:
+    """Return the row of the data set of each group."""
     return [group.row for group in [*groups.groups, *groups.filtered]]
 
 
 class CompletionCache:
-    """Completions on disk, by the number of the response in the run and the input tokens.
+    """Finished completions on disk. The number of the response in the run and the input tokens identify a completion.
 
-    Each turn of a multi-turn response is one completion. There is one file per process and step. Each record is one write; a
-    truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
+    Each turn of a multi-turn response is one completion. There is one file per process and step. A file is a sequence of
+    compressed records; a truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read the completions of earlier processes. `step`: see `start_step`."""
+        """Read the completions of earlier processes. New completions are stored as those of `step` until `start_step`."""
         self._folder, self._step = folder, step
-        self._known: dict[int, dict[str, Completion]] = {}  # step -> completions by key
+        self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
-        self._full = False
+        self._write_failed = False
         self.read()
 
     def read(self) -> None:
         """Read all files, including those of this process, so that `get` finds their completions."""
-        self._known = {}
+        self._completions = {}
         for step, path in self._paths():
-            self._known.setdefault(step, {}).update(_read_records(path))
+            self._completions.setdefault(step, {}).update(_read_records(path))
 
     def start_step(self, step: int) -> None:
-        """Store the following completions as those of `step`."""
+        """Store new completions as those of `step` from now on."""
         if step != self._step and self._file is not None:
             self._file.close()
             self._file = None
         self._step = step
 
     def __len__(self) -> int:
-        return sum(map(len, self._known.values()))
+        return sum(map(len, self._completions.values()))
 
     def get(self, number: int, inputs: Sequence[int]) -> Completion | None:
-        """Return the completion of response `number` for these input tokens, if `read` found one."""
+        """Return the completion of response `number` for these input tokens, or None if `read` did not find one."""
         key = _key(number, inputs)
-        return next((known[key] for known in self._known.values() if key in known), None)
+        return next((of_step[key] for of_step in self._completions.values() if key in of_step), None)
 
     def put(self, numbers: Sequence[int], inputs: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Append the completions of one request; aborted ones are left out."""
+        """Append the completions of one HTTP request to the file of this step. Aborted completions are left out."""
         items = zip(numbers, inputs, completions, strict=True)
         found = {_key(number, tokens): done for number, tokens, done in items if done.finish_reason != "abort"}
         content = msgspec.msgpack.encode(found, enc_hook=_to_plain)
@@ -148,30 +151,32 @@ class CompletionCache:
             if self._file is None:
                 name = f"step_{self._step:06d}-{uuid.uuid4().hex[:8]}{_CACHE_SUFFIX}"
                 self._file = (self._folder / name).open("ab", buffering=0)
-            if not self._full:
+            if not self._write_failed:
                 self._file.write(_RECORD_LENGTH.pack(len(record)) + record)
         except OSError as error:
-            self._full = True  # a reader stops at the truncated record, so nothing may follow it
+            self._write_failed = True  # the last record may be truncated, and readers stop there
             logger.warning("completions are no longer cached on disk: %s", error)
 
     def discard(self, before_step: int) -> None:
-        """Delete the completions of earlier steps: the rollout log has them, or they were trained."""
+        """Delete the completions of steps before `before_step`. Their groups are in the rollout log, or were trained."""
         for step, path in self._paths():
             if step < before_step:
                 path.unlink(missing_ok=True)
-        self._known = {step: known for step, known in self._known.items() if step >= before_step}
+        self._completions = {step: found for step, found in self._completions.items() if step >= before_step}
 
     def _paths(self) -> list[tuple[int, Path]]:
-        """Return (step, file) of all cached completions."""
+        """Return (step, path) of each file of the cache."""
         named = ((_CACHE_FILE.fullmatch(path.name), path) for path in sorted(self._folder.glob(f"*{_CACHE_SUFFIX}")))
         return [(int(name[1]), path) for name, path in named if name]
 
 
 def _key(number: int, inputs: Sequence[int]) -> str:
+    """Return the identifier of a completion: the number of its response, and a hash of its input tokens."""
     return f"{number}:{xxhash.xxh3_128_hexdigest(np.array(inputs, np.int64).tobytes())}"
 
 
 def _read_records(path: Path) -> Iterator[tuple[str, Completion]]:
+    """Yield (result of `_key`, completion) for each completion in a file of the cache."""
     content, start = path.read_bytes(), 0
     while start + _RECORD_LENGTH.size <= len(content):
         (length,) = _RECORD_LENGTH.unpack_from(content, start)
@@ -189,37 +194,37 @@ def _recording_path(folder: str | Path, step: int) -> Path:
 
 
 def write_recording(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) -> None:
-    """Record a step's tokens and control columns. The file appears when it is complete."""
+    """Write the tokens of a step and the columns of the driver. The file appears only when it is complete."""
     path = _recording_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     block.save(path, **columns)
 
 
 def read_recording(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str, NDArray]]:
-    """Read the tokens and control columns of a recorded step."""
+    """Return the tokens of a recorded step and the columns of the driver."""
     return TokenBlock.load(_recording_path(folder, step))
 
 
 def check_recording(folder: str | Path, num_steps: int, *, routing: bool = False) -> None:
-    """Raise ValueError unless the first `num_steps` steps are recorded, with routed experts if `routing`."""
+    """Raise ValueError if one of the first `num_steps` steps is not recorded, or, with `routing`, has no routed experts."""
     for step in range(num_steps):
         path = _recording_path(folder, step)
         if not path.is_file():
             count = len(list(Path(folder).glob("step_*.npz")))
             raise ValueError(
                 f"rollout.replay={folder}: {path.name} is missing ({count} recorded steps, trainer.max_steps="
-                f"{num_steps}); record with rollout.record=true, or lower trainer.max_steps."
+                f"{num_steps}); record more steps with rollout.record=true, or lower trainer.max_steps."
             )
         with np.load(path) as file:
             if routing and "routed_experts" not in file.files:
                 raise ValueError(
-                    f"rollout.routing_replay=true: {path} has no routing; record with rollout.routing_replay=true, or turn "
-                    "it off."
+                    f"rollout.routing_replay=true: {path} has no routed experts; record the steps again with "
+                    "rollout.routing_replay=true, or set it to false."
                 )
 
 
 def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
-    """Return [B] a hash of each prompt with its response; the ledger identifies samples by it."""
+    """Return a hash of each prompt with its response, [B]. The ledger identifies samples by this hash."""
     return np.array(
         [
             xxhash.xxh3_64_intdigest(np.array([*sample.prompt, -1, *sample.trajectory.token_ids], np.int64).tobytes())
@@ -230,15 +235,15 @@ def sample_digests(samples: Sequence[Sample]) -> NDArray[np.uint64]:
 
 
 def _to_plain(value: Any) -> Any:
-    """Encode for msgspec: numpy scalars, and arrays of routed experts."""
+    """Return a numpy scalar, or an array of routed experts, as a value that msgspec can encode."""
     if isinstance(value, np.generic):
         return value.item()
-    assert isinstance(value, np.ndarray) and value.dtype == np.int16, f"a {type(value)} in a trajectory"
+    assert isinstance(value, np.ndarray) and value.dtype == np.int16, f"a trajectory holds a {type(value)}"
     return dict(shape=value.shape, data=value.tobytes())
 
 
 def _from_plain(kind: Any, value: Any) -> NDArray[np.int16]:
-    """Rebuild an array that `_to_plain` encoded."""
+    """Return the array that `_to_plain` encoded."""
     return np.frombuffer(value["data"], np.int16).reshape(value["shape"]).copy()
 
 

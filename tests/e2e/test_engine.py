@@ -125,6 +125,6 @@ def test_a_server_that_cannot_start_reports_the_end_of_its_log(tmp_path):
 
     (tmp_path / "config.json").write_text("{broken")
     args = default_server_args("float32", 512) | {"model_path": str(tmp_path)}
-    why = r"(?s)ended before it was ready; end of .*log:.*JSONDecodeError"
+    why = r"(?s)ended before it was ready; .*log ends with:.*JSONDecodeError"
     with EngineServer(args, tmp_path / "log") as server, pytest.raises(RuntimeError, match=why):
         server.wait_ready(timeout_s=60)

@@ -23,7 +23,7 @@ def test_an_unknown_argument_is_refused_with_its_nearest_match():
 
 @pytest.mark.parametrize("name", RESERVED_ARGS)
 def test_arguments_that_mrl_sets_are_refused(name):
-    with pytest.raises(ValueError, match=rf"sglang\.{name}=1 is set by mrl; use"):
+    with pytest.raises(ValueError, match=rf"sglang\.{name}=1 is set by mrl; "):
         check_server_args({name: 1})
 
 

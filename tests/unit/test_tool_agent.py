@@ -212,10 +212,10 @@ def test_an_aborted_turn_raises(tokenizer):
     [
         (dict(max_turns=0), "max_turns=0: must be greater than 0"),
         (dict(tool_timeout_s=-1.0), "tool_timeout_s=-1.0"),
-        (dict(tools={}), "tools names no tool"),
-        (dict(tools={"calculator": 3}), "tools.calculator is int, which cannot be called"),
+        (dict(tools={}), "tools is empty"),
+        (dict(tools={"calculator": 3}), "tools.calculator is an object of type int, which cannot be called"),
         (dict(parser=MarkerParser("abacus")), "parser.tool='abacus' is not a tool; the tools are calculator"),
-        (dict(parser="hermes"), "parser is str; expected"),
+        (dict(parser="hermes"), "parser has the type str; expected"),
     ],
 )
 def test_impossible_settings_are_refused(change, why):

@@ -1,1 +1,1 @@
-"""Multi-turn responses with tool calls."""
+"""Agents: they sample multi-turn responses with tool calls."""

@@ -1,6 +1,6 @@
-"""Tools and tool parsers; both are plug-ins. A parser finds the calls in a turn; a tool turns the arguments of a call into text.
+"""Tools and tool parsers. Both are plug-ins: a parser finds the calls in a turn, and a tool returns the result of a call as text.
 
-The model reads the error of a failed call as its result. The error has no other effect.
+If a call fails, the model reads the error message as the result of the call. A failed call does not end the response.
 """
 
 import ast
@@ -18,34 +18,37 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call: the tool's name, and its arguments by name or its only argument as text."""
+    """One tool call."""
 
-    tool: str
-    arguments: Mapping[str, Any] | str
+    tool: str  # name of the tool
+    arguments: Mapping[str, Any] | str  # name -> argument; or the text of the only argument
 
 
 class ToolCallError(ValueError):
-    """A malformed tool call; the model sees the message."""
+    """A malformed tool call. The model reads the error message."""
 
 
 class ToolParser(Protocol):
-    """Interface of tool parsers; `rollout.agent.parser._target_` names one."""
+    """Interface of tool parsers. `rollout.agent.parser._target_` names a class of parsers."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a turn, each a single token, in addition to the model's end of turn."""
+        """Texts that end a turn, in addition to the model's end-of-turn token. Each text must be a single token."""
         ...
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Return the calls of an assistant turn, in order; a turn without calls ends the response. `text` has special tokens."""
+        """Return the calls in an assistant turn, in order. A turn without calls ends the response.
+
+        `text`: the decoded turn, with special tokens.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class MarkerParser:
-    """Parser for one tool: a call is the text between two markers, as in <call>12*34</call>. The end marker ends the turn."""
+    """Parser for one tool. A call is the text between two markers, as in <call>12*34</call>. The end marker ends the turn."""
 
-    tool: str  # name of the tool in rollout.agent.tools
+    tool: str  # name of the tool in `rollout.agent.tools`
     start: str = "<call>"
     end: str = "</call>"
 
@@ -59,7 +62,7 @@ class MarkerParser:
         return (self.end,)
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse the text between each start marker and the next end marker. A start without an end is not a call."""
+        """Parse the text between each start marker and the next end marker. A start marker without an end marker is no call."""
         return [ToolCall(self.tool, found.strip()) for found in self._pattern.findall(text)]
 
     @cached_property
@@ -67,21 +70,24 @@ class MarkerParser:
         return re.compile(f"{re.escape(self.start)}(.*?){re.escape(self.end)}", re.DOTALL)
 
 
-_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class HermesParser:
-    """Parser for the format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, several per turn."""
+    """Parser for the format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+    A turn may have several calls.
+    """
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Empty: the model ends its turn after its calls."""
+        """Empty, because the model ends its turn itself after its calls."""
         return ()
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse every tagged call. A call that is not JSON of this form becomes a ToolCallError."""
-        return [_from_json(found) for found in _TAGGED.findall(text)]
+        """Parse every tagged call. A call that does not have the form above becomes a ToolCallError."""
+        return [_from_json(found) for found in _TAGGED_CALL.findall(text)]
 
 
 def _from_json(text: str) -> ToolCall | ToolCallError:
@@ -98,11 +104,11 @@ def _from_json(text: str) -> ToolCall | ToolCallError:
 
 
 class Tool(Protocol):
-    """Interface of tools; `rollout.agent.tools.NAME._target_` names one.
+    """Interface of tools. `rollout.agent.tools.NAME._target_` names a class or a function.
 
-    Each call runs in its own thread, and several calls run at the same time. The model sees an exception as an error message.
-    A call that exceeds its timeout is abandoned, but its thread continues. Code that could block the interpreter must therefore
-    run in another process.
+    Each call runs in its own thread, and several calls run at the same time. If a call raises an exception, the model reads the
+    exception as an error message. A call that exceeds `tool_timeout_s` is abandoned, but its thread continues. Code that could
+    block the interpreter must therefore run in another process.
     """
 
     def __call__(self, *args: Any, **arguments: Any) -> str: ...
@@ -110,14 +116,14 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a tool call, as the model reads it."""
+    """Result of a tool call."""
 
-    text: str
+    text: str  # the result, or an error message, as the model reads it
     failed: bool = False
 
 
 async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, timeout_s: float) -> ToolResult:
-    """Run one call. Returns within `timeout_s` seconds, and never raises."""
+    """Run one call. Returns within `timeout_s` seconds. Never raises, because an error becomes the result of the call."""
     if isinstance(call, ToolCallError):
         return ToolResult(f"error: {call}", failed=True)
     if call.tool not in tools:
@@ -127,7 +133,7 @@ async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, ti
 
     def work() -> None:
         result = _run(tools[call.tool], call.arguments)
-        with suppress(RuntimeError):  # the event loop has been closed meanwhile
+        with suppress(RuntimeError):  # raised if the event loop was closed in the meantime
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
 
     threading.Thread(target=work, name=f"tool-{call.tool}", daemon=True).start()
@@ -138,10 +144,11 @@ async def run_call(tools: Mapping[str, Tool], call: ToolCall | ToolCallError, ti
 
 
 def _run(tool: Tool, arguments: Mapping[str, Any] | str) -> ToolResult:
+    """Call a tool. Any exception becomes an error message."""
     try:
         text = tool(arguments) if isinstance(arguments, str) else tool(**arguments)
         return ToolResult(text if isinstance(text, str) else str(text))
-    except BaseException as error:  # the model sees any failure of a tool, even SystemExit
+    except BaseException as error:  # also SystemExit, which a tool may raise
         return ToolResult(
             f"error: {type(error).__name__}: {error}" if str(error) else f"error: {type(error).__name__}", True
         )
@@ -162,13 +169,16 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Calculator:
-    """Tool that computes arithmetic expressions of numbers, + - * / // % ** and brackets."""
+    """Tool that computes an arithmetic expression. It may contain numbers, brackets and the operators + - * / // % **."""
 
-    max_characters: int = 200  # longest expression
-    max_bits: int = 1024  # size of any intermediate integer
+    max_characters: int = 200  # maximal length of the expression
+    max_bits: int = 1024  # maximal size of every intermediate integer
 
     def __call__(self, expression: str) -> str:
-        """Compute an expression. Raises ValueError if it is not arithmetic or too large, and ArithmeticError."""
+        """Return the value of an expression. Raises ValueError if the expression is not arithmetic or too large.
+
+        Raises ArithmeticError if Python cannot compute the value, for example for a division by zero.
+        """
         if len(expression) > self.max_characters:
             raise ValueError(f"longer than {self.max_characters} characters")
         try:
@@ -190,7 +200,7 @@ class Calculator:
         raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")
 
     def _check_power(self, base: int | float, exponent: int | float) -> None:
-        """Raise ValueError if a power would be too large to compute."""
+        """Raise ValueError if the result of `base ** exponent` would be too large."""
         if (
             isinstance(base, int)
             and isinstance(exponent, int)
@@ -201,29 +211,29 @@ class Calculator:
     def _bounded(self, value: Any) -> int | float:
         if isinstance(value, int) and value.bit_length() > self.max_bits:
             raise ValueError("the number is too large")
-        if not isinstance(value, int | float):  # complex: the root of a negative number
+        if not isinstance(value, int | float):  # a root of a negative number is complex
             raise ValueError("the result is not a real number")
         return value
 
 
 @dataclass(frozen=True)
 class PythonTool:
-    """Tool that runs a program in the sandbox of code rewards, in a separate process, and returns its standard output.
+    """Tool that runs a Python program in the sandbox of code rewards and returns its standard output.
 
-    `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError for an unknown field, and if this machine does not
-    support the sandbox.
+    The sandbox is a separate process. `limits`: fields of mrl.rewards.sandbox.SandboxLimits. Raises ValueError if a field is
+    unknown or if this machine does not support the sandbox.
     """
 
     limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from mrl.rewards import sandbox  # queries kernel features, so only users of this tool import it
+        from mrl.rewards import sandbox  # imported here because its import queries kernel features
 
         sandbox.require_sandbox()
         object.__setattr__(self, "_limits", sandbox.SandboxLimits.of(self.limits))
 
     def __call__(self, code: str) -> str:
-        """Run a program and return its standard output. Raises RuntimeError with the reason if it fails."""
+        """Run a program and return its standard output. If the program fails, raises RuntimeError with the reason."""
         from mrl.rewards import sandbox
 
         outcome = sandbox.run(code, "", vars(self)["_limits"])

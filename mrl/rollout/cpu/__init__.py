@@ -1,4 +1,4 @@
-"""SGLang on a CPU: a platform plug-in with attention and operators in torch. The driver can import this without SGLang."""
+"""SGLang on a CPU: a platform plug-in, with attention and other operators in torch. This file does not import SGLang."""
 
 ATTENTION_BACKEND = "mrl_batched_sdpa"
-"""Name under which `sdpa_attention` registers itself with SGLang."""
+"""Name of the attention backend that the module `sdpa_attention` registers with SGLang."""

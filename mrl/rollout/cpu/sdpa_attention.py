@@ -1,13 +1,13 @@
-"""Attention for SGLang on a CPU: many sequences per SDPA call.
+"""Attention for SGLang on a CPU. One call of `scaled_dot_product_attention` (SDPA) computes many sequences.
 
-SGLang's `torch_native` backend calls `scaled_dot_product_attention` once per sequence and layer. With hundreds of short
-sequences, the Python loop costs far more than the arithmetic. Here, all layers of a forward pass share one *plan*: queries
-are cut into rows (one sequence, up to `MAX_QUERIES_PER_ROW` consecutive query tokens), and rows of similar size are grouped
-into *tiles*. A tile is one gather of keys and values and one SDPA call with a mask. Its rows are padded to the same number of
-query tokens, so it has N * Q places for query tokens.
+SGLang's `torch_native` backend calls SDPA once per sequence and layer. With hundreds of short sequences, the Python loop costs
+far more than the arithmetic. Here, all layers of a forward pass share one *plan*, which is a list of *tiles*. A tile is a set
+of *rows* of similar size. A row is up to `MAX_QUERIES_PER_ROW` consecutive query tokens of one sequence. For each tile, one
+gather collects the keys and values, and one SDPA call with a mask computes the attention. The rows of a tile are padded to the
+same number of query tokens, Q, and of keys, L.
 
-Shapes: T query tokens, H query heads, K key/value heads, D head size, N rows of a tile, Q query tokens per row,
-L keys per row.
+Shapes: T query tokens of the batch, H query heads, K key/value heads, D head size, N rows of a tile, Q query tokens per row,
+L keys per row. A suffix gives the shape of a variable: `slots_NL` has the shape [N, L].
 """
 
 from __future__ import annotations
@@ -29,45 +29,51 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_QUERIES_PER_ROW = 512
-"""Limit of query tokens in one row. It bounds the mask of a long prompt, and most keys after a query token are not computed."""
+"""Largest number of query tokens in one row. A long prompt is cut into rows, because a row only needs the keys up to its last
+query token, and because a shorter row has a smaller mask."""
 
 MAX_TILE_KEYS = 1 << 16
-"""Limit of keys gathered for one tile (64 Ki tokens: 32 MiB of float32 keys and values per 64 elements of K * D)."""
+"""Largest number of keys (N * L) that are gathered for one tile. With K * D = 64 in float32, keys and values take 32 MiB."""
 
 MAX_TILE_SCORES = 1 << 23
-"""Limit of mask elements of one tile (float32: 32 MiB)."""
+"""Largest number of attention scores (N * Q * L) of one tile. The mask has one element per score: 32 MiB in float32."""
 
 MAX_PADDING_FACTOR = 2.0
-"""The scores of a tile, padding included, are at most this multiple of the needed scores, plus SLACK_SCORES."""
+"""A tile has at most this multiple of the scores that it would have without padding, plus FREE_PADDING_SCORES."""
 
-SLACK_SCORES = 1 << 13
-"""Number of padding scores that cost less than one more SDPA call."""
+FREE_PADDING_SCORES = 1 << 13
+"""Number of scores that cost less time than one more SDPA call."""
 
 
 class QueryRow(NamedTuple):
-    """Consecutive query tokens of one sequence and the keys that the last of them sees."""
+    """Consecutive query tokens of one sequence, with the keys up to the last of these tokens."""
 
-    sequence: int
-    first_token: int  # index of the first query token in the batch's flat queries
+    sequence: int  # index of the sequence in the batch
+    first_token: int  # index of the row's first query token among the T query tokens of the batch
     num_queries: int
-    num_keys: int  # keys visible to the last query: its position + 1
+    num_keys: int  # number of keys that the last query token sees: its position + 1
 
 
 @dataclass
 class Tile:
-    """Rows that share one SDPA call. Padding repeats the last valid query and key of a row, so its scores are finite."""
+    """Rows that share one SDPA call. It has N * Q entries, each a query token of the batch or padding.
 
-    num_rows: int
-    queries_per_row: int
-    tokens: Tensor | None  # [N * Q] query token of each place; None if the places are exactly the tokens of the batch
-    kept_places: Tensor | None  # places that are not padding; None if none is padding
-    kept_tokens: Tensor | None  # the query token of each kept place
-    slots_NL: Tensor
-    query_positions_NQ: Tensor
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    Padding repeats the last query token and the last key of a row, so that its scores are finite.
+    """
+
+    num_rows: int  # N
+    queries_per_row: int  # Q
+    # [N * Q] index of each entry's query token among the T tokens of the batch. None: the entries are these tokens in order.
+    entry_tokens: Tensor | None
+    real_entries: Tensor | None  # indices of the entries that are not padding; None if no entry is padding
+    # Index of each real entry's query token among the T tokens. None: the real entries are these tokens in order.
+    real_entry_tokens: Tensor | None
+    slots_NL: Tensor  # index of each key in SGLang's KV cache
+    query_positions_NQ: Tensor  # position of each query token in its sequence
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # window -> mask that `mask` computed
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive causal mask [N, 1, Q, L]; with `window`, a query sees only that many keys before itself."""
+        """Return the additive causal mask [N, 1, Q, L]. With `window`, a query sees only itself and `window` keys before."""
         if window not in self.masks:
             keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
             hidden = keys_L > queries_NQ1
@@ -79,7 +85,10 @@ class Tile:
 
 
 def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[QueryRow]:
-    """Cut each sequence's queries (its last `query_lens[i]` of `key_lens[i]` tokens) into rows."""
+    """Cut the query tokens of each sequence into rows.
+
+    Sequence i has `key_lens[i]` tokens; its last `query_lens[i]` tokens are queries.
+    """
     rows, first = [], 0
     for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
         step = max(1, min(MAX_QUERIES_PER_ROW, MAX_TILE_SCORES // keys))
@@ -91,17 +100,20 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
 
 
 def fits_tile(num_rows: int, widest_Q: int, widest_L: int, needed_scores: int) -> bool:
-    """Return whether rows with these maxima may share a tile under the limits of padding and memory."""
+    """Return whether rows may share a tile under the limits of padding and memory.
+
+    `widest_Q`, `widest_L`: largest number of query tokens and of keys of a row. `needed_scores`: scores without padding.
+    """
     scores = num_rows * widest_Q * widest_L
     return (
-        scores <= MAX_PADDING_FACTOR * needed_scores + SLACK_SCORES
+        scores <= MAX_PADDING_FACTOR * needed_scores + FREE_PADDING_SCORES
         and scores <= MAX_TILE_SCORES
         and num_rows * widest_L <= MAX_TILE_KEYS
     )
 
 
 def group_rows(rows: list[QueryRow]) -> list[list[QueryRow]]:
-    """Group rows of similar size into tiles, longest sequences last. A single row always makes a tile."""
+    """Return the rows of each tile. Rows of similar size share a tile; a row that fits no other row has its own tile."""
     groups: list[list[QueryRow]] = []
     widest_Q = widest_L = needed = 0
     for row in sorted(rows, key=lambda r: (r.num_queries.bit_length(), r.num_keys)):
@@ -115,39 +127,42 @@ def group_rows(rows: list[QueryRow]) -> list[list[QueryRow]]:
 
 
 def build_tile(rows_N4: Tensor, slots: Tensor, req_pool_indices: Tensor, num_tokens: int) -> Tile:
-    """Make the index tensors of one tile. rows_N4: columns as in `QueryRow`; slots: [requests, context] slot of each token."""
+    """Make the index tensors of one tile.
+
+    The columns of rows_N4 are the fields of QueryRow. slots: [requests, context], the index of each token in the KV cache.
+    req_pool_indices: [sequences], the row of `slots` of each sequence. num_tokens: T.
+    """
     sequence, first, num_queries, num_keys = rows_N4.unbind(1)
     widest_Q = int(num_queries.max())
     query_NQ = torch.arange(widest_Q)
-    kept_NQ = query_NQ < num_queries[:, None]
+    is_real_NQ = query_NQ < num_queries[:, None]
     query_NQ = query_NQ.minimum(num_queries[:, None] - 1)
-    tokens = (first[:, None] + query_NQ).view(-1)
-    places = None if kept_NQ.all() else kept_NQ.view(-1).nonzero().view(-1)
-    kept = tokens if places is None else tokens[places]
-    in_order = kept.numel() == num_tokens and bool((kept == torch.arange(num_tokens)).all())
+    entry_tokens = (first[:, None] + query_NQ).view(-1)
+    real_entries = None if is_real_NQ.all() else is_real_NQ.view(-1).nonzero().view(-1)
+    real_tokens = entry_tokens if real_entries is None else entry_tokens[real_entries]
+    in_order = real_tokens.numel() == num_tokens and bool((real_tokens == torch.arange(num_tokens)).all())
     position_NL = torch.arange(int(num_keys.max())).minimum(num_keys[:, None] - 1)
     return Tile(
         num_rows=len(rows_N4),
         queries_per_row=widest_Q,
-        tokens=None if in_order and places is None else tokens,
-        kept_places=places,
-        kept_tokens=None if in_order else kept,
+        entry_tokens=None if in_order and real_entries is None else entry_tokens,
+        real_entries=real_entries,
+        real_entry_tokens=None if in_order else real_tokens,
         slots_NL=slots[req_pool_indices[sequence, None], position_NL].long(),
         query_positions_NQ=(num_keys - num_queries)[:, None] + query_NQ,
     )
 
 
 def make_plan(query_lens: Tensor, key_lens: Tensor, slots: Tensor, req_pool_indices: Tensor) -> list[Tile]:
-    """Make the tiles of one forward pass over sequences whose last `query_lens[i]` of `key_lens[i]` tokens are queries.
+    """Return the tiles of one forward pass. Sequence i has `key_lens[i]` tokens; its last `query_lens[i]` tokens are queries.
 
-    query_lens, key_lens, req_pool_indices: [sequences], int64. slots: [requests, context].
+    query_lens, key_lens, req_pool_indices: [sequences], int64. slots: [requests, context]. See `build_tile` for the last two.
     """
     ends = query_lens.cumsum(0)
     num_tokens, needed = int(ends[-1]), int((query_lens * key_lens).sum())
     widest_Q, widest_L = int(query_lens.max()), int(key_lens.max())
-    if widest_Q <= MAX_QUERIES_PER_ROW and fits_tile(
-        len(query_lens), widest_Q, widest_L, needed
-    ):  # usual case: no loop
+    # In the usual case, each sequence is one row and one tile holds all rows. No Python loop is needed.
+    if widest_Q <= MAX_QUERIES_PER_ROW and fits_tile(len(query_lens), widest_Q, widest_L, needed):
         rows_N4 = torch.stack([torch.arange(len(query_lens)), ends - query_lens, query_lens, key_lens], 1)
         groups = [rows_N4]
     else:
@@ -167,13 +182,13 @@ def run_tile(
 ) -> None:
     """Compute the attention of the tile's query tokens and write it to `output`.
 
-    query, output: [T, H, D]; k_cache, v_cache: [slots, K, D].
+    query, output: [T, H, D]. k_cache, v_cache: [slots, K, D].
     """
     N, Q, H, K = tile.num_rows, tile.queries_per_row, query.size(1), k_cache.size(1)
     keys, values = (_gather(cache, tile.slots_NL, query.dtype) for cache in (k_cache, v_cache))
-    picked = query if tile.tokens is None else query.index_select(0, tile.tokens)
+    picked = query if tile.entry_tokens is None else query.index_select(0, tile.entry_tokens)
     mask = tile.mask(window, query.dtype)
-    if Q == 1:  # query heads of one key head become its queries, so keys are not repeated
+    if Q == 1:  # the query heads that share a key head become the queries of this head, so that keys are not repeated
         picked = picked.reshape(N, K, H // K, -1)
         result = scaled_dot_product_attention(picked, keys, values, attn_mask=mask, scale=scaling)
     else:
@@ -182,16 +197,16 @@ def run_tile(
             picked, keys, values, attn_mask=mask, scale=scaling, enable_gqa=H != K
         ).transpose(1, 2)
     result = result.reshape(N * Q, H, -1)
-    if tile.kept_places is not None:
-        result = result.index_select(0, tile.kept_places)
-    if tile.kept_tokens is None:
+    if tile.real_entries is not None:
+        result = result.index_select(0, tile.real_entries)
+    if tile.real_entry_tokens is None:
         output.copy_(result)
     else:
-        output.index_copy_(0, tile.kept_tokens, result)
+        output.index_copy_(0, tile.real_entry_tokens, result)
 
 
 def _gather(cache: Tensor, slots_NL: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gather rows of a cache [slots, K, D] as [N, K, L, D]."""
+    """Return the keys or values of a tile, [N, K, L, D], from a cache [slots, K, D]."""
     N, L = slots_NL.shape
     picked = cache.flatten(1).index_select(0, slots_NL.view(-1)).to(dtype)
     return picked.view(N, L, *cache.shape[1:]).transpose(1, 2)
@@ -202,7 +217,9 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)
-        self.plan: list[Tile] | None = None
+        self.plan: list[Tile] | None = (
+            None  # plan of the current forward pass; None: SGLang's code computes the attention
+        )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -228,7 +245,10 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
         return self._run(super()._run_sdpa_forward_extend, tensors, options)
 
     def _run(self, fallback: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
-        """Run the planned tiles, or `fallback` (SGLang's loop) if there is no plan. The arguments are those of sglang 0.5.23."""
+        """Run the tiles of the plan. If there is no plan, run SGLang's method `fallback`.
+
+        `tensors` and `options` are the arguments of this method in sglang 0.5.23.
+        """
         if self.plan is None or options["is_cross_attn"]:
             return fallback(*tensors, **options)
         query, output, k_cache, v_cache = tensors[:4]

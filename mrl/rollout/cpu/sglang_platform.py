@@ -25,22 +25,22 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 def activate() -> str | None:
     """Return the name of the platform class, or None if there is an accelerator.
 
-    SGLang calls this in each of its processes, including those that it spawns on CUDA.
+    SGLang calls this function in each of its processes, also on a machine with GPUs.
     """
-    # Stack dumps for hang reports are installed here, because SGLang calls no other code of mrl in processes that it spawns.
+    # The stack dumps of hang reports are installed here, because SGLang calls no other code of mrl in a process that it spawns.
     if REGISTRY_FOLDER_ENV in os.environ:
         dump_stacks_on_signal(Path(os.environ[REGISTRY_FOLDER_ENV]) / f"{os.environ[REGISTRY_NAME_ENV]}.txt")
     if torch.accelerator.is_available():
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        # Otherwise SGLang refuses deterministic inference, which on a CPU only seeds the sampling.
+        # Otherwise SGLang refuses deterministic inference. On a CPU, that option only makes the sampling use seeds.
         add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 
 
 class CpuPlatform(SRTPlatform):
-    """Torch operators on host memory, without graphs, Triton or pinned memory."""
+    """SGLang's platform for a CPU: torch operators, without CUDA graphs, Triton or pinned memory."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -62,7 +62,7 @@ class CpuPlatform(SRTPlatform):
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """Do nothing: all ranks share the one CPU device."""
+        """Do nothing, because torch has only one CPU device."""
 
     def get_device_name(self, device_id: int = 0) -> str:
         return "cpu"
@@ -80,24 +80,24 @@ class CpuPlatform(SRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Register attention, operators and allocator. SGLang calls this once in each scheduler process."""
+        """Register the attention backend, the operators and the allocator. SGLang calls this once in each scheduler process."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS  # an earlier import would be circular
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
         from mrl.rollout.cpu import sdpa_attention, torch_ops
 
-        assert sdpa_attention.BatchedSdpaBackend, "the import registers the attention backend"
+        assert sdpa_attention.BatchedSdpaBackend, "the import has registered the attention backend"
         torch_ops.register(self.get_dispatch_key_name())
         ALLOC_MEMORY_FUNCS[self.device_type] = allocate
-        # Compute latent attention always on the compressed cache: the alternatives need their own kernels.
+        # Latent attention (MLA) is always computed on the compressed KV cache, because the other methods need their own kernels.
         AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: object) -> torch.Tensor:
-    """Allocate plain host memory, for example for the table of routed experts.
+    """Allocate host memory that is not pinned, for example for the table of routed experts.
 
-    SGLang's default pins the memory through the CUDA runtime, even without a GPU.
+    SGLang's own allocator pins the memory through the CUDA runtime, even on a machine without a GPU.
     """
     return torch.empty(dims, dtype=dtype, device=device)
 
@@ -106,12 +106,18 @@ _LOW_32_BITS = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Return MurmurHash3 (32 bits) of the 16 bytes (seed, position, column), as SGLang's GPU kernel computes it.
+    """Return the 32-bit MurmurHash3 of the 16 bytes (seed, position, column index), as SGLang's GPU kernel computes it.
 
-    SGLang derives the random number of each token from this hash; `seed` is the request's. On a CPU SGLang calls the hash of
-    the package sgl_kernel, which is not installed there; this function replaces it.
-    B is the number of requests in the engine's batch.
-    seed [B] 64 bits, positions [B] and col_indices [V] 32 bits; returns [B, V] int64 from 0 to 2**32 - 1.
+    SGLang derives the random number of each token from this hash. On a CPU, SGLang calls the hash function of the package
+    sgl_kernel, which is not installed there. This function replaces it.
+
+    Args:
+        seed: [B], 64 bits, the seed of each request in the engine's batch.
+        positions: [B], 32 bits, the position of the token that each request samples.
+        col_indices: [V], 32 bits, the indices of the vocabulary.
+
+    Returns:
+        [B, V], int64, values from 0 to 2**32 - 1.
     """
     seed_B, positions_B = seed.view(torch.int64), positions.to(torch.int64) & _LOW_32_BITS
     hash_B = torch.zeros_like(positions_B)
@@ -121,16 +127,18 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
 
 
 def _mix(state: Tensor, block: Tensor) -> Tensor:
-    """Mix 4 bytes into the state. Products overflow int64, but their low 32 bits are correct."""
+    """Return the hash state after 4 more bytes, `block`. Products overflow int64, but their low 32 bits are correct."""
     block = _rotate((block * 0xCC9E2D51) & _LOW_32_BITS, 15)
     return (_rotate(state ^ ((block * 0x1B873593) & _LOW_32_BITS), 13) * 5 + 0xE6546B64) & _LOW_32_BITS
 
 
 def _rotate(x: Tensor, bits: int) -> Tensor:
+    """Rotate 32-bit numbers to the left."""
     return ((x << bits) | (x >> (32 - bits))) & _LOW_32_BITS
 
 
 def _finish(state: Tensor) -> Tensor:
+    """Return the hash from the state after the last bytes."""
     state = state ^ 16  # number of bytes that were hashed
     state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _LOW_32_BITS
     state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _LOW_32_BITS

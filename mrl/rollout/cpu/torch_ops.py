@@ -1,7 +1,8 @@
 """RMS norm, rotary embedding and experts for SGLang on a CPU, with fewer passes over memory than SGLang's torch versions.
 
-They are registered in SGLang's operator registry for mrl's platform. They handle the plain float32 cases and leave all others
-to `forward_native`. Results differ by float32 rounding.
+`register` adds these functions to SGLang's operator registry, for the platform `CpuPlatform`. They compute the common float32
+cases, and call SGLang's torch version (`forward_native`) in all other cases. Their results differ from SGLang's torch version by
+float32 rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 _TABLE_ATTRIBUTE = "_mrl_rotation"
-"""Attribute of a RotaryEmbedding that caches (its cos_sin_cache, the table that `_rotation_table` computed from it)."""
+"""Attribute of a RotaryEmbedding in which `_rotation_table` stores (the embedding's cos_sin_cache, the table made from it)."""
 
 
 def rms_norm(
@@ -28,7 +29,7 @@ def rms_norm(
     post_residual_addition: Tensor | None = None,
     quant_linear: torch.nn.Module | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalise x [..., hidden] after adding `residual`. With a residual, also returns the new residual."""
+    """Return the RMS norm of x, [..., hidden]. With `residual`, return (RMS norm of `x + residual`, `x + residual`)."""
     plain = x.dtype == torch.float32 and self.variance_size_override is None and post_residual_addition is None
     if not plain or self.override_orig_dtype is not None or x.size(-1) != self.hidden_size:
         return self.forward_native(x, residual, post_residual_addition, quant_linear)
@@ -47,7 +48,7 @@ def rotary(
     offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key [T, heads * D] by their positions [T]."""
+    """Return the query and key, [T, heads * D], rotated by their positions [T]. D is the head size."""
     plain = query.dtype == torch.float32 and self.is_neox_style and self.rotary_dim == self.head_size
     if not plain or offsets is not None or fused_set_kv_buffer_arg is not None:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
@@ -56,7 +57,7 @@ def rotary(
 
 
 def _rotation_table(rope: RotaryEmbedding) -> Tensor:
-    """Return [positions, 2 * D]: the cosines of both halves, then the sines; those of the first half are negated."""
+    """Return a table [positions, 2 * D]. Each row has D cosines and D sines; the first D / 2 sines are negated."""
     cached = rope.__dict__.get(_TABLE_ATTRIBUTE)
     if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
@@ -65,6 +66,7 @@ def _rotation_table(rope: RotaryEmbedding) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
+    """Return x, [T, heads * D], rotated. cos, sin: [T, 1, D], rows of `_rotation_table`."""
     heads = x.view(x.size(0), -1, head_size)
     first, second = heads.chunk(2, dim=-1)
     return (heads * cos).addcmul_(torch.cat([second, first], dim=-1), sin).view(x.shape)
@@ -73,9 +75,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Return the weighted sum of each token's experts: silu(x gate^T) * (x up^T), then down. x: [T, hidden].
+    """Return the weighted sum of the experts of each token, [T, hidden]. An expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`.
 
-    Experts on other ranks have the number -1 and are skipped. SGLang's torch version cannot skip them.
+    Experts on other ranks have the number -1 and are skipped, which SGLang's torch version cannot do.
     """
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if x.dtype != torch.float32 or self.with_bias or not _is_plain(self.moe_runner_config):
@@ -85,18 +87,18 @@ def experts(
     tokens, weights = order // ids.size(1), weights.flatten()[order].unsqueeze(1)
     counts = (flat + 1).bincount(minlength=layer.num_local_experts + 1).tolist()
     parts = zip(x.index_select(0, tokens).split(counts), tokens.split(counts), weights.split(counts), strict=True)
-    next(parts)  # tokens of experts on other ranks
+    next(parts)  # skip expert -1
     output = torch.zeros_like(x)
-    for expert, (rows, tokens_of, weights_of) in enumerate(parts):
-        if len(rows):
-            gate, up = linear(rows, layer.w13_weight[expert]).chunk(2, dim=-1)
-            inner = silu(gate).mul_(up).mul_(weights_of)
-            output.index_add_(0, tokens_of, linear(inner, layer.w2_weight[expert]))
+    for expert, (expert_inputs, expert_tokens, expert_weights) in enumerate(parts):
+        if len(expert_inputs):
+            gate, up = linear(expert_inputs, layer.w13_weight[expert]).chunk(2, dim=-1)
+            inner = silu(gate).mul_(up).mul_(expert_weights)
+            output.index_add_(0, expert_tokens, linear(inner, layer.w2_weight[expert]))
     return StandardCombineInput(hidden_states=output)
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Return whether these experts are plain gated SiLU MLPs."""
+    """Return whether the experts are standard gated SiLU MLPs, which `experts` can compute."""
     return (
         config.activation == "silu"
         and config.is_gated
@@ -107,7 +109,7 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
 
 
 def register(platform_key: str) -> None:
-    """Register these operators for the platform with dispatch key `platform_key`."""
+    """Register the functions of this module for the platform with the dispatch key `platform_key`."""
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary, platform_key)
     BaseFusedOp.register_oot_forward(UnquantizedFusedMoEMethod, experts, platform_key)

@@ -1,1 +1,1 @@
-"""SGLang servers: their arguments, their processes on this machine or on Ray nodes, and how these end."""
+"""SGLang servers: their arguments, and the start and end of their processes on this machine or on Ray nodes."""

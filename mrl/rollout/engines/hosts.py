@@ -1,8 +1,8 @@
-"""The engine servers of a rollout worker: child processes, Ray actors on device slots, or external servers.
+"""The engine servers of a rollout worker: child processes, processes on Ray nodes, or external servers.
 
-On a cluster each engine has its own slots (GPUs). On each node of an engine, a Ray actor (EngineNodeActor) starts the server's
-processes, which see exactly the engine's GPUs of that node. On a single machine without GPUs, engines are child processes of
-the rollout worker.
+On a cluster, each engine has its own device slots, which are GPUs. An engine may span several nodes. On each of its nodes, a Ray
+actor (EngineNodeActor) starts processes of the server. These processes see only the GPUs of the engine's slots. On a single
+machine without GPUs, engines are child processes of the rollout worker.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from mrl.rollout.engines.server import EngineServer, ExternalEngine
 from mrl.rollout.spec import RolloutSpec
 
 log = logging.getLogger(__name__)
-POLL_INTERVAL_S = 0.2  # between checks of a server's processes
-RPC_MARGIN_S = 10.0  # how much longer a Ray call may take than the wait inside it
+POLL_INTERVAL_S = 0.2  # between checks whether a server's processes still run
+RAY_CALL_MARGIN_S = 10.0  # how much longer a Ray call may take than the method that it runs
 
 
 type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
-"""A child process, Ray actors on device slots, or a server that the user runs."""
+"""A child process of this process, processes that Ray actors start on device slots, or a server that the user runs."""
 
 
 class EngineServers:
-    """All engine servers of one rollout worker, by index. A new server takes the index of the failed server that it replaces."""
+    """All engine servers of one rollout worker. A new server takes the index of the failed server that it replaces."""
 
     def __init__(self, spec: RolloutSpec) -> None:
-        """Start the servers. Returns at once; `wait_ready` waits for them."""
+        """Start the servers. Returns before they are ready; `wait_ready` waits for them."""
         self.spec = spec
         self._arguments = dict(spec.server_args, model_path=spec.model_path, tp_size=spec.engine_tp)
         if spec.routed_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._registry = registry_folder(spec.run_dir)
-        unregister_processes(self._registry, "engine_*")  # entries of an earlier start in this run directory
-        self._numbers = itertools.count()  # counts all engines that were ever started
-        self._replacing = threading.Lock()
+        unregister_processes(self._registry, "engine_*")  # entries that an earlier process left in this run directory
+        self._numbers = itertools.count()  # yields a new number for each server that is started, also for replacements
+        self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
         self.servers = self.servers or [self._start(index) for index in range(spec.num_engines)]
 
     def _start(self, index: int) -> EngineServer | RayEngine:
+        """Start a server for engine `index`. Returns before the server is ready."""
         number = next(self._numbers)
         name = f"engine_{number}"
         arguments = dict(self._arguments, random_seed=self.spec.seed + number)
@@ -78,9 +79,12 @@ class EngineServers:
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until every server takes requests.
 
-        A server that ends before it is ready is replaced up to `fault_tolerance.max_response_attempts` times. At the first start,
-        it is replaced only if it was killed, and only once: a server that exits by itself would fail again, for example because
-        of a wrong argument. Raises the error of the server, and TimeoutError.
+        A server that ends before it is ready is replaced, up to `fault_tolerance.max_response_attempts` times. At the first
+        start, it is replaced only once, and only if it was killed. A server that exits by itself would fail again, for example
+        because of a wrong argument.
+
+        Raises RuntimeError if a server ended and is not replaced, and TimeoutError if a server is not ready after `timeout_s`
+        seconds.
         """
         deadline = time.monotonic() + timeout_s
         for index in range(len(self.servers)):
@@ -99,9 +103,10 @@ class EngineServers:
         self._were_ready = True
 
     def replace(self, url: str) -> None:
-        """End the server at this URL and start another one. Does nothing for an unknown URL: its server was replaced already.
+        """End the server at this URL and start another server.
 
-        Does nothing for an external server either: it may recover.
+        Does nothing for an unknown URL, because its server was replaced already. Does nothing for an external server, because it
+        may recover.
         """
         with self._replacing:
             for index, server in enumerate(self.servers):
@@ -112,17 +117,17 @@ class EngineServers:
                     self.servers[index] = self._start(index)
 
     def cpu_seconds(self) -> float:
-        """Return the user and system CPU seconds of all servers' process trees."""
+        """Return the CPU seconds, user and system, of all processes of the servers."""
         return sum(server.cpu_seconds() for server in self.servers)
 
     def stop(self) -> None:
-        """End every server that is not external."""
+        """End all servers, except external servers."""
         for server in self.servers:
             server.stop()
 
 
 def listen_address() -> str:
-    """Return the address that engines listen on: loopback if the cluster has one node, else this node's address."""
+    """Return the address on which engines listen: loopback if the cluster has one node, otherwise the address of this node."""
     if not ray.is_initialized():
         return "127.0.0.1"
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -130,21 +135,25 @@ def listen_address() -> str:
 
 
 class EngineNodeActor:
-    """Ray actor that runs one node's processes of an engine. They end with the actor (mrl.rollout.engines.supervisor)."""
+    """Ray actor that runs the processes of an engine on one node. A supervisor ends these processes when the actor ends."""
 
     def __init__(self, arguments: Mapping[str, Any], log_path: str, env: Mapping[str, str]) -> None:
-        """Prepare the server without starting it."""
+        """Prepare the server without starting it. `arguments`: fields of SGLang's ServerArgs."""
         self.server = EngineServer(dict(arguments, host=listen_address()), log_path, env=env)
 
     def rendezvous(self) -> str:
-        """Return host:port at which the first node's ranks wait for the ranks of other nodes."""
+        """Return the address (host:port) at which this node waits for the ranks of other nodes. Called on the first node."""
         return f"{self.server.server_args['host']}:{self.server.server_args['nccl_port']}"
 
     def start(self, node: str, rendezvous: str | None) -> str:
-        """Start the server's processes; return its URL. Raises RuntimeError if this node is not `node`, where the slots were."""
+        """Start the server's processes, and return the server's URL.
+
+        `node`: id of the node that had the slots when the engine was started. `rendezvous`: result of `rendezvous` on the first
+        node; None if the engine has a single node. Raises RuntimeError if Ray has put this actor on another node.
+        """
         if ray.get_runtime_context().get_node_id() != node:
             raise RuntimeError(
-                f"the node of {self.server.log_path.stem} was lost while the engine started, and its slots moved"
+                f"the node of {self.server.log_path.stem} was lost while the engine started, and Ray moved its slots"
             )
         if rendezvous:
             self.server.server_args["dist_init_addr"] = rendezvous
@@ -152,26 +161,29 @@ class EngineNodeActor:
         return self.server.url
 
     def wait_ready(self, timeout_s: float, url: str) -> None:
-        """Wait as EngineServer.wait_ready. `url`: the result of `start`, so that Ray calls this method after `start`."""
+        """Wait until the server takes requests, as in EngineServer.wait_ready.
+
+        `url`: the result of `start`. It is not used; because of this argument, Ray calls this method after `start`.
+        """
         self.server.wait_ready(timeout_s)
 
     def wait_ended(self, url: str) -> bool:
-        """Wait until the server's processes have ended; return whether they were killed. `url`: as in `wait_ready`."""
+        """Wait until the server's processes have ended. Returns whether they were killed. `url`: see `wait_ready`."""
         while self.server.alive():
             time.sleep(POLL_INTERVAL_S)
         return self.server.was_killed
 
     def cpu_seconds(self) -> float:
-        """Return what EngineServer.cpu_seconds returns."""
+        """Return the CPU seconds of the server's processes on this node."""
         return self.server.cpu_seconds()
 
     def stop(self, timeout_s: float) -> None:
-        """End the server's processes, as EngineServer.stop."""
+        """End the server's processes on this node, as in EngineServer.stop."""
         self.server.stop(timeout_s)
 
 
 class RayEngine:
-    """One engine on device slots of a Ray cluster, with the interface of EngineServer.
+    """One engine on device slots of a Ray cluster. It has the methods of EngineServer that the engine pool calls.
 
     The slots are looked up when the engine starts. The engine stays on these slots until it ends.
     """
@@ -183,15 +195,20 @@ class RayEngine:
         log_path: Path,
         env: Mapping[str, str],
     ) -> None:
-        """`slots`: returns one slot for each tensor-parallel rank. Every node but the first adds its number to the log's name."""
+        """`slots()` returns one slot for each tensor-parallel rank. `log_path`: log of the first node.
+
+        The log of node i > 0 has the suffix `_node_{i}`.
+        """
         self._slots, self._arguments, self.log_path, self._env = slots, arguments, log_path, env
         self.url = f"{log_path.stem}, which is not ready"
-        self._node_actors: list[Any] = []  # EngineNodeActor actors, one per node
-        self._started: list[Any] = []  # futures of URLs
-        self._ended: list[Any] = []  # one future per node: done when its processes or its EngineNodeActor have ended
+        self._node_actors: list[Any] = []  # one EngineNodeActor per node
+        self._started: list[Any] = []  # one future per node: the result of EngineNodeActor.start
+        self._ended: list[
+            Any
+        ] = []  # one future per node: done when the node's processes or its EngineNodeActor have ended
 
     def start(self) -> None:
-        """Start the processes on every node. Returns at once. Raises if Ray has no room for the slots."""
+        """Start the processes on every node. Returns before they are started. Raises an error if Ray cannot provide the slots."""
         assert not self._node_actors, f"{self.url} was already started"
         nodes = group_by_node(self._slots())
         self._node_actors = [self._create_node_actor(number, slots, len(nodes)) for number, slots in enumerate(nodes)]
@@ -204,6 +221,7 @@ class RayEngine:
         ]
 
     def _create_node_actor(self, number: int, slots: Sequence[DeviceSlot], num_nodes: int) -> Any:
+        """Create the EngineNodeActor of node `number`. `slots`: the engine's slots on this node."""
         multi_node = dict(nnodes=num_nodes, node_rank=number) if num_nodes > 1 else {}
         log_path = self.log_path.with_stem(f"{self.log_path.stem}_node_{number}") if number else self.log_path
         env = visible_devices_env(slots) | dict(self._env)
@@ -211,12 +229,15 @@ class RayEngine:
         return actor_class.remote(dict(self._arguments, **multi_node), str(log_path), env)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server takes requests. Raises RuntimeError if it ended, TimeoutError at the deadline."""
+        """Wait until the server takes requests.
+
+        Raises RuntimeError if the server ended, and TimeoutError if it is not ready after `timeout_s` seconds.
+        """
         name, actor, deadline = self.log_path.stem, self._node_actors[0], time.monotonic() + timeout_s
         ready = actor.wait_ready.remote(timeout_s, self._started[0])
-        done, _ = ray.wait([ready, *self._ended], timeout=timeout_s + RPC_MARGIN_S)
+        done, _ = ray.wait([ready, *self._ended], timeout=timeout_s + RAY_CALL_MARGIN_S)
         try:
-            ray.get(ready, timeout=RPC_MARGIN_S if done else 0)  # if the processes have ended, this raises the reason
+            ray.get(ready, timeout=RAY_CALL_MARGIN_S if done else 0)  # raises the reason if the processes ended
             self.url = ray.get(self._started[0], timeout=max(1.0, deadline - time.monotonic()))
         except RayTaskError as error:
             if isinstance(error.cause, RuntimeError | TimeoutError):
@@ -236,7 +257,7 @@ class RayEngine:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it ended by SIGKILL, or together with its node or its EngineNodeActor."""
+        """Whether SIGKILL ended the engine, or a node or an EngineNodeActor of the engine was lost."""
         ended = ray.wait(self._ended, timeout=0)[0] if self._ended else []
         try:
             return any(ray.get(ended))
@@ -246,35 +267,38 @@ class RayEngine:
             return False
 
     def cpu_seconds(self) -> float:
-        """Return the user and system CPU seconds of the engine's live processes; 0 if an EngineNodeActor does not answer."""
+        """Return the CPU seconds, user and system, of the engine's processes; 0 if an EngineNodeActor does not answer."""
         with suppress(RayError):
-            return sum(ray.get([actor.cpu_seconds.remote() for actor in self._node_actors], timeout=RPC_MARGIN_S))
+            return sum(ray.get([actor.cpu_seconds.remote() for actor in self._node_actors], timeout=RAY_CALL_MARGIN_S))
         return 0.0
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """End the engine on every node. Safe to call twice."""
-        with suppress(RayError):  # if an EngineNodeActor is gone, so are its processes
-            ray.get([actor.stop.remote(timeout_s) for actor in self._node_actors], timeout=timeout_s + RPC_MARGIN_S)
+        """End the engine on every node. May be called twice."""
+        with suppress(RayError):  # if an EngineNodeActor has ended, its processes have ended, too
+            ray.get(
+                [actor.stop.remote(timeout_s) for actor in self._node_actors], timeout=timeout_s + RAY_CALL_MARGIN_S
+            )
         for actor in self._node_actors:
             ray.kill(actor)
         self._node_actors, self._started, self._ended = [], [], []
 
 
 def visible_devices_env(slots: Sequence[DeviceSlot]) -> dict[str, str]:
-    """Return environment variables that show a server exactly these slots' GPUs, in the order of its ranks."""
+    """Return environment variables that make exactly the GPUs of these slots visible to a server, in the order of its ranks."""
     devices = [slot.device for slot in slots if slot.device]
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
 
 
 def group_by_node(slots: Sequence[DeviceSlot]) -> list[list[DeviceSlot]]:
-    """Group an engine's slots by node. Raises ValueError if nodes have different numbers of slots, which SGLang refuses."""
+    """Return the engine's slots on each node. Raises ValueError if their number differs between nodes, as SGLang refuses this."""
     by_node: dict[str, list[DeviceSlot]] = {}
     for slot in slots:
         by_node.setdefault(slot.node, []).append(slot)
     if len({len(part) for part in by_node.values()}) > 1:
         parts = ", ".join(f"{len(part)} on {part[0].host}" for part in by_node.values())
         raise ValueError(
-            f"rollout.engine_tp={len(slots)}: an engine would have {parts}, and SGLang needs equally many on each node; use "
-            "an engine_tp that divides the GPUs of a node or is a multiple of them, or strategy STRICT_PACK for its pool."
+            f"rollout.engine_tp={len(slots)}: an engine would have {parts}, and SGLang needs the same number of GPUs on each "
+            "node; use an engine_tp that divides the number of GPUs per node or is a multiple of it, or the strategy "
+            "STRICT_PACK for the engines' pool."
         )
     return list(by_node.values())

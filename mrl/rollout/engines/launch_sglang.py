@@ -1,9 +1,9 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
-It runs SGLang's own HTTP server with SGLang's own arguments; only the start of the processes differs. SGLang spawns its
-scheduler and detokenizer, and each of them imports torch, transformers and sglang again (8 CPU-seconds per process). Without
-CUDA, forking is safe. One process with one thread therefore imports everything and forks the scheduler and the detokenizer.
-All changes to SGLang go through its hook registry.
+It runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry. The main
+change is the start of processes on a machine without CUDA. By default, SGLang spawns a scheduler and a detokenizer, and each of
+them imports torch, transformers and sglang again, which takes 8 CPU-seconds. Without CUDA, a process with a single thread can be
+forked safely. The server process therefore imports these packages, and then forks the scheduler and the detokenizer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
-LISTEN_TIMEOUT_S = 30.0
-PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"  # as setup.py registers it
+LISTEN_TIMEOUT_S = 30.0  # how long the HTTP server may take until it listens
+PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"  # entry point that setup.py registers
 
 
 def main() -> None:
-    """Serve until the process is killed. The argument is the path of a JSON file of ServerArgs fields."""
+    """Serve until the process is killed. The command-line argument is the path of a JSON file with fields of ServerArgs."""
     arguments = Path(sys.argv[1])
     fields: dict[str, Any] = json.loads(arguments.read_text())
     arguments.unlink()  # it contains the API key
@@ -50,27 +50,27 @@ def main() -> None:
 
 
 def register_server() -> None:
-    """Register the process for hang reports. Forked children write their stacks to the same file."""
+    """Register the process for hang reports. Forked children write their stacks to the file of this process."""
     if REGISTRY_FOLDER_ENV in os.environ:
         name = os.environ[REGISTRY_NAME_ENV]
         register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
 
 
 def check_plugin_installed() -> None:
-    """Raise RuntimeError if SGLang cannot find this checkout's platform plug-in: SGLang would start and fail much later."""
+    """Raise RuntimeError if SGLang cannot find mrl's platform plug-in. Without this check, SGLang would fail much later."""
     plugins = entry_points(group="sglang.srt.platforms", name="mrl_cpu")
     if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
             f"SGLang needs mrl's plug-in {PLATFORM_PLUGIN} to run on a CPU, and finds only plug-ins of installed packages; "
-            "run `pip install --no-deps -e .` in the checkout (again, if mrl was installed before)."
+            "run `pip install --no-deps -e .` in the checkout, also if mrl was installed before."
         )
 
 
 def limit_model_imports(model_path: Path) -> None:
-    """Let SGLang import only the model files that define this checkpoint's architecture, instead of all 250.
+    """Let SGLang import only the files that define the architecture of this model, instead of all 250 model files.
 
-    Does nothing if no file defines it (SGLang then falls back to Transformers), or if the user has set
-    SGLANG_DISABLED_MODEL_ARCHS.
+    Does nothing if no file defines the architecture, because SGLang then uses Transformers. Also does nothing if the user has
+    set the environment variable SGLANG_DISABLED_MODEL_ARCHS.
     """
     config, package = model_path / "config.json", find_spec("sglang")
     if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():
@@ -86,7 +86,7 @@ def limit_model_imports(model_path: Path) -> None:
 
 def serve(fields: dict[str, Any]) -> None:
     """Import SGLang and run its HTTP server."""
-    import torch  # these imports take seconds, so the checks come first
+    import torch  # imported here because these imports take seconds, and `main` runs its checks before them
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -96,7 +96,7 @@ def serve(fields: dict[str, Any]) -> None:
     HookRegistry.register(f"{SERVER_ARGS}.ServerArgs.resolved_dict", hide_secrets, HookType.AFTER)
     HookRegistry.register(f"{HTTP_SERVER}._freeze_gc_after_server_warmup", wait_until_listening, HookType.BEFORE)
     if not torch.cuda.is_available():
-        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported once, before the fork
+        import mrl.rollout.cpu.sdpa_attention  # noqa: F401  imported before the fork, so that children need not import it
         from mrl.rollout.cpu.sglang_platform import murmur_hash32
 
         HookRegistry.register(f"{ENGINE}._set_envs_and_config", use_fork, HookType.AFTER)
@@ -115,43 +115,59 @@ def serve(fields: dict[str, Any]) -> None:
 
 
 def hide_secrets(fields: dict[str, Any], *_: object) -> dict[str, Any]:
-    """Hook after SGLang collects its arguments for a log or for /server_info: remove the API key and other secrets."""
+    """Remove the API key and other secrets from the arguments that SGLang writes to a log or returns from /server_info.
+
+    Hook that runs after SGLang has collected these arguments.
+    """
     return redacted(fields)
 
 
 def use_fork(result: None, *_: object) -> None:
-    """Hook after SGLang chose `spawn`: fork instead. Valid only while this process has one thread and no CUDA context."""
+    """Start child processes by fork. Hook that runs after SGLang has chosen `spawn`.
+
+    This is safe only while this process has a single thread and no CUDA context.
+    """
     multiprocessing.set_start_method("fork", force=True)
-    gc.freeze()  # a garbage collection in a child would copy the pages that it shares with this process
+    gc.freeze()  # otherwise a garbage collection in a child would copy the memory pages that the child shares with this process
 
 
 def reset_signals(*_: object) -> None:
-    """Hook at the start of a forked child: remove the parent's signal handlers, which end the parent's process tree."""
+    """Remove the parent's signal handlers, which would end all processes of the server. Hook at the start of a forked child."""
     for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def skip_batch_invariant_kernels(*_: object) -> None:
-    """Replace SGLang's switch to batch-invariant kernels, which need Triton. On a CPU, `deterministic` only seeds sampling."""
+    """Do nothing, instead of the switch to SGLang's batch-invariant kernels, which need Triton.
+
+    On a CPU, the argument enable_deterministic_inference therefore only makes the sampling use seeds.
+    """
 
 
 def get_cpu_module(*_: object) -> Any:
-    """Replace torch.get_device_module, which returns torch.cuda even without a GPU.
+    """Return torch.cpu. Replaces torch.get_device_module, which returns torch.cuda even without a GPU.
 
-    A scheduler that releases its memory calls `synchronize()` of the returned module; that of torch.cuda raises without a GPU.
+    A scheduler that releases its memory calls `synchronize()` of the returned module. Without a GPU, torch.cuda.synchronize()
+    raises an error.
     """
-    import torch  # loaded already
+    import torch
 
     return torch.cpu
 
 
 def sleep_while_paused(result: None, scheduler: Any) -> None:
-    """Hook in the loop of a paused scheduler: wait for a request. SGLang would busy-wait on a core that weight sync needs."""
+    """Let a paused scheduler sleep until a request arrives. Hook in the scheduler's loop.
+
+    Without the hook, a paused scheduler would keep a CPU core busy that the weight sync needs.
+    """
     scheduler.maybe_sleep_on_idle()
 
 
 def wait_until_listening(server_args: Any) -> None:
-    """Hook before SGLang sends a request to its own HTTP server: wait until the socket listens, because there was no warm-up."""
+    """Wait until the server's socket listens. Hook that runs before SGLang sends a request to its own HTTP server.
+
+    Normally SGLang's warm-up waits for the socket, but mrl turns the warm-up off.
+    """
     deadline = time.monotonic() + LISTEN_TIMEOUT_S
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((server_args.host, server_args.port), timeout=1):
@@ -160,7 +176,7 @@ def wait_until_listening(server_args: Any) -> None:
 
 
 def list_shared_memory_file(ports: Any, *_: object, **__: object) -> None:
-    """Hook after SGLang chose its ports: tell the supervisor which file in /dev/shm to remove if the scheduler is killed."""
+    """Tell the supervisor which file in /dev/shm it must remove if the scheduler is killed. Hook after SGLang chose its ports."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     scratch = os.environ.get("MRL_ENGINE_SCRATCH")

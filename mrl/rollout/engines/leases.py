@@ -1,6 +1,6 @@
 """Reserves ports and a scratch directory for one SGLang server.
 
-Each lease is a lock file; its lock ends when the server's processes end.
+A locked file stands for each reservation. The kernel releases the lock when the processes of the server have ended.
 """
 
 import contextlib
@@ -13,18 +13,19 @@ import tempfile
 from pathlib import Path
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Ports below the kernel's range for outgoing connections (32768 and up), so no client socket can take a leased port."""
+"""Range of ports that may be reserved. The kernel gives outgoing connections ports from 32768, so these cannot take them."""
 
 
 class PortLease:
-    """A free port of this machine, reserved by a lock file among all mrl processes of this user.
+    """A free port of this machine that no other mrl process of this user can reserve.
 
-    SGLang binds its ports seconds after they are chosen. A bound placeholder socket would block SGLang's own bind; a lock file
-    does not. The lock belongs to the file descriptor: a child process that inherits the descriptor keeps the lease.
+    SGLang binds its ports several seconds after mrl has chosen them. A socket that keeps the port bound until then would block
+    SGLang. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a child process that inherits
+    the descriptor keeps the reservation.
     """
 
     def __init__(self) -> None:
-        """Lease a free port. Raises RuntimeError if no port is free."""
+        """Reserve a free port. Raises RuntimeError if no port is free."""
         folder = Path(tempfile.gettempdir()) / f"mrl-ports-{os.getuid()}"
         folder.mkdir(exist_ok=True)
         candidates = range(FIRST_PORT, LAST_PORT)
@@ -34,7 +35,9 @@ class PortLease:
                 self.port, self.fd = port, fd
                 return
             os.close(fd)
-        raise RuntimeError(f"no free port in {FIRST_PORT}-{LAST_PORT}: all are bound or leased (locks in {folder}).")
+        raise RuntimeError(
+            f"no free port in {FIRST_PORT}-{LAST_PORT}: all ports are in use or reserved (lock files in {folder})."
+        )
 
     @staticmethod
     def _lock(fd: int) -> bool:
@@ -44,7 +47,7 @@ class PortLease:
         return False
 
     def close(self) -> None:
-        """Close the descriptor. The lease ends when every process that inherited the descriptor has closed it, too."""
+        """Close this process's descriptor. The reservation ends when all processes that inherited the descriptor closed it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -60,47 +63,47 @@ def _is_free(port: int) -> bool:
 
 
 SCRATCH_PREFIX = "mrl-engine-"
-LOCK_FILE = "held"  # locked while the server's supervisor lives
-SHARED_MEMORY_LIST = "shared_memory"  # lists the server's files in /dev/shm; supervisor.py repeats the name
+LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
+SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; the same as in supervisor.py
 MAX_PARENT_LENGTH = 60
-"""Longest path, in characters, of the folder above the scratch directory.
+"""Maximal length of the path of the folder above the scratch directory, in characters.
 
-SGLang makes Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
+SGLang creates Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
 """
 
 
 class ScratchDir:
-    """Temporary directory of one server, held by a lock file.
+    """Temporary directory of one server, with a lock file that shows that the directory is in use.
 
-    The server's supervisor removes it. If the supervisor was killed, the next ScratchDir on this machine removes it. The lock
-    belongs to the file descriptor: the process that inherits the descriptor holds the directory.
+    The supervisor of the server removes the directory. If the supervisor was killed, the next ScratchDir on this machine removes
+    it. The lock belongs to the file descriptor `fd`: the directory is in use while a process has this descriptor open.
     """
 
     def __init__(self) -> None:
-        """Create the directory, and remove directories whose holders have ended."""
+        """Create the directory. Also remove the scratch directories that no process uses any more."""
         parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_PARENT_LENGTH else "/tmp")
         for folder in parent.glob(f"{SCRATCH_PREFIX}*"):
-            with contextlib.suppress(OSError):  # the folder belongs to another user, or was removed meanwhile
-                if not _is_held(folder):
+            with contextlib.suppress(OSError):  # the folder belongs to another user, or another process has removed it
+                if not _is_in_use(folder):
                     remove_scratch(folder)
         self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
         new_lock = self.path / "new"
         self.fd = os.open(new_lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new_lock.rename(self.path / LOCK_FILE)  # only now, so other processes never see the lock file unlocked
+        new_lock.rename(self.path / LOCK_FILE)  # last, so that other processes never see the lock file unlocked
 
     def hand_over(self) -> None:
-        """Close this process's descriptor; the process that inherited a copy holds the directory from now on."""
+        """Close this process's descriptor. The directory stays in use while the supervisor has its inherited copy open."""
         os.close(self.fd)
 
     def remove(self) -> None:
-        """Remove the directory if it is still there."""
+        """Remove the directory if it exists."""
         if self.path.exists():
             remove_scratch(self.path)
 
 
-def _is_held(folder: Path) -> bool:
-    """Return whether a process holds the directory, or the directory is so new that it has no lock file yet."""
+def _is_in_use(folder: Path) -> bool:
+    """Return whether a process uses the directory. A directory without a lock file is new, and counts as in use."""
     try:
         file = (folder / LOCK_FILE).open("rb+")
     except FileNotFoundError:
@@ -114,7 +117,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a directory, and the files in shared memory that its server listed in the directory."""
+    """Remove a scratch directory, and the files in shared memory that its server has listed in SHARED_MEMORY_LIST."""
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / SHARED_MEMORY_LIST).read_text().splitlines():
             path = Path(line)

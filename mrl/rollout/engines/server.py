@@ -1,4 +1,4 @@
-"""SGLang servers: EngineServer, a child process that always ends with this process, and ExternalEngine, run by the user."""
+"""SGLang servers. EngineServer is a child process that always ends with this process. ExternalEngine is run by the user."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mrl.rollout.engines.leases import PortLease, ScratchDir
 from mrl.rollout.engines.server_args import DETERMINISTIC
 from mrl.weight_sync.engine_control import EngineControl
 
-POLL_INTERVAL_S = 0.05  # between checks of a server that starts
-EXTERNAL_POLL_INTERVAL_S = 0.2  # between checks of an external server
-LOG_TAIL_BYTES = 4000  # end of the log that an error message quotes
+POLL_INTERVAL_S = 0.05  # between checks whether an EngineServer is ready
+EXTERNAL_POLL_INTERVAL_S = 0.2  # between checks whether an ExternalEngine is ready
+LOG_TAIL_BYTES = 4000  # length of the part of the log that an error message quotes
 
 
 class EngineServer:
-    """One server in its own process session, under a supervisor that ends it when this process ends, even by SIGKILL.
+    """One server in its own process session. A supervisor ends the server when this process ends, even by SIGKILL.
 
         with EngineServer(default_server_args("float32", 512) | {"model_path": path}, log_path) as server:
             server.wait_ready(timeout_s=120)
             client = EngineClient(server.url)
 
-    `start()` does not wait, so several servers and the trainer can start at the same time.
+    `start()` does not wait, so that several servers and the trainer can start at the same time.
     """
 
     def __init__(
@@ -47,9 +47,13 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
         grace_s: float = 1.0,
     ) -> None:
-        """`server_args`: ServerArgs fields, at least `model_path`. Ports are chosen here; `host` defaults to loopback.
+        """Reserve the ports of the server. `start` starts it.
 
-        `env` is added to this process's environment. `grace_s`: seconds between SIGTERM and SIGKILL in `stop()`.
+        Args:
+            server_args: fields of SGLang's ServerArgs, at least `model_path`. The default of `host` is the loopback address.
+            log_path: file for the output of the server.
+            env: environment variables that the server gets in addition to those of this process.
+            grace_s: seconds between SIGTERM and SIGKILL in `stop()`.
         """
         self._leases = [PortLease(), PortLease()]
         self.port = self._leases[0].port
@@ -63,15 +67,15 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        """URL at which the server listens once it is ready."""
+        """URL of the server. The server listens there when it is ready."""
         return f"http://{self.server_args['host']}:{self.port}"
 
     def start(self) -> None:
-        """Start the server's processes. Returns at once."""
+        """Start the server's processes. Returns before the server is ready."""
         assert self._supervisor is None, f"the server at {self.url} was already started"
         self._scratch = ScratchDir()
         arguments = self._scratch.path / "server_args.json"
-        # The file holds the API key; only this user can read the directory.
+        # The file contains the API key. Only this user can read the directory.
         arguments.write_text(json.dumps(self.server_args | {"api_key": engine_key()}))
         spec = dict(
             command=[sys.executable, "-m", "mrl.rollout.engines.launch_sglang", str(arguments)],
@@ -98,44 +102,48 @@ class EngineServer:
         self._scratch.hand_over()
 
     def _environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment variables of the server."""
         env = os.environ | {
-            "TMPDIR": str(scratch),  # SGLang does not remove its socket files; the directory's removal does
+            "TMPDIR": str(scratch),  # SGLang does not remove its socket files; they are removed with this directory
             "MRL_ENGINE_SCRATCH": str(scratch),
-            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # s; clients keep their connections between steps
-            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # s; how soon SGLang notices that a client disconnected
-            "SPT_NOENV": "1",  # setproctitle must not overwrite the environment: it identifies the processes
-            "MASTER_ADDR": "127.0.0.1",  # this address and port name the shared memory of SGLang's kernels
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # seconds; clients keep their connections between steps
+            "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until SGLang notices that a client has disconnected
+            "SPT_NOENV": "1",  # keeps setproctitle from overwriting the environment, which identifies the processes
+            "MASTER_ADDR": "127.0.0.1",  # this address and port are part of the names of SGLang's shared-memory files
             "MASTER_PORT": str(self._leases[1].port),
         }
         if "dist_init_addr" not in self.server_args:  # all ranks are on this node
-            # A rendezvous file, because torch's TCP store would listen on every interface and unpickle what it receives.
+            # The ranks meet through a file, because torch's TCP store would listen on every network interface and unpickle
+            # what it receives.
             env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
-        # Each import of SGLang without cached byte code costs 12 CPU-seconds more.
+        # Without cached byte code, each import of SGLang takes 12 more CPU-seconds.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
         if self.server_args.get("device") == "cpu":
             env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", "1"), "OPENBLAS_NUM_THREADS": "1"}
             if not self.server_args.get("enable_torch_compile"):
-                env.setdefault(
-                    "TORCHDYNAMO_DISABLE", "1"
-                )  # otherwise SGLang imports the compiler, which it does not use
+                # Otherwise SGLang imports torch's compiler, which it does not use.
+                env.setdefault("TORCHDYNAMO_DISABLE", "1")
             cores, ranks = sorted(os.sched_getaffinity(0)), int(self.server_args.get("tp_size", 1))
-            if ranks > 1:  # SGLang asserts that there is one binding per rank
+            if ranks > 1:  # SGLang requires one binding to CPU cores per rank
                 bindings = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
                 env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bindings)
         return env | self._extra_env
 
     def alive(self) -> bool:
-        """Return whether the server's processes run. The server may not take requests yet."""
+        """Return whether the server's processes run. The server may not be ready for requests yet."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     @property
     def was_killed(self) -> bool:
-        """Whether the server or its supervisor was ended by SIGKILL."""
+        """Whether SIGKILL ended the server or its supervisor."""
         return self._supervisor is not None and self._supervisor.poll() in (signal.SIGKILL, -signal.SIGKILL)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server takes requests. Raises RuntimeError if it ended, TimeoutError at the deadline."""
+        """Wait until the server takes requests.
+
+        Raises RuntimeError if the server ended, and TimeoutError if it is not ready after `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._is_ready():
             server = f"the SGLang server at {self.url}"
@@ -154,10 +162,10 @@ class EngineServer:
 
     def _log_tail(self) -> str:
         text = self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if self.log_path.exists() else ""
-        return f"end of {self.log_path}:\n{text}"
+        return f"{self.log_path} ends with:\n{text}"
 
     def cpu_seconds(self) -> float:
-        """Return the user and system CPU seconds of the server's live processes and their ended children."""
+        """Return the CPU seconds, user and system, of the server's running processes and of their children that have ended."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -166,7 +174,7 @@ class EngineServer:
         return total
 
     def processes(self) -> list[psutil.Process]:
-        """Return the supervisor and all its descendants."""
+        """Return the supervisor and all its descendants; an empty list if the server was not started."""
         if self._supervisor is None:
             return []
         with contextlib.suppress(psutil.Error):
@@ -175,7 +183,10 @@ class EngineServer:
         return []
 
     def stop(self, timeout_s: float = 20.0) -> None:
-        """Let the supervisor end the server: SIGTERM, then SIGKILL after `grace_s`. Safe to call twice."""
+        """Let the supervisor end the server with SIGTERM, and with SIGKILL after `grace_s` seconds. May be called twice.
+
+        If the supervisor has not ended after `timeout_s` seconds, all its processes get SIGKILL.
+        """
         for lease in self._leases:
             lease.close()
         if self._supervisor is None:
@@ -183,7 +194,7 @@ class EngineServer:
         processes = self.processes()
         assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):
-            self._supervisor.stdin.close()  # at end of file the supervisor ends everything
+            self._supervisor.stdin.close()  # the supervisor ends the server when its stdin closes
         try:
             self._supervisor.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -192,7 +203,7 @@ class EngineServer:
                     process.send_signal(signal.SIGKILL)
             self._supervisor.wait(timeout_s)
         if self._scratch is not None:
-            self._scratch.remove()  # the supervisor has removed it, unless the supervisor was killed
+            self._scratch.remove()  # does nothing if the supervisor has removed the directory
 
     def __enter__(self) -> Self:
         self.start()
@@ -205,22 +216,22 @@ class EngineServer:
 
 
 def check_seed_support(control: EngineControl, key: str) -> None:
-    """Raise ValueError if an external server ignores seeds; `key`: the config key that needs them."""
+    """Raise ValueError if an external server ignores the seeds of requests. `key`: config key that needs the seeds."""
     if not control.server_info().get(DETERMINISTIC):
         raise ValueError(
             f"rollout.engine_urls: {control.url} was started without --enable-deterministic-inference and ignores seeds; "
-            f"start it with that flag, or set {key}=false."
+            f"start the server with this option, or set {key}=false."
         )
 
 
 class ExternalEngine:
-    """A server that the user starts and ends. Has the interface of EngineServer."""
+    """A server that the user starts and ends. It has the methods of EngineServer that the engine pool calls."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the server takes requests. Raises TimeoutError at the deadline."""
+        """Wait until the server takes requests. Raises TimeoutError if it does not answer within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with EngineControl(self.url) as control:
             while not control.health():
@@ -229,12 +240,12 @@ class ExternalEngine:
                 time.sleep(EXTERNAL_POLL_INTERVAL_S)
 
     def alive(self) -> bool:
-        """Return True: mrl does not know the server's processes, and a failed server may recover."""
+        """Return True, because mrl does not know the server's processes and a failed server may recover."""
         return True
 
     def stop(self) -> None:
-        """Do nothing: the user ends the server."""
+        """Do nothing, because the user ends the server."""
 
     def cpu_seconds(self) -> float:
-        """Return 0: mrl does not know the server's processes."""
+        """Return 0, because mrl does not know the server's processes."""
         return 0.0

@@ -1,4 +1,4 @@
-"""SGLang's server arguments: their names, those that mrl sets itself, and defaults for a device."""
+"""The arguments of an SGLang server: their names, the arguments that a user cannot set, and mrl's defaults."""
 
 import ast
 import ctypes
@@ -13,26 +13,29 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
 DETERMINISTIC = "enable_deterministic_inference"
-"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on the batch."""
+"""Argument that makes a server use the seeds of requests, and use kernels whose rounding does not depend on the batch."""
 
 RESERVED_ARGS: dict[str, str] = {
-    "model_path": "model.path",
-    "tp_size": "rollout.engine_tp",
-    "host": "nothing: engines listen where the rollout worker can reach them",
-    "port": "nothing: a free port is chosen",
-    "nccl_port": "nothing: a free port is chosen",
-    "nnodes": "rollout.engine_tp: an engine spans the nodes of its GPUs",
-    "node_rank": "nothing: it follows from the nodes of its GPUs",
-    "dist_init_addr": "nothing: a free port is chosen",
-    "api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
-    "admin_api_key": "the environment variable MRL_ENGINE_KEY; without it, a random key is chosen",
+    "model_path": "use model.path",
+    "tp_size": "use rollout.engine_tp",
+    "host": "remove it, because mrl chooses an address that the rollout worker can reach",
+    "port": "remove it, because mrl chooses a free port",
+    "nccl_port": "remove it, because mrl chooses a free port",
+    "nnodes": "use rollout.engine_tp: an engine spans the nodes of its GPUs",
+    "node_rank": "remove it, because mrl derives it from the nodes of the engine's GPUs",
+    "dist_init_addr": "remove it, because mrl chooses a free port",
+    "api_key": "use the environment variable MRL_ENGINE_KEY; without this variable, mrl chooses a random key",
+    "admin_api_key": "use the environment variable MRL_ENGINE_KEY; without this variable, mrl chooses a random key",
 }
-"""Arguments that mrl sets -> what a user sets instead."""
+"""Argument that mrl sets -> what a user must do instead."""
 
 
 @cache
 def server_arg_names() -> frozenset[str]:
-    """Return the names of all fields of ServerArgs, read from its source: importing SGLang takes 8 CPU-seconds."""
+    """Return the names of all fields of SGLang's ServerArgs.
+
+    They are read from SGLang's source files, because importing SGLang takes 8 CPU-seconds.
+    """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed here; install the locked requirements (README).")
@@ -43,18 +46,18 @@ def server_arg_names() -> frozenset[str]:
                 names.update(
                     s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
                 )
-    if "model_path" not in names:  # this SGLang has another layout, so import it
-        from sglang.srt.server_args import ServerArgs  # heavy; only for versions that moved the fields
+    if "model_path" not in names:  # in this version of SGLang, other files define the fields
+        from sglang.srt.server_args import ServerArgs
 
         names.update(ServerArgs.__struct_fields__)
     return frozenset(name for name in names if not name.startswith("_"))
 
 
 def check_server_args(overrides: Mapping[str, Any]) -> None:
-    """Raise ValueError if a user's `sglang:` section has an argument that does not exist or that mrl sets."""
+    """Raise ValueError if the config section `sglang` has an argument that does not exist or that mrl sets itself."""
     for name in overrides:
         if name in RESERVED_ARGS:
-            raise ValueError(f"sglang.{name}={overrides[name]!r} is set by mrl; use {RESERVED_ARGS[name]}.")
+            raise ValueError(f"sglang.{name}={overrides[name]!r} is set by mrl; {RESERVED_ARGS[name]}.")
         if name not in server_arg_names():
             close = difflib.get_close_matches(name, server_arg_names(), n=1)
             hint = f"did you mean sglang.{close[0]}?" if close else "see `python -m sglang.launch_server --help`."
@@ -62,7 +65,7 @@ def check_server_args(overrides: Mapping[str, Any]) -> None:
 
 
 def has_cuda() -> bool:
-    """Return whether the CUDA driver sees a device under CUDA_VISIBLE_DEVICES. Does not import torch."""
+    """Return whether the CUDA driver sees a device, with respect to CUDA_VISIBLE_DEVICES. Does not import torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -72,7 +75,10 @@ def has_cuda() -> bool:
 
 
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
-    """Return the ServerArgs fields that an engine needs to be offloaded; none on a CPU. `device`: None detects the device."""
+    """Return the ServerArgs fields that allow an engine to be offloaded. On a CPU there are none.
+
+    `device`: "cuda" or "cpu"; None stands for "cuda" if there is a GPU, and for "cpu" otherwise.
+    """
     return dict(enable_memory_saver=True) if (device or ("cuda" if has_cuda() else "cpu")) == "cuda" else {}
 
 
@@ -84,22 +90,23 @@ def default_server_args(
     mem_fraction_static: float = 0.8,
     max_total_tokens: int = 65536,
 ) -> dict[str, Any]:
-    """Return the ServerArgs fields for rollout. `device`: None stands for cuda if there is a GPU, else cpu.
+    """Return the ServerArgs fields that mrl sets by default. `device`: see `memory_saver_args`.
 
-    `mem_fraction_static` limits weights and KV cache on a GPU; `max_total_tokens` is the size of the KV cache on a CPU.
+    `mem_fraction_static`: fraction of the memory of a GPU for weights and KV cache. `max_total_tokens`: size of the KV cache on
+    a CPU, in tokens.
     """
     device = device or ("cuda" if has_cuda() else "cpu")
     common = dict(
         device=device,
         dtype=dtype,
         context_length=context_length,
-        skip_tokenizer_init=True,  # requests and responses are token ids; responses stop at token ids, not at text
+        skip_tokenizer_init=True,  # requests and responses are token ids, and stop conditions are token ids, too
         skip_server_warmup=True,
-        sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a core busy while the trainer works
+        sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a CPU core busy while the trainer works
         weight_version="0",
-        load_snapshot_publish_interval=5,  # forward passes between heartbeats, which distinguish a hung engine from a slow one
-        disable_shared_experts_fusion=True,  # as in the trainer, shared experts are separate from routed ones
-        custom_weight_loader=[WEIGHT_LOADER],  # the live weight sync reaches the scheduler processes through it
+        load_snapshot_publish_interval=5,  # number of forward passes between updates of the value that `heartbeat` reads
+        disable_shared_experts_fusion=True,  # the trainer keeps shared experts separate from routed experts, too
+        custom_weight_loader=[WEIGHT_LOADER],  # function of the scheduler processes that receives new weights
         log_level="warning",
     )
     if device == "cuda":
@@ -111,7 +118,7 @@ def default_server_args(
         max_total_tokens=max_total_tokens,
         page_size=1,
         disable_overlap_schedule=True,
-        disable_radix_cache=True,  # its bookkeeping costs more than the short prefills that it saves on a CPU
+        disable_radix_cache=True,  # on a CPU, the radix cache costs more than the short prefills that it saves
         cuda_graph_backend_decode="disabled",
         cuda_graph_backend_prefill="disabled",
     )

@@ -1,11 +1,18 @@
 """Supervisor process between a rollout process and an SGLang server: the server never outlives the rollout process.
 
-It runs as a file with `python -I -S`, so it starts in milliseconds and must not import anything from mrl. It leads its
-own process session and starts the command that it reads from stdin as one line of JSON. It ends the command and all its
-descendants when the command ends, when stdin closes (the parent ended, even by SIGKILL, or requests the end), when its parent
-changes, and on SIGTERM, SIGINT or SIGHUP. As a subreaper it sees every descendant, including those that left
-the process group. If the supervisor itself is killed, the kernel kills the command, and then the command's children (SGLang
-sets their parent-death signal).
+The supervisor runs as a file with `python -I -S`. It therefore starts in milliseconds, and must not import anything from mrl.
+It leads its own process session. It reads one line of JSON from stdin and starts the command in this line.
+
+The supervisor ends the command and all descendants of the command in any of these cases:
+
+- The command ends.
+- stdin closes, because the parent process has ended (even by SIGKILL) or has closed the pipe.
+- The parent of the supervisor changes.
+- The supervisor receives SIGTERM, SIGINT or SIGHUP.
+
+The supervisor is a subreaper, so it sees every descendant, including those that left the process group. If the supervisor itself
+is killed, the kernel kills the command. The kernel then kills the command's children, because SGLang sets their parent-death
+signal.
 """
 
 import contextlib
@@ -20,11 +27,14 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-POLL_INTERVAL_S = 1.0  # only a fallback: the pipe and SIGCHLD wake the supervisor at once
+POLL_INTERVAL_S = (
+    1.0  # between checks of the parent process; a closed pipe or an ended child wakes the supervisor at once
+)
 KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
-SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")  # files that a server may leave in /dev/shm
+# Beginnings of the names of files that a server may leave in /dev/shm
+SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")
 
-SHARED_MEMORY_LIST = "shared_memory"  # as in leases.py, which this file cannot import
+SHARED_MEMORY_LIST = "shared_memory"  # the same value as in leases.py, which this file must not import
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -39,14 +49,14 @@ def descendants() -> list[int]:
                 children.setdefault(parent, []).append(int(entry))
     found, queue = [], [os.getpid()]
     while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
+        pids = children.get(queue.pop(), [])
+        found += pids
+        queue += pids
     return found
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Return the files in /dev/shm that these processes have mapped and would not remove."""
+    """Return the files in /dev/shm that these processes have mapped and that may remain when the processes are killed."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
@@ -59,7 +69,7 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def reap() -> dict[int, int]:
-    """Reap ended children; return their exit statuses by process id."""
+    """Reap the children that have ended. Returns process id -> exit status."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (result := os.waitpid(-1, os.WNOHANG))[0]:
@@ -74,7 +84,7 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def end_all(grace_s: float) -> None:
-    """Send SIGTERM to all descendants, and SIGKILL after `grace_s`, until none is left."""
+    """Send SIGTERM to all descendants. After `grace_s` seconds, send SIGKILL to those that still run."""
     signal_all(descendants(), signal.SIGTERM)
     now = time.monotonic()
     while descendants() and time.monotonic() < now + grace_s:
@@ -88,7 +98,7 @@ def end_all(grace_s: float) -> None:
 
 
 def start(spec: dict) -> int:
-    """Start the command in its own process group; return its process id."""
+    """Start the command in its own process group. Returns the process id of the command."""
 
     def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -99,13 +109,16 @@ def start(spec: dict) -> int:
         cwd=spec["cwd"],
         stdin=subprocess.DEVNULL,
         process_group=0,
-        preexec_fn=die_with_parent,  # safe: this process has one thread
+        preexec_fn=die_with_parent,  # safe, because this process has a single thread
     )
     return process.pid
 
 
 def watch(pid: int, parent: int, stopping: list[int], wake_fd: int) -> int | None:
-    """Wait for a reason to end; return the command's exit status, or None if the command still runs."""
+    """Wait until there is a reason to end. Returns the exit status of the command, or None if the command still runs.
+
+    `stopping`: signals that asked the supervisor to end. `wake_fd`: pipe into which Python writes at every signal.
+    """
     while True:
         readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_INTERVAL_S)
         if wake_fd in readable:
