@@ -6,7 +6,8 @@
 
 This needs only the lengths of the sequences. One search (`_assign`) serves three purposes: it assigns units to parts, units to
 packs, and the rows of a large group to the pieces into which the group is cut. First it assigns each item to the lightest part
-(`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`).
+(`_assign_greedily`). Then it moves and swaps items while this makes the heaviest part lighter (`_rebalance`). In these three
+functions, `unit` and `part` stand for all three purposes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,8 +60,8 @@ def make_units(  # noqa: PLR0913 - three columns of the batch, and the settings 
 ) -> list[PackingUnit]:
     """Return the units of `rows`. `prompt_lengths`, `response_lengths` and `groups` are columns [B] of the whole batch.
 
-    Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit: its prompt once, and all its
-    responses. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` uneven.
+    Without `share_prompts`, every row is a unit. With `share_prompts`, every group is a unit, which contains the prompt
+    once. A group is cut into several units if it has more than `max_tokens`, or if its cost would make the `parts` uneven.
     Each of these units computes the prompt again. The function therefore cuts as little as possible: it uses the largest of
     GROUP_LIMITS for which the heaviest part is nearly as light as with the best limit.
     """
@@ -238,6 +239,7 @@ def _rebalance(
             _sample_units(part_of == heavy, count, CANDIDATES[0]),
             _sample_units(part_of != heavy, count, CANDIDATES[1]),
         )
+        # Swap each of our units (of the heaviest part) with each of their units (of other parts).
         moved = costs[ours, None] - costs[theirs]  # [ours, theirs] cost that a swap takes from the heaviest part
         shifted = tokens[ours, None] - tokens[theirs]
         highest = np.maximum(loads[heavy] - moved, loads[part_of[theirs]] + moved)
@@ -252,9 +254,10 @@ def _rebalance(
 
 
 def _sample_units(selected: NDArray[np.bool_], count: int, most: int) -> Rows:
-    """Return the indices of some selected units.
+    """Return the indices of some of the selected units.
 
-    These are about `most` evenly spaced real units (indices below `count`), and all empty units (indices from `count` on).
+    Indices below `count` are real units: about `most` of them are returned, evenly spaced. Indices from `count` on are empty
+    units: all selected ones are returned.
     """
     units = np.flatnonzero(selected[:count])
     return np.append(units[:: len(units) // most + 1], count + np.flatnonzero(selected[count:]))

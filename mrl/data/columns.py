@@ -37,9 +37,8 @@ class Columns:
     prompt: str = "prompt"  # text, or a list of messages
     ground_truth: str | None = "reward_model.ground_truth"  # text, number, list or object
     data_source: str | None = "data_source"
-    extra_info: str | tuple[str, ...] | None = (
-        "extra_info"  # one column with an object, or several columns that become the fields of an object
-    )
+    # One column with an object, or several columns that become the fields of an object.
+    extra_info: str | tuple[str, ...] | None = "extra_info"
     named: frozenset[str] = frozenset()  # names of the fields above that the user has set
 
     @classmethod

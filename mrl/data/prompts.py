@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mrl.data import tokenizer as text
+from mrl.data import tokenizer as tokenization
 from mrl.data.columns import PromptExample
 from mrl.data.row_files import BadRow, Row, RowError, RowReport, RowTable, convert_rows
 from mrl.data.sources import PromptSource
@@ -62,7 +62,7 @@ class PromptDataset:
         Raises:
             ValueError: a file cannot be read; the tokenizer or its chat template cannot be used.
         """
-        tokenizer = text.load_tokenizer(model_path, constraints.chat)
+        tokenizer = tokenization.load_tokenizer(model_path, constraints.chat)
         examples: list[PromptExample] = []
         numbers: list[int] = []
         tokens: list[NDArray[np.int32]] = []
@@ -108,7 +108,7 @@ class PromptDataset:
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each response, without special tokens."""
-        return text.decode(self.model_path, responses)
+        return tokenization.decode(self.model_path, responses)
 
     def messages(self, row: int) -> Messages:
         """Return the messages of a prompt, including the system message."""
@@ -163,9 +163,9 @@ class _FilePrompts:
         def convert(number: int, row: Row) -> tuple[int, PromptExample, str]:
             example = source.columns(row, name, source.system)
             try:
-                rendered = text.render(tokenizer, example.messages, constraints.chat.args)
+                rendered = tokenization.render(tokenizer, example.messages, constraints.chat.args)
             except (TemplateError, TypeError) as error:
-                raise RowError(source.columns.prompt, f"the chat template refused it: {error}") from error
+                raise RowError(source.columns.prompt, f"the chat template refused the messages: {error}") from error
             _check_text(source.columns.prompt, rendered)
             _check_text(source.columns.ground_truth or "", example.ground_truth)
             return number, example, rendered
@@ -173,7 +173,7 @@ class _FilePrompts:
         converted, omitted = convert_rows(table, convert)
         examples, numbers, tokens = [], [], []
         for chunk in batched(converted, CHUNK):
-            encoded = text.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
+            encoded = tokenization.encode_texts(tokenizer, [rendered for *_, rendered in chunk])
             for (number, example, _), ids in zip(chunk, encoded, strict=True):
                 reason, overlong = _token_fault(ids, constraints)
                 if reason:
@@ -329,8 +329,8 @@ class PromptStream:
         for name, ours in self._identity().items():
             if name not in state or state[name] != ours:
                 raise ValueError(
-                    f"the position in the prompts was saved for other prompts: {name} was {state.get(name)!r:.200}, in this run "
-                    f"it is {ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
+                    f"the saved position in the prompts does not fit this run: {name} was {state.get(name)!r:.200}, and is now "
+                    f"{ours!r:.200}; continue with the same data, weights and run.seed, or start a new run."
                 )
         drawn = state.get("drawn")
         if not isinstance(drawn, list) or len(drawn) != len(self.drawn) or min(drawn) < 0:

@@ -53,9 +53,8 @@ def last_boxed(solution: str) -> str | None:
         single = re.match(r"[^\s{}$\\]", rest)
         return single[0] if single else None
     depth = 0
-    for mark in re.finditer(
-        r"\\.|[{}]", rest, re.DOTALL
-    ):  # an escaped brace matches together with its backslash, and is not counted
+    # The first alternative matches an escaped brace together with its backslash, so that the brace is not counted.
+    for mark in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0 and mark[0] == "}":
             return rest[1 : mark.start()].strip()

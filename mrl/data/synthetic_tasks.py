@@ -86,7 +86,7 @@ def make_calculator_task(folder: str | Path, seed: int = 0, model: str = "qwen3"
     """Create the task of multiplying three-digit numbers in `folder`: train, test and sft parquet files, and `model/`.
 
     The model can answer correctly only if it calls the calculator tool. `call_fraction` is the fraction of supervised rows
-    that call the tool. The other rows give a wrong answer without it.
+    that call the tool. The other rows do not call it, and give a wrong answer.
 
     Does nothing if `folder` exists. The folder is created atomically, so several processes may call this at the same
     time. `model` is a key of TINY_MODELS. Each model needs its own folder.

@@ -38,7 +38,7 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, chat: ChatTemplate | None = None) -> Any:
-    """Return the fast tokenizer of a Hugging Face folder. Its chat template is that of `chat`, or else its own.
+    """Return the fast tokenizer of a Hugging Face folder. If `chat` has a template, it replaces the tokenizer's own template.
 
     Raises:
         ValueError: the folder has no tokenizer.json, no chat template or no end-of-sequence token; the template file of

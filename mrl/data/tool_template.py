@@ -30,8 +30,8 @@ class ToolTemplate:
             args: variables of the template, the same as for the prompts.
 
         Raises:
-            ValueError: the template rejects the role, changes the user's message if a result follows, drops results, or
-                puts nothing around them. Also if the tokens do not decode to the rendered text.
+            ValueError: the template cannot be used for tool results. It rejects the role, changes the user's message if a
+                result follows, drops results, puts nothing around them, or its tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))
         around = _after_assistant(role, prompt, one).split(_RESULTS[0])

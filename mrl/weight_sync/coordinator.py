@@ -1,4 +1,4 @@
-"""Coordinator: with it, trainer rank 0 controls the engines before and after a push.
+"""Coordinator: controls the engines before and after a push. It runs on trainer rank 0.
 
 Before a push, the coordinator pauses the engines and opens a weight update session of SGLang in each of them. After the push, it
 waits until every engine rank has verified its new weights. Then it sets the weight version and resumes generation.
@@ -72,9 +72,8 @@ class Coordinator:
         # There are two connections: threads of the pool report failures on one while this thread waits on the other.
         self._wait_channel, self._failure_channel = (join_channel(), join_channel()) if join_channel else (None, None)
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="weight_sync")
-        self._last_message: dict[
-            int, Future[None]
-        ] = {}  # engine number -> its last message, which may not be answered yet
+        # Engine number -> the request with its last message. The engine may not have answered it yet.
+        self._last_message: dict[int, Future[None]] = {}
 
     @property
     def alive(self) -> list[int]:
@@ -158,7 +157,7 @@ class Coordinator:
         self.call_all(lambda engine: engine.set_weight_version(str(version)), push)
         if (
             self.pause_mode is not PauseMode.in_place
-        ):  # in this mode, requests continue with the KV cache of the old weights
+        ):  # in_place lets requests go on with the KV cache of the old weights
             self.call_all(lambda engine: engine.flush_cache(self.timeout_s), push)
         if resume:
             self.call_all(EngineControl.resume, push)
@@ -190,7 +189,7 @@ class Coordinator:
             self._last_message[number] = future
 
     def _receive(self, key: str, rank: int, push: str) -> Any:
-        """Return a value that an engine rank puts on the control channel; wait for it. Returns None if the engine has failed."""
+        """Wait for a value that an engine rank puts on the control channel. Returns None if the engine has failed."""
         assert self._wait_channel is not None, "engines answer on the control channel"
         number = rank // self.tp
         if number in self.failed:

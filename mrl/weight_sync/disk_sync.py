@@ -153,9 +153,8 @@ class ExpectedChecksums:
                 by_name.setdefault(shard.name, []).append(shard)
         # By rank: parameter -> number of its shards that have not been observed yet.
         self._missing = [Counter(s.param for shards in by_name.values() for s in shards) for by_name in self._shards]
-        self._incomplete: list[dict[str, Tensor]] = [
-            {} for _ in ranks
-        ]  # by rank, by parameter; some shards are missing
+        # By rank: parameter -> its values, of which some shards are still missing.
+        self._incomplete: list[dict[str, Tensor]] = [{} for _ in ranks]
         self._checksums: list[dict[str, str]] = [{} for _ in ranks]  # by rank, by parameter
 
     def observe(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -45,7 +45,10 @@ class EngineControl:
     """Typed requests to one server. Every request has a deadline. A refused request raises EngineError."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        """`url`: http://host:port. `timeout_s`: deadline of one request; some methods have a deadline of their own."""
+        """Create a client for the server at `url`, which is http://host:port.
+
+        `timeout_s` is the deadline of one request. Some methods have a deadline of their own.
+        """
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._http = httpx.Client(

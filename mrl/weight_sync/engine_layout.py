@@ -169,9 +169,8 @@ class EngineLayout:
             box = shard.box_in_param(shard.box)
             ends = tuple(start + size for start, size in zip(box.starts, box.sizes, strict=True))
             shapes[shard.param] = tuple(map(max, shapes.get(shard.param, (0,) * len(ends)), ends))
-            if isinstance(
-                row := self.row_of[shard.name], VocabMapping
-            ):  # the last rows may be padding, which no shard covers
+            # The last rows of a vocabulary may be padding, which no shard covers.
+            if isinstance(row := self.row_of[shard.name], VocabMapping):
                 shapes[shard.param] = (self._padded_vocab_rows(shard.name, self._num_shards(row)), *ends[1:])
         return shapes
 

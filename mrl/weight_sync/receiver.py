@@ -88,7 +88,7 @@ def handle_message(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Te
 
 def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Close the last session, begin a new one, and report the location and the parameters of this rank."""
-    from sglang.srt.runtime_context import get_parallel  # only importable inside SGLang
+    from sglang.srt.runtime_context import get_parallel  # can be imported only inside SGLang
 
     global _session
     last, _session = _session, None
@@ -106,9 +106,9 @@ def _begin_session(model: torch.nn.Module, message: dict[str, Any]) -> None:
 def _check_plan(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Read this rank's part of the plan, and check its destinations against the checkpoint that SGLang loaded.
 
-    The check is skipped once a push has changed the model.
+    The check is skipped after a push has changed the model.
     """
-    from sglang.srt.runtime_context import get_model  # only importable inside SGLang
+    from sglang.srt.runtime_context import get_model  # can be imported only inside SGLang
 
     session = _current_session()
     session.buckets = session.channel.get(receiver_plan_key(session.engine_rank))
@@ -168,7 +168,7 @@ def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
 
 def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
     """Receive every bucket of a push. Then compare the checksums of the model's weights with those from the senders."""
-    from sglang.srt.model_loader.loader import post_load_weights  # only importable inside SGLang
+    from sglang.srt.model_loader.loader import post_load_weights  # can be imported only inside SGLang
 
     session, push = _current_session(), message["push"]
     assert session.recv_end is not None, "weights arrive before the session was opened"

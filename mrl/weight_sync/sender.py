@@ -57,13 +57,11 @@ class BucketSender:
     send_end: SendEnd
     buckets: Sequence[Bucket]
     delta: bool = False  # send differences from the last push
-    _last_sent: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # bucket number -> its uncompressed bytes in the last push
+    _last_sent: dict[int, Tensor] = field(default_factory=dict)  # bucket number -> its bytes in the last push
     _failed: set[int] = field(default_factory=set)  # engine ranks left out of the current push
 
     def send_all(self, push: str, read: ReadTensor, full: bool) -> SendStats:
-        """Send every bucket. `full`: send the weights themselves, not the difference from the last push."""
+        """Send every bucket. If `full` is true, send the weights themselves, not their difference from the last push."""
         stats, self._failed = SendStats(), set()
         with torch.no_grad():
             for bucket in self.buckets:
@@ -86,8 +84,8 @@ class BucketSender:
                 nbytes, encoding = len(packed), "delta"
                 slot[:nbytes].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         receivers = [rank for rank in bucket.receivers if rank not in self._failed]
-        # NCCL's first send to a rank blocks until the rank receives. A rank receives after it has read the header, so the header
-        # goes first.
+        # The header goes first: a rank receives the bucket after it has read the header, and with NCCL the first send to a rank
+        # blocks until that rank receives.
         self.channel.put(header_key(push, bucket.key), BucketHeader(nbytes, checksums, encoding))
         self.send_end.send(bucket.number, nbytes, receivers)
         stats.sent_bytes += nbytes * len(receivers)

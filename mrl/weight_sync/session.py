@@ -55,6 +55,7 @@ RANK_TIMEOUT_FACTOR = 4 * RECEIVER_TIMEOUT_FACTOR
 """A trainer rank waits this many times `timeout_s` for another trainer rank, which may be waiting for engines."""
 
 LayoutOf = Callable[[Topology], EngineLayout]
+"""Function that returns the layout of an engine with a given topology."""
 
 
 class TrainerWeights(Protocol):
@@ -85,9 +86,9 @@ class LiveSync:
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, layout_of: LayoutOf, settings: WeightSyncConfig
     ) -> None:
-        """Open a session with the engines; all ranks call this.
+        """Open a session with the engines. All ranks call this.
 
-        Raises WeightSyncError or ValueError, the same on all ranks, after closing everything that was opened.
+        If this fails, all ranks raise the same WeightSyncError or ValueError, and everything that was opened is closed.
         """
         self._weights, self._delta = weights, settings.delta
         with ExitStack() as stack:
@@ -104,7 +105,7 @@ class LiveSync:
         self._version = -1
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
-        """Send the current weights to every engine, which then serves them as `version`; all ranks call this.
+        """Send the current weights to every engine. The engines then serve them as `version`. All ranks call this.
 
         `engines_offloaded`: the engines had released their weights. The push then sends all weights, not a difference. The
         engines stay paused, because they have no KV cache yet.
@@ -166,7 +167,7 @@ class LiveSync:
 
 
 class TrainerRankGroup:
-    """All trainer ranks in a separate gloo group. Its timeout is longer than every wait of a weight sync."""
+    """A gloo process group of all trainer ranks. Its timeout is longer than every wait in a weight sync."""
 
     def __init__(self, timeout_s: float) -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -175,15 +176,15 @@ class TrainerRankGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def on_rank_0[T](self, call: Callable[[], T]) -> T:
-        """Run `call` on rank 0, and return its result or raise its error on every rank."""
+        """Run `call` on rank 0. Every rank then returns the result, or raises the error."""
         outcome: list[Any] = [_try(call) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return _result_or_raise(outcome[0])
 
     def on_every_rank[T](self, call: Callable[[], T]) -> list[T]:
-        """Run `call` on every rank, and return the results of all ranks on every rank, by rank.
+        """Run `call` on every rank. Every rank then returns the results of all ranks, by rank.
 
-        If ranks fail, all ranks raise the error of the first one.
+        If ranks fail, all ranks raise the error of the first one that failed.
         """
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, _try(call), group=self._group)
@@ -200,9 +201,7 @@ def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return call(), None
     except (WeightSyncError, WeightMismatchError, ValueError) as error:
         return None, error
-    except (
-        Exception
-    ) as error:  # all ranks will raise it: if only one rank raised it, the others would wait for that rank
+    except Exception as error:  # is raised on all ranks; if only one rank raised it, the others would wait for it
         logger.exception("weight sync")
         return None, WeightSyncError(f"{type(error).__name__}: {error}")
 

@@ -168,7 +168,7 @@ def trainer_shards(
 def even_pipeline_stages(num_layers: int, dims: ParallelDims) -> Callable[[str], int]:
     """Return a function that takes the name of a Megatron parameter and returns its pipeline stage.
 
-    Every virtual pipeline stage has the same number of layers.
+    It assumes that all virtual pipeline stages have the same number of layers.
     """
     layers_per_virtual_stage = num_layers // (dims.pp * dims.vpp)
 

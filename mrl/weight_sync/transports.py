@@ -1,8 +1,8 @@
 """Transports: how a bucket gets from its sender (a trainer rank) to its receivers (engine ranks).
 
-A slot is a memory area of a sender that holds one bucket. A sender writes its buckets alternately into two slots. It reuses a
-slot after all receivers have acknowledged the bucket in this slot. On one machine, the receivers map the slots into their own
-processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process group sends the bytes.
+A transfer slot, here called slot, is a memory area of a sender that holds one bucket. A sender writes its buckets alternately
+into two slots. It reuses a slot after all receivers have acknowledged the bucket in this slot. On one machine, the receivers map
+the slots into their own processes (shared memory, or GPU memory through CUDA IPC). Otherwise, a process group sends the bytes.
 
 To add a transport, change these places: the enum Transport in mrl/config/process_schema.py; choose_transport and a class for
 each end in this file; `open_transport` in session.py; `_connect` in receiver.py; and the table in docs/concepts/placement.md.
@@ -179,7 +179,7 @@ class SharedSlotsRecvEnd:
     """The slots of the senders, mapped into the process of a receiver."""
 
     def __init__(self, handles: dict[int, Any]) -> None:
-        """`handles`: trainer rank of a sender -> the value that `handle` of its send end returned."""
+        """Map the slots. `handles`: trainer rank of a sender -> the value that `handle` of its send end returned."""
         self._slots = {sender: _open_handle(handle) for sender, handle in handles.items()}
 
     def receive(self, sender: int, number: int, nbytes: int) -> Tensor:
@@ -238,9 +238,8 @@ class ProcessGroupEnd:
         """Join the group as `rank`. A receiver needs only one slot."""
         self.group, self.num_senders = _join_group(store, setup, rank), setup.num_senders
         self.slots: Sequence[Tensor] = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
-        self._pending: dict[
-            int, list[dist.Work]
-        ] = {}  # slot -> its unfinished sends, which must stay alive until the slot is reused
+        # Slot -> its unfinished sends. These objects must stay alive until the slot is reused.
+        self._pending: dict[int, list[dist.Work]] = {}
 
     def handle(self) -> None:
         """Return nothing: receivers reach the sender through the group."""

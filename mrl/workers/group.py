@@ -110,7 +110,7 @@ class WorkerGroup:
         self._unregister()
 
     def _unregister(self) -> None:
-        """Remove ranks from hang reports that have been ended on purpose, or that an earlier run of this folder has left."""
+        """Remove the records of this model's ranks. Hang reports then do not list ranks that were ended on purpose."""
         unregister_processes(registry_folder(self._waiter.run_dir), f"{self._waiter.group or 'trainer'}_*")
 
     # Calls.
@@ -158,7 +158,7 @@ class WorkerGroup:
     # Training.
 
     def compute_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
-        """Compute log-probabilities [R] of all rows. Returns one handle for each replica, to its part of the column."""
+        """Compute log-probabilities [R] of all rows. Returns one handle for each replica, to the results of its rows."""
         return self._compute(TrainWorker.compute_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_reference_logprobs(self, batch: TrainBatch, packing: Packing, temperature: float) -> list[Handle]:
@@ -166,7 +166,7 @@ class WorkerGroup:
         return self._compute(TrainWorker.compute_reference_logprobs, batch, packing, dict(temperature=temperature))
 
     def compute_values(self, batch: TrainBatch, packing: Packing) -> list[Handle]:
-        """Compute values [R] of all rows. Returns one handle for each replica, to its part of the column."""
+        """Compute values [R] of all rows. Returns one handle for each replica, to the results of its rows."""
         return self._compute(TrainWorker.compute_values, batch, packing, {})
 
     def _compute(
@@ -201,8 +201,8 @@ class WorkerGroup:
     def _combine(self, reports: Sequence[UpdateReport], partition: StepPartition) -> UpdateReport:
         """Combine the reports of all ranks on one optimizer step.
 
-        Only ranks of the last pipeline stage report sums. All ranks of a tensor-parallel group report the same sums, so those of
-        one rank are added up.
+        Only ranks of the last pipeline stage report sums. All ranks of a tensor-parallel group report the same sums, so only the
+        sums of one rank in each group are added.
         """
         sums: dict[str, list[float]] = {}
         maxima: dict[str, list[float]] = {}

@@ -102,8 +102,8 @@ class MegatronModel:
     def compute_column(self, block: TokenBlock, batch: RankBatch, head: OutputHead) -> list[Tensor]:
         """Run a forward pass without gradients. Returns row 0 of the head's output for each micro-batch: [R].
 
-        This row joins the parts [local R] of all context-parallel ranks. Only the last pipeline stage returns columns; the
-        other stages return an empty list.
+        Each context-parallel rank computes a part [local R] of this row, and returns the whole row. Only the last pipeline
+        stage returns rows; the other stages return an empty list.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -123,7 +123,7 @@ class MegatronModel:
         return columns
 
     def column_part(self, columns: Sequence[Tensor], batch: RankBatch) -> ColumnPart | None:
-        """Join the columns [R] of all micro-batches. Only one rank of the replica returns them, the other ranks None.
+        """Join the columns [R] of all micro-batches. Only one rank of the replica returns the result, the other ranks None.
 
         This rank is on the last pipeline stage, and has tensor-parallel rank 0 and context-parallel rank 0.
         """
@@ -247,7 +247,8 @@ class MegatronModel:
         try:
             return consume(tensors) if torch.distributed.get_rank() == 0 else None
         finally:
-            # All ranks iterate to the end, rank 0 even after an error, because the other ranks wait for it in each gather.
+            # Every rank iterates to the end, because the other ranks wait for it in each gather. This holds for rank 0 even
+            # after an error in `consume`.
             for _ in tensors:
                 pass
 
@@ -279,7 +280,7 @@ class MegatronModel:
         """Load a checkpoint that was written under any layout. Returns whether random number generators were restored, too.
 
         The generators are restored only if this layout wrote the checkpoint. Raises ValueError if `folder` is not a complete
-        checkpoint of such a model. No weight has changed then.
+        checkpoint of this model. No weight has changed then.
         """
         return checkpoint.load(folder, self.chunks, self.optimizer, self.spec.dims)
 
@@ -324,7 +325,7 @@ class MegatronModel:
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, which may have been written under any layout.
 
-        The optimizer's master weights become equal to them.
+        The optimizer's master weights are set to the loaded weights.
         """
         checkpoint.load_weights(folder, self.chunks)
         self.optimizer.reload_model_params()

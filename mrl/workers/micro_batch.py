@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 class MicroBatch:
     """Input of one packed forward pass on one trainer rank.
 
-    The rank has L of the micro-batch's tokens, including padding (see parallel.packing). The micro-batch has R sampled tokens.
-    The number of sampled tokens that this context-parallel rank predicts is called local R. All tensors [local R] are ordered by
+    This rank has L tokens of the micro-batch, including padding (see parallel.packing). The micro-batch has R sampled tokens,
+    and this context-parallel rank predicts some of them. Their number is called local R. All tensors [local R] are ordered by
     row, then by token.
     """
 

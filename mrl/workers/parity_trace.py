@@ -37,10 +37,10 @@ def trace_step(
     lr: float,
     temperature: float,
 ) -> StepTrace:
-    """Trace the outputs (log-probabilities or values) and one optimizer step. All ranks call this.
+    """Run one optimizer step, and trace the step and the outputs before and after it. All ranks call this.
 
-    `loss` is None for a critic. The block should have a column old_logprobs. Without this column the probability ratio is
-    always 1, and the loss would be the same for all outputs.
+    The outputs are log-probabilities or values. `loss` is None for a critic. The block should have a column old_logprobs.
+    Without this column, the probability ratio is always 1, and the loss would be the same for all outputs.
     """
     outputs = forward_outputs(model, block, batch, temperature)
     total = _accumulate(model, block, batch, loss, temperature)
@@ -82,9 +82,9 @@ def forward_outputs(
 def _accumulate(
     model: MegatronActor | MegatronCritic, block: TokenBlock, batch: RankBatch, loss: Loss | None, temperature: float
 ) -> float:
-    """Accumulate the complete gradients on every replica, and return the loss of the replica's micro-batches.
+    """Accumulate the complete gradients on every replica, and return this rank's part of the loss.
 
-    Only one tensor-parallel rank of the last pipeline stage returns the loss; the other ranks return 0.
+    Only ranks of the last pipeline stage that have tensor-parallel rank 0 return a part. The other ranks return 0.
     """
     if isinstance(model, MegatronCritic):
         head, loss_function = model.head, partial(value_loss, loss=ValueLoss())
@@ -117,16 +117,18 @@ class ActivationHooks:
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], sequence_parallel: bool) -> None:
-        """`sequence_parallel`: each tensor-parallel rank has other tokens. Without it, all of them have the same tokens."""
+        """Prepare hooks for the model parts in `chunks`.
+
+        With `sequence_parallel`, each tensor-parallel rank has other tokens. Without it, all of them have the same tokens.
+        """
         self._models: list[Any] = [chunk.module for chunk in chunks]
         self._num_parts = groups.tp_group().size() if sequence_parallel else 1
         self._part = groups.tp_group().rank() if sequence_parallel else 0
         self._is_duplicate = not sequence_parallel and groups.tp_group().rank() > 0
         self._hooks: list[Any] = []
         self._sketches: list[ActivationSketch] = []
-        self._tokens = np.empty(
-            0, np.int64
-        )  # [local L] index in the block of each token of the micro-batch; -1: padding
+        # [local L] index in the block of each token of this rank's micro-batch; -1: padding
+        self._tokens = np.empty(0, np.int64)
 
     def __enter__(self) -> "ActivationHooks":
         for model in self._models:

@@ -243,7 +243,7 @@ class TrainWorker:
             (path / checkpoint.rng_file_name(self.rank)).write_bytes(checkpoint.rng_snapshot(self.dims))
             if self.rank == 0:
                 block.with_columns(**columns or {}).save(path / DUMPED_BATCH)
-        finally:  # also after an error on this rank, because the other ranks wait for it in the export
+        finally:  # also after an error on this rank, because the other ranks would wait for this rank in the export
             if weights:
                 self.model.export_hf(path / DUMPED_WEIGHTS, {})
 
@@ -307,7 +307,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def load(self, folder: str) -> bool:
-        """Load a distributed checkpoint. Returns whether RNG states were restored, too; another layout cannot restore them."""
+        """Load a distributed checkpoint. Returns whether RNG states were restored, too, which needs the same layout."""
         return self.model.load(folder)
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)

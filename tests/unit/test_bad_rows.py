@@ -134,7 +134,7 @@ KINDS = {
     "NaN": (lambda r: line(truth(float(r.choice(["nan", "inf", "-inf"])))), "", "not a JSON object"),
     "infinite number": (lambda r: line(truth(3)).replace(b": 3}", b": 1e999}"), "", "not a JSON object"),
     "too deep": (lambda r: line(truth(nested(r.randint(101, 900)))), "", "deep, more than 100"),
-    "refused by the template": (lambda r: line(row("99999")), "prompt", "the chat template refused it: not that one"),
+    "refused by the template": (lambda r: line(row("99999")), "prompt", "the chat template refused the messages: not that one"),
     "no token": (lambda r: line(row("")), "prompt", "the chat template gave no tokens"),
     "unknown token": (
         lambda r: line(row("1" + chr(0x2460))),

@@ -107,7 +107,7 @@ def test_a_restored_stream_may_have_another_batch_size():
 def test_the_position_in_another_stream_is_refused(what, other):
     shares = [MixtureSource("a", 9), MixtureSource("b", 5)]
     prompts = stream(shares)
-    with pytest.raises(ValueError, match=f"saved for other prompts: {what} was .*, in this run .*start a new run"):
+    with pytest.raises(ValueError, match=f"does not fit this run: {what} was .*, and is now .*start a new run"):
         prompts.load_state_dict(other(shares).state_dict())
     assert prompts.drawn == [0, 0]
 
