@@ -17,14 +17,12 @@ from parallel.dims import ParallelDims
 from parallel.rope import Rope, YarnRope
 from parallel.trainer_config import OptimConfig
 
-_SHARED_EXPERTS_WIDTH = (
-    "moe_shared_expert_intermediate_size"  # Megatron's field for the width of all shared experts together
-)
+_SHARED_EXPERTS_WIDTH = "moe_shared_expert_intermediate_size"  # Megatron's field: width of all shared experts together
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The content of a Hugging Face config, translated to Megatron's fields. It is logged when a model is built."""
+    """The content of a Hugging Face config, translated to Megatron's fields. `build_model` logs it."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -130,7 +128,7 @@ class Family:
     defaults: dict[str, Any]  # the value that transformers uses for each field that a config may omit
     engine_required_fields: tuple[str, ...] = ()  # fields in `defaults` that SGLang requires in config.json
     has_extra_layers: bool = False  # checkpoints may contain extra layers for multi-token prediction, which mrl ignores
-    engine_unsupported_parts: frozenset[str] = frozenset()  # names in Architecture.parts that SGLang silently ignores
+    engine_unsupported_parts: frozenset[str] = frozenset()  # parts (Architecture.parts) that SGLang silently ignores
 
     def read(self, config: HFConfig) -> Architecture:
         """Return the architecture that `config` describes.

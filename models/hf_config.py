@@ -115,7 +115,7 @@ class HFConfig:
         for name in sorted(self.fields.keys() - self.read_fields - _IGNORED_FIELDS):
             raise ValueError(
                 f"{self.path}: {name}={self.fields[name]!r} is not known to {self.architecture} in mrl, and may change the "
-                f"outputs of the model. Remove the field if it has no influence; otherwise use a family that reads it "
+                f"outputs of the model. If the field has no influence, remove it; otherwise use a family that reads the field "
                 f"(docs/tutorials/model.md)."
             )
 

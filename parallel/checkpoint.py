@@ -39,9 +39,7 @@ from parallel.optimizer import (
 logger = logging.getLogger(__name__)
 _NUM_STEPS_KEY = "optimizer_steps"
 _OPTIMIZER_PREFIX = "optimizer.state."
-_TRACKER_PREFIX = (
-    "tracked."  # of the RNG states in Megatron's RNG tracker (tensor-parallel, expert-parallel, data-parallel)
-)
+_TRACKER_PREFIX = "tracked."  # prefix of the names of those RNG states that Megatron's RNG tracker holds
 _MAX_VOCAB_PADDING = 1024  # largest number of vocabulary rows that another layout may have added as padding
 
 

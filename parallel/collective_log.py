@@ -1,8 +1,9 @@
-"""Log of the last collective of each process group, in a file that other processes can read if this process hangs or dies.
+"""Log of collectives in a file that other processes can read if this process hangs or dies.
 
-torch calls a hook before it issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the
-file keeps them if the process is killed. On a GPU, a collective is issued before it runs. Even so, the other ranks wait for the
-rank that has issued fewer collectives than they have.
+For each process group, the log contains the last collective and the number of collectives so far. torch calls a hook before it
+issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
+process is killed. On a GPU, a collective is issued before it runs. Even so, the others wait for the rank that has issued the fewest
+collectives.
 """
 
 import atexit

@@ -22,9 +22,9 @@ class RankCoords:
 class ParallelDims:
     """Number of ranks on each parallel axis; `tp * cp * dp * pp` processes train one model.
 
-    Ranks are numbered in Megatron's order `tp-cp-ep-dp-pp`: from one rank to the next, the tp coordinate changes first and
-    the pp coordinate changes last. Experts have their own layout on the same processes. A pipeline stage has `tp * cp * dp`
-    ranks, and each `ep * etp` of these ranks together hold one copy of the stage's experts.
+    Ranks are numbered in Megatron's order `tp-cp-ep-dp-pp`: the tp position changes fastest, and the pp position changes
+    slowest. Experts have their own layout on the same processes. A pipeline stage has `tp * cp * dp` ranks, and each group of
+    `ep * etp` of these ranks holds one copy of the stage's experts.
     """
 
     tp: int = 1  # tensor parallel: the matrices of a layer are split over tp ranks
@@ -33,12 +33,8 @@ class ParallelDims:
     cp: int = 1  # context parallel: every sequence is split over cp ranks
     dp: int = 1  # data parallel: dp replicas of the model train on different samples
     ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks
-    etp: int | None = (
-        None  # expert tensor parallel: the matrices of each expert are split over etp ranks; None: tp ranks
-    )
-    sp: bool | None = (
-        None  # sequence parallel: activations between matrices are split over tp ranks; None: on if tp > 1
-    )
+    etp: int | None = None  # expert tensor parallel: the matrices of an expert are split over etp ranks; None: over tp
+    sp: bool | None = None  # sequence parallel: tp also splits activations between matrices; None: on if tp > 1
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
@@ -76,8 +72,8 @@ class ParallelDims:
     def from_world_size(cls, world_size: int | None, dp: int | None, **axes: Any) -> "ParallelDims":
         """Return the layout of `world_size` processes: dp = world_size / (tp * cp * pp).
 
-        If `dp` is given, `world_size` is only compared with the layout. If both are None, dp is the smallest number of
-        replicas that can hold one copy of the experts. Raises ValueError if the sizes do not fit together.
+        If the argument `dp` is given, it is used, and `world_size` must match it. If both are None, dp is the smallest number
+        of replicas that can hold one copy of the experts. Raises ValueError if the sizes do not fit together.
         """
         if world_size is None or dp is not None:
             dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)
@@ -98,7 +94,7 @@ class ParallelDims:
                 }
             )
             raise ValueError(
-                f"parallel.world_size={world_size} does not factor: one replica is tp={sizes['tp']} x "
+                f"parallel.world_size={world_size} is not a multiple of a replica: one replica is tp={sizes['tp']} x "
                 f"cp={sizes['cp']} x pp={sizes['pp']} = {replica_size} processes; use {' or '.join(map(str, nearest))}."
             )
         return cls(dp=world_size // replica_size, **axes)
@@ -131,7 +127,7 @@ class ParallelDims:
         return RankCoords(tp, cp, dp, pp)
 
     def expert_coords(self, rank: int) -> tuple[int, int]:
-        """Return (position in the expert-tensor-parallel group, position in the expert-parallel group) of global `rank`."""
+        """Return the positions of global `rank` in its expert-tensor-parallel group and in its expert-parallel group."""
         rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
         return etp, rest % self.ep
 

@@ -49,7 +49,7 @@ class PackedRouter(TopKRouter):
         return super().attach_and_log_load_balancing_loss(*args, valid_token_count=self._tokens_per_rank, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert. Megatron 0.19 passes the mask flat but needs it as a column."""
+        """Count the tokens of each expert. Megatron 0.19 passes the mask with shape [L], but needs the shape [L, 1]."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
 
 

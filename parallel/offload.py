@@ -32,7 +32,7 @@ class ModelOffloader:
         """`chunks` are this rank's virtual stages. `get_optimizer` returns their optimizer, or None if they have none."""
         self._chunks, self._get_optimizer = chunks, get_optimizer
         self._weights, self._state = _HostCopy(), _HostCopy()
-        self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # storage, its bytes
+        self._dropped_gradients: list[tuple[UntypedStorage, int]] = []  # (storage, its bytes)
         self._suspended = False
 
     @property
@@ -118,7 +118,9 @@ class _HostCopy:
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
         self._used = 0  # bytes used in the blocks
-        self._offloaded: list[tuple[UntypedStorage, int, list[Tensor]]] = []  # storage, its bytes, their host copies
+        self._offloaded: list[
+            tuple[UntypedStorage, int, list[Tensor]]
+        ] = []  # (storage, its bytes, spans with the copy)
 
     @property
     def storages(self) -> list[UntypedStorage]:

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from parallel.trainer_config import OptimConfig
 
+ShardedDescription = ShardedTensor | ShardedTensorFactory
+
 
 def wrap_ddp(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     """Wrap each virtual stage in Megatron's DistributedDataParallel. Gradients are summed over replicas, never averaged."""
@@ -92,9 +94,6 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-ShardedDescription = ShardedTensor | ShardedTensorFactory
 
 
 def num_optimizer_steps(optimizer: MegatronOptimizer) -> int:

@@ -1,7 +1,7 @@
 """Packed sequences: many sequences of different lengths in one row of tokens, without padding. Does not communicate.
 
 A pack consists of segments. A token attends to itself and the earlier tokens of its segment, and to all tokens of the segment's
-ancestors. A plain sequence is one segment. A prompt with G responses is one segment with G children, so it is computed once.
+ancestors. A plain sequence is one segment. A prompt with G responses is a segment with G children, so it is computed only once.
 
 Context parallelism splits every segment into `2 * cp` chunks of equal length. Rank r holds chunks `r` and `2 * cp - 1 - r`. This
 zig-zag order balances the work, because early tokens attend to few tokens and late tokens attend to many. If the length of a
@@ -55,10 +55,10 @@ class PackedSequences(PackedSeqParams):
     # [L] index of the token among the S real tokens; -1: padding
     source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     calls: tuple[AttentionCall, ...] = ()
-    query_index: Tensor | None = (
-        None  # [L] indices of the queries in the order of the calls; None: already in this order
-    )
-    # [K] indices in the keys of all context-parallel ranks, in the order of the calls; None: already in this order
+    # [L] indices of the queries, in the order in which the calls read them; None: the queries are in this order
+    query_index: Tensor | None = None
+    # [K] indices of the keys, in the order in which the calls read them; None: the keys are in this order. The indices count
+    # through the concatenated keys of all context-parallel ranks.
     key_index: Tensor | None = None
     padding: Tensor | None = None  # [L] True at padding tokens; None: no rank has padding
     num_tokens: int = 0  # S

@@ -5,7 +5,7 @@ angle `p * inv_freq[i]`. Models with extended context scale the frequencies. Eac
 and its fields have the names of Hugging Face's `rope_parameters`. The operations and their order are the same as in transformers,
 so that trainer, engine and pretraining use bit-equal frequencies. A rounding difference would be multiplied by the position.
 
-The import of this module does not import torch.
+This module imports torch only when it computes frequencies.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Rope:
         return 1.0
 
     def inv_freq(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the radians per position, [dim / 2], on the CPU; float32 by default."""
-        return 1.0 / self._wavelengths(dtype)
+        """Return the radians per position [dim / 2], on the CPU. The default dtype is float32."""
+        return 1.0 / self._positions_per_radian(dtype)
 
-    def _wavelengths(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the positions per radian, [dim / 2], without scaling."""
+    def _positions_per_radian(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the positions per radian [dim / 2] of plain RoPE."""
         import torch  # imported only where tensors are made
 
         return self.rope_theta ** (torch.arange(0, self.dim, 2, dtype=dtype or torch.float32, device="cpu") / self.dim)
@@ -71,7 +71,10 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """RoPE of Llama 3.1. Long waves have their frequency divided by `factor`, short waves keep it, others are interpolated."""
+    """RoPE of Llama 3.1. The frequencies of long waves are divided by `factor`, and those of short waves stay unchanged.
+
+    The frequencies of other waves are interpolated.
+    """
 
     factor: float
     low_freq_factor: float  # long waves: longer than original_max_position_embeddings / low_freq_factor
@@ -101,8 +104,9 @@ class Llama3Rope(Rope):
 class YarnRope(Rope):
     """RoPE of YaRN (Peng et al., 2023, arXiv:2309.00071), which also multiplies cosines and sines by an amplitude.
 
-    Pairs that make at least `beta_fast` rotations in the original context keep their frequency. Pairs that make at most
-    `beta_slow` rotations have their frequency divided by `factor`. Between them, a linear ramp over the pairs interpolates.
+    The frequency of a pair stays unchanged if the pair makes at least `beta_fast` rotations in the original context. The
+    frequency is divided by `factor` if the pair makes at most `beta_slow` rotations. For the pairs between these limits, the
+    frequency is interpolated linearly (a ramp over the pairs).
     """
 
     factor: float
@@ -133,15 +137,15 @@ class YarnRope(Rope):
     def inv_freq(self, dtype: torch.dtype | None = None) -> Tensor:
         import torch  # imported only where tensors are made
 
-        wavelengths = self._wavelengths(dtype)
+        positions_per_radian = self._positions_per_radian(dtype)
         low, high = self._ramp_end(self.beta_fast or 32), self._ramp_end(self.beta_slow or 1)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         high += 0.001 * (low == high)  # avoids a division by zero
-        pairs = torch.arange(self.dim // 2, dtype=wavelengths.dtype)
+        pairs = torch.arange(self.dim // 2, dtype=positions_per_radian.dtype)
         weight = 1 - torch.clamp((pairs - low) / (high - low), 0, 1)
-        return 1.0 / (self.factor * wavelengths) * (1 - weight) + 1.0 / wavelengths * weight
+        return 1.0 / (self.factor * positions_per_radian) * (1 - weight) + 1.0 / positions_per_radian * weight
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:

@@ -32,7 +32,7 @@ Its arguments are the hidden states ([L, H], or [L/tp, H] under sequence paralle
 embedding (None: not tied), and the micro-batch.
 """
 type LossFunction[O] = Callable[[Tensor, Any], tuple[Tensor, O]]
-"""Function of (result of the output head, micro-batch). It returns (loss, outputs for the caller of the schedule)."""
+"""Function that gets (result of the output head, micro-batch) and returns (loss, outputs of the micro-batch)."""
 
 
 def run_forward_backward[O](
@@ -52,9 +52,9 @@ def run_forward_backward[O](
     the gradient reduction. Therefore replicas may have different numbers of micro-batches, except if `ParallelDims.lockstep`
     is true.
 
-    `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies these losses by their numbers of
+    `aux_scale` multiplies the load-balancing losses of the experts. Megatron multiplies the loss of a pack by its number of
     tokens, so `aux_scale` = 1 / (tokens of the step) gives the mean over tokens. With `all_reduce_gradients`, every replica
-    gets the whole summed gradient, and not only the shard that its optimizer updates.
+    gets the whole summed gradient, and not only the shard that its optimizer needs.
     """
     config = chunks[0].config
     config.moe_grad_scale_func = lambda: aux_scale

@@ -83,14 +83,14 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 class ParamMapping:
     """One row of a family's table: a Megatron parameter and the Hugging Face tensors that it combines.
 
-    This base class is for a parameter that has the same layout as its single Hugging Face tensor.
+    This base class is for parameters that contain a single Hugging Face tensor in the same layout.
     """
 
     megatron: str  # parameter name; {layer} and {expert} stand for indices in the whole model
     hf: tuple[str, ...]  # Hugging Face tensor names, in the order in which `merge` needs the tensors
     shapes: tuple[tuple[str, ...], ...]  # shapes of the Hugging Face tensors, in the symbols of Architecture.sizes
     axis: int | None = None  # dim of the Hugging Face tensors that (expert) tensor parallelism splits; None: not split
-    # models or layers that have this parameter
+    # which models or layers have this parameter; untied models have separate embedding and output weights
     present_in: Literal["all", "untied_models", "dense_layers", "moe_layers"] = "all"
     is_buffer: bool = False  # always float32, and not updated by the optimizer
     part: str | None = None  # optional part such as "qkv_bias"; only models with this part have the parameter

@@ -137,7 +137,7 @@ class WeightBridge:
                 shard = self._broadcast_over_stages(row, tensor_of, torch.float32 if row.is_buffer else dtype)
                 yield from row.to_hf(_gather(shard, _shard_group(row), row.axis is not None), self.sizes).items()
             elif row.expert < self.local_experts:
-                # This handles the experts on all ranks that have the same index within their rank.
+                # This call also exports the experts with the same local index on the other expert-parallel ranks.
                 yield from self._export_experts(row, tensor_of, dtype)
 
     def _export_experts(

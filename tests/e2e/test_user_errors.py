@@ -39,9 +39,9 @@ MISTAKES = {
         ["parallel.ep=2"],
         "parallel.ep=2: this model has no experts; use 1.",
     ),
-    "a world size that does not factor": (
+    "a world size that is not a multiple of a replica": (
         ["parallel.tp=2", "parallel.cp=2", "parallel.world_size=6"],
-        "parallel.world_size=6 does not factor: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
+        "parallel.world_size=6 is not a multiple of a replica: one replica is tp=2 x cp=2 x pp=1 = 4 processes; use 4 or 8.",
     ),
     "a role without a pool": (
         ["placement.pools={{all: [actor]}}"],
