@@ -41,7 +41,7 @@ TEARS = {
     "a missing shard": (lambda folder: (folder / "actor/__0_0.distcp").unlink(), r"__0_0.distcp is missing"),
     "half a state": (lambda folder: (folder / STATE_FILE).write_text('{"format": 1, "st'), "cannot be read"),
     "no state": (lambda folder: (folder / STATE_FILE).unlink(), "has no state.json"),
-    "another format": (lambda folder: (folder / STATE_FILE).write_text('{"format": 7}'), "format 7, this version"),
+    "another format": (lambda folder: (folder / STATE_FILE).write_text('{"format": 7}'), "format 7; this version"),
     "a state of something else": (lambda folder: (folder / STATE_FILE).write_text("[1]"), "cannot be read"),
 }
 

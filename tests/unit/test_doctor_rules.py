@@ -68,7 +68,7 @@ def with_memory(facts: HostFacts, **changes) -> ClusterFacts:
     [
         (dict(memory_limit_bytes=2 * 10**9), r"this job may use 2.0 GB", "--mem=0"),
         (dict(memory_bytes=4 * 10**9, available_bytes=4 * 10**9), "4.0 GB of memory", "larger machine"),
-        (dict(available_bytes=10**9), "1.0 GB of", "ps aux"),
+        (dict(available_bytes=10**9), "only 1.0 of 64 GB", "ps aux"),
         (dict(overcommit=2), "vm.overcommit_memory=2", "sysctl -w vm.overcommit_memory=0"),
     ],
 )
@@ -255,7 +255,7 @@ def test_requests_of_other_programs_do_not_disturb_the_rendezvous():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["model"], "'model' is not KEY=VALUE"),
+        (["model"], "'model' is not of the form KEY=VALUE"),
         (["--rendezvous", "a:1"], "the number of hosts is unknown"),
         (["--rendezvous", "a:1", "--hosts", "2", "--rank", "2"], "one process per host"),
         (["--rendezvous", "192.0.2.9:1", "--hosts", "2", "--rank", "0"], "rank 0 cannot listen there"),
