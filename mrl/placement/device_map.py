@@ -43,7 +43,7 @@ class DeviceMap:
 
 
 def planned_device_map(pools: Pools, gpus_per_node: int) -> DeviceMap:
-    """Return the map of pools on as few nodes with `gpus_per_node` GPUs as possible.
+    """Return a map that places the pools on as few nodes with `gpus_per_node` GPUs as possible.
 
     Raises ValueError if a pool with strategy STRICT_PACK does not fit on one node.
     """

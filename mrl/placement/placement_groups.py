@@ -18,10 +18,8 @@ from mrl.placement.device_map import DeviceMap, actual_device_map
 from mrl.placement.resource_pools import Pool, Pools, check_capacity, order_by_groups
 
 POLL_INTERVAL_S = 0.05  # between reads of the state of a placement group
-ROLES_SHARE = (
-    0.99  # part of a slot for the processes of all its roles; the rest is for the probe that reads the GPU's id
-)
-PROBE_SHARE = 0.001  # part of a slot for the probe
+ROLES_SHARE = 0.99  # fraction of a slot that Ray reserves for the processes of all its roles
+PROBE_SHARE = 0.001  # fraction of a slot for the small task that reads the id of the GPU
 
 
 class PlacementError(Exception):
@@ -100,7 +98,7 @@ def _gpu_id() -> str:
 
 
 def sort_bundles(locations: Mapping[int, BundleLocation]) -> list[int]:
-    """Return the bundles node by node, from the node with the most bundles on, and on each node in the order of GPUs.
+    """Return the bundles node by node, and on each node in the order of its GPUs. The node with the most bundles comes first.
 
     Ray itself numbers bundles in arbitrary order.
     """

@@ -22,7 +22,7 @@ from ray._private import ray_constants  # private: Ray has no public way to bind
 from mrl.config.secrets import ENGINE_KEY, engine_key
 from mrl.core.run_errors import ProcessesLostError
 
-# OMP_NUM_THREADS: ranks and engines share the cores, and idle threads of GNU OpenMP spin.
+# OMP_NUM_THREADS: ranks and engines share the cores, and the idle threads of GNU OpenMP busy-wait.
 # SPT_NOENV: setproctitle, with which Ray renames its processes, must not overwrite their environment. mrl finds the processes
 # of a run by their environment.
 PROCESS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

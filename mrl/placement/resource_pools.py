@@ -32,12 +32,13 @@ POOL_FIELDS = ("roles", "gpus", "strategy")
 
 @dataclass(frozen=True)
 class SlotDemand:
-    """Number of slots that one role needs in its pool."""
+    """Number of slots that one role needs in its pool.
 
-    slots: int  # one for each trainer rank or engine rank of the role
-    group_size: int = (
-        1  # size of a tensor-parallel group or of an engine; the slots of each group should be on one node
-    )
+    A group is a tensor-parallel group of trainer ranks, or one engine. The slots of a group should be on one node.
+    """
+
+    slots: int  # one slot for each trainer rank or engine rank of the role
+    group_size: int = 1  # number of slots of each group
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,8 @@ class Kernels:
     """Properties of a machine's kernels that determine which tensors are saved."""
 
     fused_norm: bool = True  # a norm saves only its input; torch on a CPU saves the normalized values too
-    fused_mlp: bool = (
-        True  # one kernel computes the gated activation and saves only its input, as in Transformer Engine
-    )
-    grouped_attention: bool = (
-        True  # one kernel call handles all sequences, and keys are not repeated for each query head
-    )
+    fused_mlp: bool = True  # one kernel computes the gated activation, and saves only its input
+    grouped_attention: bool = True  # one kernel call handles all sequences, without repeated keys for each query head
 
 
 GPU_KERNELS = Kernels()

@@ -69,7 +69,7 @@ class EngineTime:
     def _all_reduce_s(self, tokens: float) -> float:
         """Return the seconds of two all-reduces per layer for `tokens` tokens.
 
-        An engine on one GPU has the latency, too. There it stands for the time to launch the kernels of the layer.
+        The latency is also added for an engine on one GPU. It then stands for the time to launch the kernels of the layer.
         """
         size = 2 * tokens * self.shape.hidden * WEIGHT_BYTES * (self.tp - 1) / self.tp
         return 2 * self.shape.num_layers * (size / self.cluster.link_bytes_per_s(self.tp) + self.cluster.latency_s)
@@ -104,10 +104,8 @@ class RolloutTime:
         lengths, most = work.lengths, speeds.max_running
         requests = -(-work.responses // num_engines)
         prompts = requests / work.responses_per_prompt * lengths.prompt_tokens
-        interrupted = (
-            min(most, requests * staleness) * lengths.mean_context
-        )  # tokens that are prefilled again after a push
-        prefill_s = (prompts + requests + interrupted) * speeds.prefill_s
+        prefilled_again = min(most, requests * staleness) * lengths.mean_context  # tokens of running requests at a push
+        prefill_s = (prompts + requests + prefilled_again) * speeds.prefill_s
         shared = requests * lengths.mean * speeds.request_s + prefill_s
         full = shared + requests * lengths.mean / min(most, requests * (staleness + 1)) * speeds.fixed_step_s
         steps = decoding_steps(lengths, requests, work.responses, requests if staleness else most)
@@ -199,7 +197,7 @@ class EngineQueue:
     """
 
     speeds: EngineSpeeds
-    now: float = 0.0  # seconds since the start of the simulation
+    now: float = 0.0  # current time in seconds
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     paused: bool = False
     busy_s: float = 0.0  # seconds in which at least one request ran
@@ -254,7 +252,7 @@ class EngineQueue:
         self._admit()
 
     def pause(self, mode: PauseMode) -> list[SimulatedRequest]:
-        """Stop decoding until `resume` is called. With mode `abort`, all requests are removed and returned; otherwise none is."""
+        """Stop decoding until `resume` is called. With mode `abort`, removes and returns all requests; otherwise returns []."""
         self.paused = True
         aborted = self.abort(lambda _: True) if mode is PauseMode.abort else []
         if mode is PauseMode.retract:
@@ -272,7 +270,7 @@ class EngineQueue:
         self._cached.clear()
 
     def abort(self, should_abort: Callable[[SimulatedRequest], bool]) -> list[SimulatedRequest]:
-        """Remove and return the requests for which `should_abort` is true. Their field `decoded` is up to date."""
+        """Remove and return the requests for which `should_abort` is true. Also updates the field `decoded` of each of them."""
         aborted = [request for request in [*self.running, *self.waiting] if should_abort(request)]
         self._remove_running(aborted)
         ids = {id(request) for request in aborted}

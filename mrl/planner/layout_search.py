@@ -1,4 +1,4 @@
-"""Searches the layout, the placement and the division of GPUs that have the shortest predicted training step.
+"""Searches for the layout, the placement and the division of GPUs that have the shortest predicted training step.
 
 The seconds of the trainers depend only on the layout and the number of GPUs of the trainers. The same is true for the engines. So
 the search evaluates trainers and engines separately for every number of GPUs. Then it compares all divisions of the GPUs between
@@ -119,12 +119,12 @@ class SearchResult:
     best: list[RunCandidate]  # fastest first; each has a different `kind`
     best_of_each: list[RunCandidate]  # the fastest candidate of each combination of placement and mode
     evaluated: int  # number of pairs (trainer layout, number of replicas) for which the search predicted seconds
-    excluded: Counter[str]  # reason -> number of choices that the search has excluded for it
+    excluded: Counter[str]  # reason -> number of choices that it has excluded
 
 
 @dataclass(eq=False)
 class LayoutSearch:
-    """Search of the fastest run for one model, one workload and one cluster."""
+    """Search for the fastest configuration of one model, one workload and one cluster."""
 
     space: LayoutSpace
     work: StepWorkload
@@ -188,7 +188,7 @@ class LayoutSearch:
     def _timed_layouts(self) -> Iterator[tuple[ReplicaLayout, IntArray, FloatArray, FloatArray]]:
         """Yield (layout, numbers of replicas that fit [R], seconds of training [R], seconds of offloading and loading [R]).
 
-        Layouts with recomputation are used only for numbers of replicas that do not fit without it.
+        Layouts with recomputation are used only for numbers of replicas that do not fit without recomputation.
         """
         for plain in self.space.layouts():
             replicas = self._replicas(plain)

@@ -89,7 +89,10 @@ class GpuCluster:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Layout of one replica of a trained model. The number of replicas is not part of it; see `dims`."""
+    """Layout of one replica of a trained model. The number of replicas is not part of it; see `dims`.
+
+    If the layers do not divide evenly over the pipeline stages, the last stage has fewer layers than the others.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -97,9 +100,7 @@ class ReplicaLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    last_layers: int = (
-        0  # layers of the last pipeline stage if it has fewer than the others; 0: all stages have the same number
-    )
+    last_layers: int = 0  # number of layers of the last stage; 0: all stages have the same number
     recompute: bool = False  # the backward pass recomputes the activations of all layers
 
     @property
@@ -167,12 +168,8 @@ class LayoutSpace:
     shape: ModelShape
     cluster: GpuCluster
     longest: float  # tokens of the longest sequence
-    fixed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # plan.fix: "tp", "mode", "placement", ... -> the only allowed value
-    excluded: Counter[str] = field(
-        default_factory=Counter
-    )  # reason -> number of choices that the search has excluded for it
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # plan.fix: "tp", "mode", ... -> the only allowed value
+    excluded: Counter[str] = field(default_factory=Counter)  # reason -> number of choices that it has excluded
 
     def layouts(self) -> Iterator[ReplicaLayout]:
         """Yield all possible layouts without recomputation, in a fixed order. Also updates `excluded`."""

@@ -91,16 +91,14 @@ class GroupLengths:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Result of a simulated run."""
+    """Result of a simulated run. The age of a group is the number of steps from its admission to its training."""
 
-    step_s: NDArray[np.float64]  # [steps]
+    step_s: NDArray[np.float64]  # [steps] seconds of each step
     tokens: NDArray[np.int64]  # [steps] trained response tokens
     best_possible_s: float  # see best_possible_s()
     engine_idle_fraction: float  # fraction of time in which an engine runs no request, as a mean over engines
     occupancy: float  # mean number of running requests of an engine, divided by the largest possible number
-    ages: dict[
-        int, int
-    ]  # age -> number of groups of this age; an age is the number of steps from admission to training
+    ages: dict[int, int]  # age -> number of groups of this age
     selection_ratio: float  # mean length of the trained responses, divided by the mean length of all drawn responses
     dropped: int  # number of groups that over-sampling dropped
 
@@ -162,9 +160,8 @@ class _SimulatedRun:
     _num_ready: int = 0  # number of finished groups that no step has trained yet
     _requests: dict[Hashable, _EngineRequest] = field(default_factory=dict)  # group -> its unfinished request
     _admitted_version: dict[int, int] = field(default_factory=dict)  # group -> weight version at its admission
-    _lengths: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # group -> (trained prompt tokens, response tokens)
+    # group -> (tokens of the prompt times the number of responses, tokens of all responses)
+    _lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setup = self.setup

@@ -88,9 +88,7 @@ class RunMemory:
     gpus: int  # number of GPUs that the run needs
     cluster_gpus: int  # number of GPUs of the cluster; 0: unknown
     disk_bytes: int  # bytes of all checkpoints that exist at one time
-    worst_expert_bytes: (
-        int  # additional activation bytes of a rank if its experts received all tokens; 0 without experts
-    )
+    worst_expert_bytes: int  # additional activation bytes of a rank if its experts received all tokens
 
     @cached_property
     def problems(self) -> list[str]:

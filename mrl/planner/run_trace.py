@@ -35,13 +35,14 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class SpeedFit:
-    """Fitted speeds, and the errors of the seconds that they predict for the recorded steps."""
+    """Fitted speeds, and how far their predictions are from the recorded seconds.
+
+    An error is the root mean square error of the predicted seconds, divided by the mean of the recorded seconds.
+    """
 
     speeds: RunSpeeds
-    engine_error: (
-        float  # root mean square error of the predicted engine_s, divided by the mean of the recorded engine_s
-    )
-    train_error: float  # the same for train_s
+    engine_error: float  # error of RecordedStep.engine_s
+    train_error: float  # error of RecordedStep.train_s
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,7 @@ class TrainerSettings:
     logprob_chunk: int = 1024  # number of tokens whose logits are in memory at one time
     entropy: bool = False  # the loss needs entropies, which take one more chunk of logits
     recompute: Recompute = field(default_factory=Recompute)
-    micro_batches: int | None = (
-        None  # micro-batches of a replica in one optimizer step; None: enough to fill the pipeline
-    )
+    micro_batches: int | None = None  # of a replica in one optimizer step; None: enough to fill the pipeline
     keys_per_token: float = 1.0  # keys that attention reads, divided by tokens; above 1 if responses share a prompt
     imbalance: float = 1.0  # tokens that reach the experts of the busiest rank, divided by the mean of all ranks
     bucket_bytes: int = 64 * 1024 * 1024  # bytes of a weight sync bucket
@@ -95,7 +93,7 @@ class TrainerMemory:
 
     @property
     def peak(self) -> TrainerRankMemory:
-        """Memory of the stage whose largest phase is the largest of all stages."""
+        """Memory of the stage that needs the most memory in any phase."""
         return max(self.stages, key=lambda rank: max(rank.phases().values()))
 
 
@@ -220,8 +218,7 @@ def head_bytes(shape: ModelShape, batch: MicroBatchShape, settings: TrainerSetti
     chunk = min(settings.logprob_chunk, batch.tokens) * rows * FLOAT32_BYTES
     if not gradients:
         return hidden + (2 + settings.entropy) * chunk
-    several_chunks = (
-        batch.tokens > settings.logprob_chunk
-    )  # the weight gradients of several chunks are summed in float32
+    # The weight gradients of several chunks are summed in float32.
+    several_chunks = batch.tokens > settings.logprob_chunk
     element = FLOAT32_BYTES + batch.itemsize if several_chunks else batch.itemsize
     return 2 * hidden + 3 * chunk + rows * shape.hidden * element

@@ -274,9 +274,9 @@ def buffer_numel(
 def largest_state(
     shape: ModelShape, dims: ParallelDims, stage: list[VirtualStage], itemsize: int, head: HeadKind, trained: bool
 ) -> StateBytes:
-    """Return an upper bound for the state of every rank of one pipeline stage. A closed formula makes it fast.
+    """Return an upper bound for the state of every rank of one pipeline stage, from a closed formula that is fast.
 
-    The bound is the largest `state_of_rank` of the stage, if padding inside a rank's shard also had optimizer state.
+    The bound is as large as the largest `state_of_rank` of the stage would be if padding also had optimizer state.
     """
     weights = gradients = optimizer = 0
     for virtual in stage:

@@ -160,7 +160,7 @@ class TrainerTime:
 
     @cached_property
     def stage_parameters(self) -> tuple[int, int]:
-        """Number of elements in the flat buffers of one GPU: (dense, experts). The stage with the most elements counts."""
+        """Number of elements in the flat buffers of a GPU of the pipeline stage with the most elements: (dense, experts)."""
         shape, layout = self.shape, self.layout
         stages = cached_pipeline_stages(shape.num_layers, layout.pp, layout.vpp, layout.uneven)
         return max((self._buffer_numel(stage) for stage in stages), key=sum)

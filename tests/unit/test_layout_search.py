@@ -259,7 +259,7 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
     assert code == 0
     for said in (
         "assumed, not measured",
-        "the best 3 of",
+        "the 3 best candidates, from",
         "1: sampling: ",
         "2 against 1",
         "excluded: ",
