@@ -30,9 +30,7 @@ class AdvantagePipeline:
     loss: Loss  # the policy loss; only its `extra_columns` and `needs` are used
     kl: KLPenalty | None = None  # penalty that is subtracted from the rewards
     whiten: bool = False  # normalize advantages to mean 0 and standard deviation 1 over the sampled tokens in the loss
-    mask_truncated: bool = (
-        False  # exclude responses that were cut at the token limit from the loss (overlong filtering)
-    )
+    mask_truncated: bool = False  # exclude responses that were cut at the token limit (overlong filtering)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -146,9 +146,9 @@ class ReMax:
 
 @dataclass(frozen=True)
 class OPO:
-    """Reward minus the mean reward of the group, weighted by response length (Hao et al. 2025, sec. 3).
+    """Reward minus the weighted mean reward of the group (Hao et al. 2025, sec. 3).
 
-    This baseline has the smallest variance.
+    The weight of a response is its length. With this baseline, the gradient has the smallest variance.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -197,9 +197,7 @@ class PassAtK:
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B]."""
         index = GroupStatistics(inputs.groups).index
-        order = np.lexsort(
-            (inputs.rewards, index)
-        )  # sorted by group, then by reward; the best row of a group is its last
+        order = np.lexsort((inputs.rewards, index))  # sorted by group, then by reward; the best of a group comes last
         is_best = np.diff(index[order], append=-1) != 0
         has_second = np.diff(index[order], prepend=-1) == 0  # the previous row belongs to the same group
         rewards = inputs.rewards[order]

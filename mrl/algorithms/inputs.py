@@ -25,9 +25,8 @@ class ScoredBatch:
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     turn_rewards: NDArray[np.float64] | None = None  # [R] reward of each turn at its last token; replaces `rewards`
-    parts: Mapping[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # name of a part of the reward -> its values [B]
+    # name of a part of the reward -> its values [B]
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
 
 
@@ -40,9 +39,8 @@ class AdvantageInputs:
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
     columns: Mapping[str, Column] = field(default_factory=dict)  # name in `needs` of the estimator -> column [R]
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
-    parts: Mapping[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # name of a part of the reward -> its values [B]
+    # name of a part of the reward -> its values [B]
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @cached_property
     def rewards(self) -> NDArray[np.float64]:
@@ -112,7 +110,7 @@ class Responses:
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def to_tokens(self, values: Tensor) -> Tensor:
-        """Return the value of its response for each token: [n] -> [tokens on this rank]."""
+        """Return, for each token, the value of its response: [n] -> [tokens on this rank]."""
         return values[self.index]
 
 
@@ -123,11 +121,9 @@ class LossInputs:
     logprobs: Tensor  # [R] log-probabilities under the weights that are trained; differentiable
     old_logprobs: Tensor  # [R] log-probabilities under the weights before the first optimizer step on these responses
     advantages: Tensor  # [R]
-    entropy: (
-        Tensor  # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
-    )
+    # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
+    entropy: Tensor
     rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
     responses: Responses
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # name -> [R]: the columns in `needs`, and extra columns of the loss
+    # name -> column [R]: the columns in `needs`, and extra columns of the loss
+    columns: Mapping[str, Tensor] = field(default_factory=dict)

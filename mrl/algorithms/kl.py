@@ -23,15 +23,16 @@ KL_ESTIMATORS: dict[str, Callable[[Any, Any], Any]] = {
     "k3+": lambda d, exp: exp(-d) - 1 + d,
     "unbiased": lambda d, exp: exp(-d) - 1 + d,
 }
-"""Name of an estimator -> its value (Schulman 2020, "Approximating KL divergence").
+"""Name of an estimator -> function that computes its value (Schulman 2020, "Approximating KL divergence").
 
-The arguments are d = log pi - log pi_ref of a token sampled from pi, and the exponential function of NumPy or torch.
+The arguments of the function are d = log pi - log pi_ref of a token that pi sampled, and the exponential function of NumPy
+or torch.
 """
 
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """`coef` times an estimate of KL(policy || reference) per token.
+    """KL penalty per token: `coef` times an estimate of KL(policy || reference).
 
     The penalty is subtracted from the rewards (algorithm.kl_in_reward) or added to the loss (algorithm.kl_in_loss). On
     average over samples of the policy, the value of every kind except k2 is KL(policy || reference). In the loss, the
@@ -64,7 +65,7 @@ class KLPenalty:
             raise ValueError(f"target={self.target}: must be greater than 0, or null for a constant coefficient.")
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """Return KL estimates [R] for the loss. They are not multiplied by `coef`, and have the gradient of `kind`."""
+        """Return KL estimates [R] for the loss, not multiplied by `coef`. Their gradient depends on `kind`."""
         d = inputs.logprobs - inputs.columns["ref_logprobs"]
         value = KL_ESTIMATORS[self.kind](d, lambda x: x.exp())
         if self.kind == "unbiased":

@@ -17,7 +17,7 @@ DUPLICATE_S = 2.0  # seconds; the same signal is ignored if it arrives again wit
 
 
 class ProcessesLostError(RuntimeError):
-    """Processes of the run died, hang or cannot be reached. New processes can continue from the last checkpoint."""
+    """Processes of the run have died, hang, or cannot be reached. New processes can continue from the last checkpoint."""
 
     role = "rank"  # which process was lost: "rank" is a trainer rank, "rollout" is the rollout worker
 

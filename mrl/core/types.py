@@ -42,7 +42,7 @@ class TokenBlock:
     routed_experts: NDArray[np.int16] | None = None
     # [S] whether the policy sampled the token. None: it sampled all response tokens
     sampled: NDArray[np.bool_] | None = None
-    # name, such as advantages or old_logprobs -> column [R]
+    # name -> column [R]; names are, for example, advantages and old_logprobs
     columns: Mapping[str, Column] = field(default_factory=dict)
 
     @classmethod
@@ -177,7 +177,7 @@ def _is_sampled(
 
 
 def _concatenate_experts(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Return the routed experts [S, layers, topk] of all sequences. Tokens at the end of a sequence without experts get -1."""
+    """Return the routed experts [S, layers, topk] of all sequences. Tokens with unknown experts get -1."""
     assert len(parts) == len(cu_seqlens) - 1, f"routed experts of {len(parts)} of {len(cu_seqlens) - 1} sequences"
     column = np.full((cu_seqlens[-1], *parts[0].shape[1:]), -1, np.int16)
     for part, start, end in zip(parts, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
@@ -237,7 +237,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class ColumnPart:
-    """The values of a column that one trainer rank computed: those of some rows of a block."""
+    """The part of a column that one trainer rank computed: the values of some rows of a block."""
 
     rows: NDArray[np.int64]  # [n] rows of the block
     values: Column  # values of the sampled tokens of these rows, concatenated
@@ -275,13 +275,11 @@ class TrainBatch:
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens in the loss
-    groups: (
-        NDArray[np.int64] | None
-    )  # [B] number of the prompt; None: unknown, so no prompt is computed once for several rows
+    # [B] number of the prompt; rows with the same number may compute their prompt once. None: the numbers are unknown
+    groups: NDArray[np.int64] | None
     rows: NDArray[np.int64]  # numbers of the rows to train
-    denominator_rows: NDArray[
-        np.int64
-    ]  # rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
+    # Numbers of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
+    denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
 
     @classmethod
@@ -295,9 +293,8 @@ class TrainBatch:
 class RankBatch:
     """The rows that one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    micro_batches: tuple[
-        NDArray[np.int64], ...
-    ]  # rows of each micro-batch; empty ones are added if another replica has more
+    # Rows of each micro-batch. If another replica has more micro-batches, empty ones are added
+    micro_batches: tuple[NDArray[np.int64], ...]
     weights: NDArray[np.float64]  # [B] loss weight of each token of the row
     # [B] number of the prompt; rows with the same number compute their prompt once. None: every row computes its own
     groups: NDArray[np.int64] | None = None
@@ -320,10 +317,10 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Metrics of one optimizer step from one rank. The driver adds `sums` over replicas, and takes the largest of `maxima`."""
+    """Metrics of one optimizer step from one rank. The driver combines the reports of all replicas."""
 
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)  # the driver adds these values
+    maxima: dict[str, float] = field(default_factory=dict)  # the driver takes the largest of these values
 
 
 @dataclass(frozen=True)

@@ -191,9 +191,8 @@ class CodeExecution:
     partial: bool = False  # False: no test case is run after the first failed one
     whole_text: bool = False  # True: the program is the whole response. False: it is the last ```python block
     workers: int = 4  # number of programs that run in parallel
-    limits: SandboxLimits | Mapping[str, float] = field(
-        default_factory=SandboxLimits
-    )  # limits of each run of a program
+    # limits of each run of a program
+    limits: SandboxLimits | Mapping[str, float] = field(default_factory=SandboxLimits)
 
     def __post_init__(self) -> None:
         require_sandbox()

@@ -45,9 +45,8 @@ class Score:
     failure: str | None = None  # why scoring failed; None: scoring succeeded
     parts: dict[str, float] = field(default_factory=dict)  # named components of the score, logged as reward/<name>_mean
     turn_values: tuple[float, ...] | None = None  # value of each assistant turn; their sum is `value`
-    terms: dict[str, float] = field(
-        default_factory=dict
-    )  # for a Weighted reward: name of a part -> its value, without weight
+    # for a Weighted reward: name of a part -> its value, without weight
+    terms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def failed(
@@ -58,9 +57,9 @@ class Score:
         return cls(0.0, failure=why, parts=dict(parts or {}), terms=dict(terms or {}))
 
     @classmethod
-    def of_turns(cls, turn_values: Sequence[float], **more: Any) -> "Score":
+    def of_turns(cls, turn_values: Sequence[float], **fields: Any) -> "Score":
         """Return the score of a multi-turn response. `turn_values` are the values of its assistant turns."""
-        return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **more)
+        return cls(float(sum(turn_values)), turn_values=tuple(map(float, turn_values)), **fields)
 
 
 class Reward(Protocol):

@@ -2,7 +2,8 @@
 
 Each run is one process, which executes `mrl/rewards/sandbox_child.py`. Before this process compiles the program, it gives
 up access to the network and to other processes. After that it can read only the Python installation and system libraries,
-write only to its own temporary folder, and start no process. The kernel enforces these restrictions (Landlock, seccomp, resource limits).
+write only to its own temporary folder, and start no process. The kernel enforces these restrictions by Landlock, seccomp
+and resource limits.
 
 This module starts the process, checks the limits that the kernel does not enforce, ends the process in time, and reports
 why the process ended. docs/tutorials/reward.md lists the restrictions.
@@ -154,11 +155,11 @@ def run(source: str, stdin: str, limits: SandboxLimits, path: tuple[str, ...] = 
         _sealed_file("stdin", stdin) as stdin_file,
     ):
         process, status = _start(Path(folder), source_file, stdin_file, limits, path)
-        with process, open(status, "rb") as ready:
-            run = _RunningProgram(process, Path(folder), limits, os.fstat(stdin_file))
+        with process, open(status, "rb") as status_pipe:
+            program = _RunningProgram(process, Path(folder), limits, os.fstat(stdin_file))
             try:
-                run.wait_for_restrictions(ready.fileno())
-                return run.watch()
+                program.wait_for_restrictions(status_pipe.fileno())
+                return program.watch()
             finally:
                 process.kill()
 
@@ -182,7 +183,7 @@ def _start(
     folder: Path, source: int, stdin: int, limits: SandboxLimits, path: tuple[str, ...]
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start sandbox_child.py. Return the process, and the descriptor to read its message RESTRICTED from."""
-    ready, status = os.pipe()
+    read_end, write_end = os.pipe()
     stdlib = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib")
     stack = min(64 << 20, limits.memory_bytes // 4)
     config = {
@@ -196,7 +197,7 @@ def _start(
         "path": list(path),
         "parent": os.getpid(),
         "source_fd": source,
-        "status_fd": status,
+        "status_fd": write_end,
     }
     try:
         process = subprocess.Popen(
@@ -206,15 +207,15 @@ def _start(
             stderr=subprocess.PIPE,
             env={},
             cwd=folder,
-            pass_fds=(source, status),
+            pass_fds=(source, write_end),
             start_new_session=True,
         )
     except OSError:
-        os.close(ready)
+        os.close(read_end)
         raise
     finally:
-        os.close(status)
-    return process, ready
+        os.close(write_end)
+    return process, read_end
 
 
 @dataclass
@@ -222,21 +223,22 @@ class _RunningProgram:
     """A process of the sandbox that runs a program."""
 
     process: subprocess.Popen[bytes]
-    folder: Path
+    folder: Path  # its temporary folder
     limits: SandboxLimits
-    stdin: os.stat_result
-    output: dict[int, bytearray] = field(
-        default_factory=dict
-    )  # descriptor of stdout or stderr -> what was read from it
+    stdin: os.stat_result  # status of the file that is its standard input
+    output: dict[int, bytearray] = field(default_factory=dict)  # descriptor of stdout or stderr -> bytes read from it
     stopped: tuple[Reason, str] | None = None  # why this module ended the process; None: it did not end the process
     started: float = 0.0  # time.monotonic() when the program started
     checked: float = 0.0  # time.monotonic() of the last check of the limits
 
-    def wait_for_restrictions(self, ready: int) -> None:
-        """Wait until the process reports that its restrictions are in force. Raises RuntimeError if it does not report this."""
+    def wait_for_restrictions(self, status: int) -> None:
+        """Wait for the message that all restrictions are in force. Raises RuntimeError if the process does not send it.
+
+        `status` is the descriptor of the pipe on which the process sends the message.
+        """
         poll = select.poll()  # select() takes no descriptor above 1023
-        poll.register(ready, select.POLLIN)
-        if poll.poll(_START_LIMIT_S * 1000) and os.read(ready, 64) == sandbox_child.RESTRICTED:
+        poll.register(status, select.POLLIN)
+        if poll.poll(_START_LIMIT_S * 1000) and os.read(status, 64) == sandbox_child.RESTRICTED:
             return
         self.process.kill()
         stderr = self.process.communicate()[1].decode("utf-8", "replace")
@@ -298,9 +300,8 @@ class _RunningProgram:
         self._check_disk()
 
     def _check_disk(self) -> None:
-        blocks: dict[
-            tuple[int, int], int
-        ] = {}  # (device, inode) -> number of disk blocks; hard links have the same inode
+        # (device, inode) -> number of disk blocks. All hard links of a file have the same inode.
+        blocks: dict[tuple[int, int], int] = {}
         num_files = 0
         try:
             for num_files, found in enumerate(self._all_files(), start=1):
@@ -322,9 +323,8 @@ class _RunningProgram:
         for entry in os.scandir(self.folder):
             with suppress(OSError):  # the file was removed in the meantime
                 yield entry.stat(follow_symlinks=False)
-        removed: dict[
-            int, os.stat_result
-        ] = {}  # inode -> file; threads share descriptors, so a file may be found twice
+        # inode -> file. Threads share descriptors, so a file may be found several times.
+        removed: dict[int, os.stat_result] = {}
         for thread in self._thread_folders():
             for found in _open_files(thread):
                 if stat.S_ISREG(found.st_mode) and not found.st_nlink and not os.path.samestat(found, self.stdin):
@@ -349,9 +349,8 @@ class _RunningProgram:
     def _stop(self, reason: Reason, detail: str) -> None:
         if not self.stopped:
             self.stopped = reason, detail
-            os.kill(
-                self.process.pid, signal.SIGKILL
-            )  # Popen.kill might wait for the process, and its resource usage would be lost
+            # Popen.kill might wait for the process, and its resource usage would be lost.
+            os.kill(self.process.pid, signal.SIGKILL)
 
     def _explain(self, stderr: str, usage: resource.struct_rusage) -> tuple[Reason, str]:
         """Return why the process ended, if this module did not stop the process."""

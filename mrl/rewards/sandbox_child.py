@@ -22,8 +22,8 @@ RESTRICTED = b"restricted"  # message on the status pipe: all restrictions are i
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine -> (audit number, column in DENIED)
 
-# Calls that fail with EPERM for all arguments. An entry has the name, the number on x86_64 and the number on aarch64; `-` means
-# that there is no such call. Each line begins with the category of its calls.
+# System calls that fail with EPERM, by category. Each entry has a name, the number on x86_64 and the number on aarch64. `-` means
+# that there is no such call.
 DENIED = """
 network      socket 41 198, connect 42 203, accept 43 202, accept4 288 242, bind 49 200, listen 50 201,
              sendmsg 46 211, sendmmsg 307 269
@@ -70,9 +70,9 @@ _ALL_BITS = 0xFFFFFFFF
 _TRUNCATES, _OPEN_MASK = os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE
 
 
-# Rule for a system call that is allowed or refused by the value of an argument. Its fields are: the numbers of the call on
-# x86_64 and aarch64, the index of the argument, a mask for its value, a list of values, and whether the rule allows them. If it
-# does, all other values are refused. If not, the values are refused and all others are allowed.
+# Rule for a system call that depends on the value of an argument: (numbers of the call on x86_64 and aarch64, index of the
+# argument, mask for its value, values, allowed). If `allowed` is True, only these values are allowed. If it is False, only these
+# values are refused.
 Rule = tuple[tuple[int, int | None], int, int, tuple[int, ...], bool]
 
 
@@ -88,14 +88,9 @@ def argument_rules(pid: int) -> list[Rule]:
         ((16, 29), 1, _ALL_BITS, (_FIOSETOWN, _SIOCSPGRP), False),  # ioctl: no signals to other processes
         # prctl: the process cannot outlive its parent, and cannot hide its open files
         ((157, 167), 0, _ALL_BITS, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), False),
-        ((2, None), 1, _OPEN_MASK, (_TRUNCATES,), False),  # open: no truncation of files opened for reading
-        (
-            (257, 56),
-            2,
-            _OPEN_MASK,
-            (_TRUNCATES,),
-            False,
-        ),  # openat: as for open; Landlock prevents this only from ABI 3 on
+        # open and openat: no truncation of files that are opened for reading; Landlock prevents this only from ABI 3 on
+        ((2, None), 1, _OPEN_MASK, (_TRUNCATES,), False),
+        ((257, 56), 2, _OPEN_MASK, (_TRUNCATES,), False),
     ]
 
 
@@ -115,10 +110,8 @@ def denied(column: int) -> list[int]:
 
 def _argument_filter(number: int, argument: int, mask: int, values: tuple[int, ...], allowed: bool) -> list[bytes]:
     match, other = (_ALLOW, _EPERM) if allowed else (_EPERM, _ALLOW)
-    body = [
-        _instruction(_LOAD, 16 + 8 * argument),
-        _instruction(_AND, mask),
-    ]  # lower 32 bits of seccomp_data.args[argument]
+    # Load the lower 32 bits of seccomp_data.args[argument].
+    body = [_instruction(_LOAD, 16 + 8 * argument), _instruction(_AND, mask)]
     body += [_instruction(_EQUAL, value, len(values) - i) for i, value in enumerate(values)]
     body += [_instruction(_RETURN, other), _instruction(_RETURN, match)]
     return [_instruction(_EQUAL, number, 0, len(body)), *body]
@@ -194,10 +187,8 @@ def restrict_files(work: str, readable: list[str]) -> None:
     """
     abi = landlock_abi()
     handled = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= abi)]
-    tcp, scope = (
-        (3 if abi >= 4 else 0),
-        (3 if abi >= 6 else 0),
-    )  # refuse TCP, abstract sockets and signals, if the kernel can
+    # Refuse TCP (from ABI 4 on), and abstract sockets and signals (from ABI 6 on).
+    tcp, scope = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
     attributes = struct.pack("QQQ", handled, tcp, scope)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _require_success(
         _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock"
