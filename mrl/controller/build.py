@@ -243,7 +243,7 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
     config, run_dir = plan.config.checkpoint, processes.run_dir
     return CheckpointSaver(
         store=CheckpointStore(run_dir / "checkpoints", config.keep_last, config.keep_best, config.copy_to),
-        models=processes.models.trained,
+        models=processes.models.trained_groups,
         constant_parts={REFERENCE: processes.save_reference} if "ref_logprobs" in plan.algorithm.needs else {},
         schedule=CheckpointSchedule(
             config.every,

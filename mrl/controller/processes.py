@@ -97,11 +97,11 @@ class RunProcesses:
                 actor.call(TrainWorker.load_reference, str(checkpoint.path / REFERENCE))
             else:
                 actor.call(TrainWorker.copy_weights_to_reference)
-        if self.models.others:
-            self.models.start_others(self._critic_path())
-            self.startup.ready(" and ".join(self.models.others) + " ready")
+        if self.models.roles_beside_actor:
+            self.models.start_critic_and_teacher(self._critic_path())
+            self.startup.ready(" and ".join(self.models.roles_beside_actor) + " ready")
         if checkpoint:
-            for role, group in self.models.trained.items():
+            for role, group in self.models.trained_groups.items():
                 group.call(TrainWorker.load, str(checkpoint.path / role))
             self.startup.ready(f"step {checkpoint.step} restored from {checkpoint.path}")
 

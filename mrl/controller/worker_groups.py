@@ -76,12 +76,12 @@ class ModelGroups:
         return self.groups[ACTOR]
 
     @property
-    def others(self) -> list[str]:
+    def roles_beside_actor(self) -> list[str]:
         """Roles other than the actor: the critic and the teacher, if the run has them."""
         return [role for role in self.groups if role != ACTOR]
 
     @property
-    def trained(self) -> dict[str, WorkerGroup]:
+    def trained_groups(self) -> dict[str, WorkerGroup]:
         """Groups of the models that a checkpoint contains: actor and critic."""
         return {role: group for role, group in self.groups.items() if self._plans[role].optimizer is not None}
 
@@ -103,14 +103,14 @@ class ModelGroups:
             if role == ACTOR:
                 self._startup.ready(f"trainer ready ({plan.dims.world_size} processes)")
 
-    def start_others(self, critic_path: str | None) -> None:
+    def start_critic_and_teacher(self, critic_path: str | None) -> None:
         """Build the critic and the teacher, and wait for them. Models that share devices are built one after another."""
-        for role in self.others:
+        for role in self.roles_beside_actor:
             self._scheduler.make_room(role)
             self.start(role, critic_path if role == "critic" else None)
             if self._scheduler.peers(role):
                 self.wait_started(role)
-        for role in self.others:
+        for role in self.roles_beside_actor:
             self.wait_started(role)
 
     def alive(self) -> bool:

@@ -335,6 +335,6 @@ class PromptStream:
         drawn = state.get("drawn")
         if not isinstance(drawn, list) or len(drawn) != len(self.drawn) or min(drawn) < 0:
             raise ValueError(
-                f"the saved position in the prompts is {drawn!r:.200}; expected {len(self.drawn)} counts of rows."
+                f"the saved position in the prompts is {drawn!r:.200}; expected {len(self.drawn)} numbers, one for each source."
             )
         self.drawn = list(drawn)

@@ -77,7 +77,7 @@ class RowReport:
             keys = [("data.bad_rows", self.num_bad, bad_rows), ("data.overlong", self.num_overlong, overlong)]
             skip = " and ".join(f"{key}=skip" for key, count, policy in keys if count and policy == "error")
             raise ValueError(
-                f"{describe_bad_rows(refused, self.rows)}\nAll are in {path}. Correct or remove them, or set {skip}."
+                f"{describe_bad_rows(refused, self.rows)}\nAll are listed in {path}. Correct or remove these rows, or set {skip}."
             )
 
 

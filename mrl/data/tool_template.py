@@ -127,6 +127,6 @@ def _check_round_trip(tokenizer: Any, role: str, ids: list[int], head: str, tail
 def _template_error(role: str, why: str, text: str) -> ValueError:
     shown = f" Rendered: {text!r}." if text else ""
     return ValueError(
-        f"rollout.agent: the model's chat template cannot carry tool results: {why}.{shown} Use a template with messages of "
-        f"role {role!r}, or set rollout.agent.result_role to one that it has."
+        f"rollout.agent: the model's chat template cannot be used for tool results: {why}.{shown} Use a template with messages "
+        f"of role {role!r}, or set rollout.agent.result_role to one that it has."
     )

@@ -148,7 +148,7 @@ class Coordinator:
             self.call_all(EngineControl.end_weight_update, push)  # the engines stay paused
             named = "; ".join(f"{engine}: {', '.join(names)}" for engine, names in wrong.items())
             raise WeightMismatchError(
-                f"engines do not hold the weights that were sent: {named}. They stay out of service."
+                f"engines do not hold the weights that were sent: {named}. The engines stay out of service."
             )
 
     def publish(self, push: str, version: int, resume: bool = True) -> None:

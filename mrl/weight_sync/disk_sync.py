@@ -80,7 +80,7 @@ class DiskSync:
         return report or SyncReport()
 
     def _push(self, tensors: NamedTensors, version: int, resume: bool) -> SyncReport:
-        assert version >= self._version, f"versions only grow: {version} after {self._version}"
+        assert version >= self._version, f"versions only grow: {version} was pushed after {self._version}"
         start, folder = time.perf_counter(), self._folder / str(version)
         if folder.exists():  # an earlier push wrote it, but did not reach all engines
             shutil.rmtree(folder)
@@ -180,8 +180,8 @@ class ExpectedChecksums:
             wrong = sorted(name for name in expected | dict(actual) if actual.get(name) != expected.get(name))
             if wrong:
                 raise WeightMismatchError(
-                    f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. It stays "
-                    "out of service."
+                    f"{engine} rank {rank} does not hold the weights that were written: {', '.join(wrong[:MAX_NAMES])}. The "
+                    "engine stays out of service."
                 )
 
 

@@ -148,9 +148,9 @@ def misplaced_chunks(
     ]
 
 
-def _equals_file(weights: HFWeights, chunk: TensorChunk, live: Tensor) -> bool:
+def _equals_file(weights: HFWeights, chunk: TensorChunk, in_model: Tensor) -> bool:
     stored = weights.read(chunk.name, chunk.box.starts, chunk.box.sizes)
-    return torch.equal(stored.to(live.dtype).to(live.device).view(live.shape), live)
+    return torch.equal(stored.to(in_model.dtype).to(in_model.device).view(in_model.shape), in_model)
 
 
 def _connect(model: torch.nn.Module, message: dict[str, Any]) -> None:
@@ -181,7 +181,9 @@ def _load(model: torch.nn.Module, message: dict[str, Any]) -> None:
         data = session.recv_end.receive(bucket.sender, bucket.number, header.nbytes)
         if header.encoding == "delta":
             if base != message["base"]:
-                raise ValueError(f"the engine received a difference from {message['base']}, but holds {base}.")
+                raise ValueError(
+                    f"the engine received the difference from {message['base']}, but it holds the weights of {base}."
+                )
             _apply_delta(parameters, bucket, destinations, decode_delta(data, bucket))
         else:
             for destination, chunk in zip(destinations, chunk_views(data, bucket), strict=True):
@@ -213,10 +215,10 @@ def _wrong_chunks(session: ReceiverSession, parameters: dict[str, Tensor]) -> li
 def _apply_delta(parameters: dict[str, Tensor], bucket: Bucket, destinations: list[Destination], delta: Tensor) -> None:
     """XOR a decoded difference onto the model's weights."""
     for destination, chunk in zip(destinations, chunk_views(delta, bucket), strict=True):
-        live = _view(parameters, destination)
-        change = chunk.view(destination.box.sizes).to(live.device)
-        as_int = getattr(torch, f"int{8 * live.itemsize}")
-        live.copy_((live.contiguous().view(as_int) ^ change.view(as_int)).view(live.dtype))
+        in_model = _view(parameters, destination)
+        change = chunk.view(destination.box.sizes).to(in_model.device)
+        as_int = getattr(torch, f"int{8 * in_model.itemsize}")
+        in_model.copy_((in_model.contiguous().view(as_int) ^ change.view(as_int)).view(in_model.dtype))
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ class LiveSync:
         new session with the other engines and the replacements. Raises WeightMismatchError on all ranks if an engine holds
         wrong weights after a push in full.
         """
-        assert version >= self._version, f"versions only grow: {version} after {self._version}"
+        assert version >= self._version, f"versions only grow: {version} was pushed after {self._version}"
         start = time.perf_counter()
         base = self._verified_push if self._delta and not engines_offloaded else None
         push = self._ranks.on_rank_0(lambda: self._begin_push(version, base))

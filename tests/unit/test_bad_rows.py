@@ -134,7 +134,11 @@ KINDS = {
     "NaN": (lambda r: line(truth(float(r.choice(["nan", "inf", "-inf"])))), "", "not a JSON object"),
     "infinite number": (lambda r: line(truth(3)).replace(b": 3}", b": 1e999}"), "", "not a JSON object"),
     "too deep": (lambda r: line(truth(nested(r.randint(101, 900)))), "", "deep, more than 100"),
-    "refused by the template": (lambda r: line(row("99999")), "prompt", "the chat template refused the messages: not that one"),
+    "refused by the template": (
+        lambda r: line(row("99999")),
+        "prompt",
+        "the chat template refused the messages: not that one",
+    ),
     "no token": (lambda r: line(row("")), "prompt", "the chat template gave no tokens"),
     "unknown token": (
         lambda r: line(row("1" + chr(0x2460))),
@@ -273,7 +277,7 @@ def test_the_policy_error_lists_all_bad_rows_in_a_file_and_the_first_in_the_mess
         data.enforce_row_policies(listed, bad_rows="error", overlong="error")
     message = str(caught.value)
     assert message.count("not a JSON object") == SHOWN and "... and 3 more" in message
-    assert f"All are in {listed}" in message and "set data.bad_rows=skip and data.overlong=skip" in message
+    assert f"All are listed in {listed}" in message and "set data.bad_rows=skip and data.overlong=skip" in message
     rows = [orjson.loads(entry) for entry in listed.read_bytes().splitlines()]
     assert [(entry["row"], entry["overlong"]) for entry in rows] == [*((n, False) for n in range(1, 8)), (8, True)]
     assert all(entry["file"] == str(path) and entry["reason"] for entry in rows)

@@ -114,7 +114,7 @@ def test_the_position_in_another_stream_is_refused(what, other):
 
 def test_a_damaged_position_is_refused():
     prompts = stream([MixtureSource("a", 9), MixtureSource("b", 5)])
-    with pytest.raises(ValueError, match=r"is \[3\]; expected 2 counts of rows"):
+    with pytest.raises(ValueError, match=r"is \[3\]; expected 2 numbers, one for each source"):
         prompts.load_state_dict(prompts.state_dict() | {"drawn": [3]})
 
 

@@ -96,7 +96,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_template_that_cannot_render_results_is_refused(tokenizer, why):
-    with pytest.raises(ValueError, match=r"rollout\.agent: the model's chat template cannot carry") as raised:
+    with pytest.raises(ValueError, match=r"rollout\.agent: the model's chat template cannot be used") as raised:
         ToolTemplate.of(with_template(tokenizer, REFUSED[why]))
     assert why in str(raised.value) and "result_role" in str(raised.value)
 
