@@ -1,10 +1,11 @@
-"""Compares mrl with TRL's GRPOTrainer on the same work: wall seconds and CPU-seconds per step, and until reward 0.90.
+"""Compares mrl with TRL's GRPOTrainer on the same work: wall seconds and CPU-seconds per step, and until rewards 0.80 and 0.90.
 
     python benchmarks/against_trl.py --peer FOLDER --peer-python VENV/bin/python [--seeds 0 1 2]
 
-FOLDER has the baseline of TRL: data/{train,test}.parquet, the initial model in warm/, and trl_grpo.py, which writes
-steps.jsonl. Both train 32 prompts x 8 responses in a step, at most 8 tokens, temperature 1, AdamW 3e-4 with betas
-(0.9, 0.98), no KL, float32, one thread per process. The runs alternate. Start-up and evaluation are not counted for either.
+FOLDER contains the run of TRL: data/{train,test}.parquet, the initial model in warm/, and trl_grpo.py, which writes
+steps.jsonl. mrl and TRL both train 32 prompts x 8 responses in a step. Responses have at most 8 tokens, and the temperature is
+1. The optimizer is AdamW with learning rate 3e-4 and betas (0.9, 0.98). There is no KL penalty. Weights are in float32, and
+each process has one thread. The runs alternate. The measured times do not include start-up and evaluation.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from rich.table import Table
 from step import StepMeter, measure
 
 GOALS = (0.80, 0.90)
-WINDOW = 5  # steps whose mean reward is compared with a goal
+WINDOW = 5  # number of last steps whose mean reward is compared with a goal
 
 
 def run_mrl(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
@@ -47,7 +48,9 @@ def run_mrl(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
         stop_reward=0.92,
     )
     totals = [sum(cpu.values()) for cpu in meter.cpu]
-    start = totals[0] - (totals[1] - totals[0])  # the first step's own CPU-seconds are not separable from start-up
+    start = totals[0] - (
+        totals[1] - totals[0]
+    )  # assume that step 1 takes as long as step 2, because totals[0] includes start-up
     walls = [step["time/step_s"] for step in meter.steps]
     return [
         {"reward": step["reward/mean"], "wall": wall, "cum_wall": sum(walls[: i + 1]), "cum_cpu": totals[i] - start}
@@ -72,7 +75,10 @@ def run_trl(folder: Path, python: str, seed: int, steps: int) -> list[dict[str, 
 
 
 def reached(records: list[dict[str, float]], goal: float) -> tuple[int, float, float] | None:
-    """Return the first step whose mean reward over WINDOW steps is at least `goal`, and the wall and CPU seconds until then."""
+    """Return (step, wall seconds, CPU-seconds) when the mean reward of the last WINDOW steps first reaches `goal`.
+
+    Returns None if it never does.
+    """
     for i in range(WINDOW - 1, len(records)):
         if statistics.mean(r["reward"] for r in records[i - WINDOW + 1 : i + 1]) >= goal:
             return i + 1, records[i]["cum_wall"], records[i]["cum_cpu"]
@@ -80,7 +86,7 @@ def reached(records: list[dict[str, float]], goal: float) -> tuple[int, float, f
 
 
 def row(name: str, records: list[dict[str, float]]) -> list[str]:
-    """Return one row of the table."""
+    """Return the table row of one run."""
     wall = statistics.median(r["wall"] for r in records[1:])
     cpu = (records[-1]["cum_cpu"] - records[0]["cum_cpu"]) / (len(records) - 1)
     cells = [name, f"{wall:.3f}", f"{cpu:.3f}"]
@@ -92,13 +98,13 @@ def row(name: str, records: list[dict[str, float]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder of the baseline of TRL")
+    parser.add_argument("--peer", type=Path, required=True, help="folder with the run of TRL")
     parser.add_argument("--peer-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=80)
     args = parser.parse_args()
-    table = Table(title="per step and to a trailing 5-step mean reward", title_justify="left")
-    for column in ("run", "wall s/step", "CPU-s/step", *(f"to {goal:.2f}: wall / CPU" for goal in GOALS)):
+    table = Table(title=f"per step, and until the mean reward of {WINDOW} steps reaches a goal", title_justify="left")
+    for column in ("run", "wall s/step", "CPU-s/step", *(f"until {goal:.2f}: wall / CPU" for goal in GOALS)):
         table.add_column(column)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "peer"

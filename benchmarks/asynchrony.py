@@ -1,12 +1,12 @@
 """Measures the speedup of asynchronous rollouts, and compares it with the predictions of the rollout simulator.
 
-    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]    8 minutes a round
+    python benchmarks/asynchrony.py [--rounds 2] [--scale 1.0] [--modes sync async]
 
-The rollout worker, with its staleness buffer, rollout log, scoring, HTTP client and weight versions, is that of a run
-(RolloutManager, on Ray). The engines are those of benchmarks/simulated_engine.py, in a process of their own; training is a sleep.
-Lengths are log-normal and truncated; they are equal in all modes, because each follows from its response's seed. The modes run
-one after the other. All means leave out the first SKIPPED steps, in which the largest staleness buffer fills. Needs two idle
-cores, because time is real.
+The real rollout worker runs on Ray, with its staleness buffer, rollout log, scoring, HTTP client and weight versions. The
+engines are simulated (benchmarks/simulated_engine.py) and run in a separate process. Training is a sleep. Response lengths are
+log-normal and truncated. They are equal in all modes, because each length follows from the seed of its response. One round runs
+all modes, one after the other, and takes 8 minutes. The means leave out the first SKIPPED steps, in which the staleness buffer
+of the largest size fills. The benchmark needs two idle cores, because the simulated times are real times.
 """
 
 import argparse
@@ -51,31 +51,31 @@ SETUPS = {
     "one_step_off": RolloutSetup(N, ENGINES, 1, in_order=True),
     "async": RolloutSetup(N, ENGINES, 4),
 }
-SKIPPED = 5  # first steps
+SKIPPED = 5  # number of steps at the start of a run that the means leave out
 
 
 @dataclass
 class MeasuredRun:
-    """What one run measured."""
+    """Measurements of one run."""
 
-    step_s: list[float]  # [steps]
-    engine_s: list[float]  # [steps] part of step_s, waiting for engines
-    push_s: list[float]  # [steps] part of step_s, pushing weights
-    tokens: list[int]  # [steps] trained response tokens
-    oldest: int  # largest number of weight versions from a response's first token to its training
-    idle: float  # share of the engines' time
+    step_s: list[float]  # [steps] duration of each step
+    engine_s: list[float]  # [steps] part of step_s in which the run waits for engines
+    push_s: list[float]  # [steps] part of step_s in which the run pushes weights
+    tokens: list[int]  # [steps] number of trained response tokens
+    oldest: int  # largest number of weight versions between the first token of a response and its training
+    idle: float  # fraction of the time in which engines are idle
 
     def seconds(self) -> float:
-        """Mean seconds of a step."""
+        """Return the mean duration of a step."""
         return statistics.fmean(self.step_s[SKIPPED:])
 
     def tokens_per_s(self) -> float:
-        """Trained response tokens per second."""
+        """Return the number of trained response tokens per second."""
         return sum(self.tokens[SKIPPED:]) / sum(self.step_s[SKIPPED:])
 
 
 def slow_down(speeds: RunSpeeds, scale: float) -> RunSpeeds:
-    """Multiply all times by `scale`."""
+    """Return speeds with which everything takes `scale` times as long."""
     engine = speeds.engine
     times = EngineSpeeds(
         engine.fixed_step_s * scale, engine.request_s * scale, engine.prefill_s * scale, engine.max_running
@@ -93,7 +93,10 @@ def make_data(folder: Path) -> PromptDataset:
 
 
 def drawn_groups(data: PromptDataset, count: int) -> GroupLengths:
-    """Return the lengths of the first `count` groups that a run draws: those of the simulated engines, by seed."""
+    """Return the lengths of the first `count` groups that a run draws.
+
+    The seeds of the responses determine these lengths, as in the simulated engines.
+    """
     rows = data.stream(N, SEED, shuffle=True).take(count)
     prompts = [data.encode(row) for row in rows.tolist()]
     seeds = [[response_seed(SEED, TRAINING, G * number + member) for member in range(G)] for number in range(count)]
@@ -103,7 +106,7 @@ def drawn_groups(data: PromptDataset, count: int) -> GroupLengths:
 
 @contextmanager
 def engines(speeds: EngineSpeeds) -> Iterator[list[str]]:
-    """Start engines in a process of their own; yields their URLs."""
+    """Start simulated engines in a separate process. Yields their URLs."""
     milliseconds = dict(step_ms=speeds.fixed_step_s, request_ms=speeds.request_s, prefill_ms=speeds.prefill_s)
     options = {name: 1000 * value for name, value in milliseconds.items()} | asdict(LENGTHS)
     options |= dict(engines=ENGINES, max_running=speeds.max_running)
@@ -147,7 +150,7 @@ def rollout_spec(data: PromptDataset, urls: Sequence[str], setup: RolloutSetup, 
 def measure(
     data: PromptDataset, speeds: RunSpeeds, setup: RolloutSetup, steps: int, options: dict[str, Any]
 ) -> MeasuredRun:
-    """Run `steps` steps of the rollout worker."""
+    """Run the rollout worker for `steps` steps."""
     with tempfile.TemporaryDirectory() as folder, engines(speeds.engine) as urls:
         worker = RolloutWorkerHandle(rollout_spec(data, urls, setup, Path(folder)), options, timeout_s=360.0)
         coordinator = Coordinator(urls, 1, 60.0, PauseMode.retract, join_channel=None)
@@ -184,7 +187,7 @@ def _run(
 
 
 def _push(coordinator: Coordinator, version: int, seconds: float) -> None:
-    """Push a version as the first trainer rank does, without weights."""
+    """Push a weight version as trainer rank 0 does, but without weights."""
     coordinator.call_all(lambda engine: engine.pause(PauseMode.retract))
     coordinator.call_all(lambda engine: engine.begin_weight_update())
     time.sleep(seconds)
@@ -197,7 +200,7 @@ def _busy_s(coordinator: Coordinator) -> float:
 
 
 def fit_speeds(run: MeasuredRun, groups: GroupLengths) -> RunSpeeds:
-    """Fit the speeds of a synchronous run, as `mrl plan rollout` does."""
+    """Return speeds that are fitted to a synchronous run, as `mrl plan rollout` fits them."""
     slices = [slice(step * N, step * N + N) for step in range(len(run.step_s))]
     parts = zip(slices, run.step_s, run.engine_s, run.push_s, strict=True)
     steps = [RecordedStep(groups.prompts[p], groups.responses[p], e, s - e - push, push) for p, s, e, push in parts]
@@ -205,7 +208,7 @@ def fit_speeds(run: MeasuredRun, groups: GroupLengths) -> RunSpeeds:
 
 
 def bound_s(tokens: Sequence[int], speeds: RunSpeeds, setup: RolloutSetup) -> float:
-    """Return a lower bound for the mean seconds of a step."""
+    """Return a lower bound for the mean duration of a step."""
     mean = statistics.fmean(tokens[SKIPPED:])
     return best_possible_s(mean, speeds.training(mean, 1.0), speeds, setup)
 
@@ -216,16 +219,20 @@ def show(
     predicted_from_fit: dict[str, Prediction],
     speeds: RunSpeeds,
 ) -> None:
-    """Print a row per mode. `predicted`: from the true speeds; `predicted_from_fit`: from speeds fitted to a synchronous run."""
+    """Print a table with a row for each mode.
+
+    `predicted` are predictions from the true speeds. `predicted_from_fit` are predictions from speeds that were fitted to a
+    synchronous run.
+    """
     table = Table("", title=f"{N} x {G} responses, {ENGINES} engines; after {SKIPPED} steps", title_justify="left")
     columns = (
         "s/step (runs)",
         "predicted",
         "error",
-        "from sync",
+        "predicted from sync",
         "error",
         "tokens/s over sync",
-        "of best possible",
+        "best possible over s/step",
         "idle",
         "oldest",
     )

@@ -1,10 +1,12 @@
-"""Measures the balance of a batch over replicas, and the share of padding: arithmetic on lengths, no GPU.
+"""Measures how evenly a batch is balanced over replicas, and how many tokens are padding. Only lengths are needed, no GPU.
 
     python benchmarks/balance.py [--seeds 10]
 
-A batch is 512 sequences of log-normal length (median, sigma), clipped to 512..32768; micro-batches hold 32768 tokens.
-Cost is FLOPs of training a 7B-like model (Qwen2.5-7B: 7.07e9 parameters in matrix products, 28 layers, 28 heads of 128):
-6 x 7.07e9 per token, and 6 x 28 x 3584 x L^2 of causal attention. Every number is a ratio, the median over seeds.
+A batch has 512 sequences. Their lengths are log-normal (median, sigma) and clipped to 512..32768 tokens. A micro-batch has at
+most 32768 tokens. The cost of a sequence is the FLOPs of training Qwen2.5-7B on it. This model has 7.07e9 parameters in matrix
+products, 28 layers, and 28 heads of size 128. A sequence of L tokens costs `6 * 7.07e9 * L` for matrix products and
+`6 * 28 * 3584 * L**2` for causal attention. Every number except milliseconds is a ratio. The table has the median over seeds,
+and the largest value.
 """
 
 import argparse
@@ -21,30 +23,33 @@ from rich.table import Table
 from mrl.data.batching import CostModel, PackingUnit, make_units, partition_units, plan_micro_batches
 
 SEQUENCES, SHORTEST, LONGEST, MAX_TOKENS = 512, 512, 32768, 32768
-LENGTHS = (
-    (2048, 0.6),
-    (4096, 0.9),
-    (2048, 1.3),
-)  # (median, sigma): mild; up to the clip; up to the clip and mostly short
+LENGTHS = (  # (median, sigma) of the lengths
+    (2048, 0.6),  # lengths differ little
+    (4096, 0.9),  # a few sequences reach the largest length
+    (2048, 1.3),  # most sequences are short, and one or two reach the largest length
+)
 COST = CostModel(linear=6 * 7.07e9, quadratic=6 * 28 * 3584)
-GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; tokens of a prompt, uniform
-CP, TP = 2, 8
-PADDED_SIZE = 4  # sequences of a padded micro-batch
+GROUP, PROMPTS = 8, (256, 2048)  # responses per prompt; smallest and largest number of tokens in a prompt (uniform)
+CP, TP = 2, 8  # sizes of context and tensor parallelism
+PADDED_SIZE = 4  # number of sequences in a padded micro-batch
 Lengths = NDArray[np.int64]
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Return the largest load over the mean load."""
+    """Return the largest load divided by the mean load."""
     return max(loads) / statistics.fmean(loads)
 
 
 def round_robin(costs: Sequence[float], parts: int) -> list[float]:
-    """Return the loads if sequence n goes to part n modulo `parts`."""
+    """Return the load of each part if sequence number n goes to part `n % parts`."""
     return [sum(costs[part::parts]) for part in range(parts)]
 
 
 def longest_first(costs: Sequence[float], parts: int) -> list[float]:
-    """Return the loads of the greedy rule (LPT): the most expensive sequence first, each to the part with the least load."""
+    """Return the load of each part under the greedy rule LPT (longest processing time first).
+
+    The most expensive sequence comes first. Each sequence goes to the part with the smallest load.
+    """
     loads = [0.0] * parts
     for cost in sorted(costs, reverse=True):
         heapq.heapreplace(loads, loads[0] + cost)
@@ -52,9 +57,10 @@ def longest_first(costs: Sequence[float], parts: int) -> list[float]:
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
-    """Return the loads of the largest differencing method (Karmarkar-Karp).
+    """Return the load of each part under the largest differencing method of Karmarkar and Karp.
 
-    It joins the two most uneven partial solutions, and adds the heaviest part of one to the lightest part of the other.
+    The method repeatedly joins the two most uneven partial solutions. The heaviest part of one solution is joined with the
+    lightest part of the other solution.
     """
     heap = [(-cost, number, [0.0] * (parts - 1) + [cost]) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
@@ -66,7 +72,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
 
 
 def ours(units: Sequence[PackingUnit], parts: int) -> list[float]:
-    """Return the loads of mrl's partition."""
+    """Return the load of each part in mrl's partition."""
     return [sum(unit.cost for unit in part) for part in partition_units(units, parts)]
 
 
@@ -76,21 +82,28 @@ def up_to(multiple: int, tokens: Lengths) -> Lengths:
 
 
 def packed_over_real(units: list[PackingUnit], lengths: Lengths, parts: int) -> float:
-    """Return processed tokens over real tokens in packs: sequences are multiples of 2 CP tokens, packs multiples of TP."""
+    """Return the number of processed tokens divided by the number of real tokens, with packs.
+
+    Each sequence is padded to a multiple of 2 * CP tokens, and each pack to a multiple of TP tokens.
+    """
     replicas = plan_micro_batches(units, parts, MAX_TOKENS, equal_counts=True, multiple_of=1)
     packs = [up_to(TP, up_to(2 * CP, lengths[rows]).sum()) for replica in replicas for rows in replica]
     return float(sum(packs) / lengths.sum())
 
 
 def padded_over_real(lengths: Lengths) -> float:
-    """Return processed tokens over real tokens in micro-batches of PADDED_SIZE sequences, padded to the longest of them."""
+    """Return the number of processed tokens divided by the number of real tokens, with padding.
+
+    Each micro-batch has PADDED_SIZE sequences, which are padded to the longest of them.
+    """
     return float(lengths.reshape(-1, PADDED_SIZE).max(axis=1).sum() * PADDED_SIZE / lengths.sum())
 
 
 def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, float, float]:
     """Compare shared prompts with whole sequences.
 
-    Returns the total cost and the heaviest part, each over that of whole sequences, and the heaviest part over the mean.
+    Returns three ratios: the total cost over the total cost of whole sequences, the heaviest part over the heaviest part with
+    whole sequences, and the heaviest part over the mean part.
     """
     rows = np.arange(len(responses))
     whole, shared = (
@@ -101,7 +114,7 @@ def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, fl
 
 
 def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float]:
-    """Draw one batch and partition it with every method."""
+    """Draw one batch and partition it with every method. Returns the numbers of one table column by name."""
     draw = np.random.default_rng(seed)
     lengths = draw.lognormal(np.log(median), sigma, SEQUENCES).clip(SHORTEST, LONGEST).astype(np.int64)
     rows = np.arange(SEQUENCES)

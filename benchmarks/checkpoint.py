@@ -1,10 +1,11 @@
-"""Measures a checkpoint against a plain write of the same number of bytes, and a training step during a save.
+"""Compares a checkpoint with a plain write of the same number of bytes, and measures a training step during a save.
 
     python benchmarks/checkpoint.py [--hidden 512] [--repeats 5] [--folder /tmp]
 
-One process, float32: weights, optimizer state and random states. The plain write takes the same number of bytes from memory,
-writes one file and syncs it. The methods alternate. Memory is the proportional set size (PSS) of this process and its writer,
-minus that before the save, sampled every 20 ms in separate runs. The page cache is not included.
+One process saves weights, optimizer state and random states in float32. The plain write takes the same number of bytes from
+memory, writes them to one file and syncs the file. The methods alternate. Memory is the proportional set size (PSS) of this
+process and of the process that writes the checkpoint, minus the PSS before the save. It is sampled every 20 ms, in separate
+runs. The page cache is not included.
 """
 
 import argparse
@@ -32,13 +33,13 @@ TIMEOUT_S = 600.0
 class Seconds:
     """Measured seconds, one value per repeat."""
 
-    plain: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)  # a plain write
     waited: list[float] = field(default_factory=list)  # a save that training waits for
     idle: list[float] = field(default_factory=list)  # an asynchronous save while the process does nothing else
-    begin: list[float] = field(default_factory=list)
-    finish: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)  # CPU-seconds of this process for a step, without a save
-    during: list[float] = field(default_factory=list)  # mean CPU-seconds of the steps during a save
+    begin: list[float] = field(default_factory=list)  # `begin_save` of an asynchronous save during training
+    finish: list[float] = field(default_factory=list)  # `finish_save` after the writing process has ended
+    step: list[float] = field(default_factory=list)  # CPU-seconds of this process for a training step without a save
+    during: list[float] = field(default_factory=list)  # mean CPU-seconds of this process for a step during a save
 
 
 def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -49,7 +50,10 @@ def seconds_of(action: Callable[[], object], clock: Callable[[], float] = time.p
 
 
 def cpu_seconds_of(action: Callable[[], object]) -> float:
-    """Return the CPU-seconds of this process, with kernel time: pages that the writer shares are copied in the kernel."""
+    """Return the CPU-seconds that this process spends in `action`.
+
+    They include kernel time, because the kernel copies pages that the writing process shares.
+    """
     return seconds_of(action, time.process_time)
 
 
@@ -66,7 +70,7 @@ def save(actor, folder: Path, asynchronous: bool) -> None:
 
 
 def save_during_steps(actor, folder: Path, step: Callable[[], object], seconds: Seconds | None = None) -> None:
-    """Begin an asynchronous save, run steps until the writer has ended, and finish the save."""
+    """Begin an asynchronous save, run steps until the writing process has ended, and finish the save."""
     begin, steps = seconds_of(lambda: actor.begin_save(folder, asynchronous=True)), [cpu_seconds_of(step)]
     while not actor.save_finished():
         steps.append(cpu_seconds_of(step))
@@ -84,7 +88,7 @@ def pss_bytes() -> int:
     for pid in (str(os.getpid()), *children):
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # this child has ended
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
@@ -92,7 +96,7 @@ def pss_bytes() -> int:
 
 @contextmanager
 def record_peak(peaks: list[int]) -> Iterator[None]:
-    """Append the peak memory inside the context, minus the memory before it, to `peaks`."""
+    """Measure the peak memory inside the context. Appends the peak minus the memory before the context to `peaks`."""
     before, seen, stop = pss_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -110,7 +114,7 @@ def record_peak(peaks: list[int]) -> Iterator[None]:
 
 
 def measure(actor, step: Callable[[], object], folder: Path, repeats: int) -> tuple[Seconds, dict[str, list[int]], int]:
-    """Return the seconds, the peaks of extra memory by method, and the bytes of the checkpoint."""
+    """Return the seconds, the peaks of additional memory by method, and the size of the checkpoint in bytes."""
     step()
     save(actor, folder / "first", asynchronous=False)
     size = sum(path.stat().st_size for path in (folder / "first").iterdir())
@@ -144,7 +148,7 @@ def show(seconds: Seconds, peaks: dict[str, list[int]], size: int, console: Cons
     def median(values: list[float]) -> str:
         return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
-    table = Table("", "s", "of a plain write", "extra memory, of the bytes", title=f"{size / 1e6:.0f} MB")
+    table = Table("", "s", "over a plain write", "extra memory over bytes", title=f"{size / 1e6:.0f} MB")
     table.add_row("plain write", median(seconds.plain), "1", "")
     for name, what in (("waited", "save, training waits"), ("idle", "asynchronous save, process idle")):
         values = getattr(seconds, name)
@@ -157,7 +161,7 @@ def show(seconds: Seconds, peaks: dict[str, list[int]], size: int, console: Cons
     table.add_row(
         "step during a save, CPU-s",
         median(seconds.during),
-        f"of a step: {one_process.ratio(seconds.during, seconds.step)}",
+        f"over a step alone: {one_process.ratio(seconds.during, seconds.step)}",
     )
     console.print(table)
 
@@ -177,9 +181,11 @@ def main() -> None:
     sizes = Sizes(given.hidden, 4, 8192, groups=1, responses=2, prompt=(8, 16), response=(16, 32))
     block, batch = one_process.make_batch(sizes)
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))
-    share = one_process.partition(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
+    rank_batch = one_process.partition(batch, sizes.max_tokens, share_prompts=True).rank_batches[0]
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=given.folder) as folder:
-        found = measure(actor, lambda: actor.update(block, [share], PPOClip(), [1e-9]), Path(folder), given.repeats)
+        found = measure(
+            actor, lambda: actor.update(block, [rank_batch], PPOClip(), [1e-9]), Path(folder), given.repeats
+        )
     show(*found, Console(width=130))
 
 

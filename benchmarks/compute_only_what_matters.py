@@ -1,13 +1,13 @@
-"""Measures what a training step saves by skipping computation that cannot change the gradient, and compares the gradients.
+"""Measures two savings in a training step that do not change the gradient, and compares the gradients.
 
     python benchmarks/compute_only_what_matters.py [--hidden 256] [--layers 4] [--vocab 8192] [--repeats 5]
 
-    zero advantage   groups of advantage 0 are skipped (`algorithm.skip_zero_advantage`), or trained
-    shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`), or 16 times
+    zero advantage   groups with advantage 0 are skipped (`algorithm.skip_zero_advantage`); without the saving, they are trained
+    shared prompts   the prompt of 16 responses is computed once (`Packing.share_prompts`); without the saving, 16 times
 
-Each number is a ratio to the same batch without the saving: computed tokens, and CPU-seconds of one `MegatronActor.update` (rows
-to packs, forward, backward, optimizer step), alternating in one process. Gradients are compared tensor by tensor: the largest
-difference of two elements divided by the largest element of the tensor.
+Each ratio compares a batch with the saving to the same batch without it, in computed tokens and in CPU-seconds of one
+`MegatronActor.update` (packing, forward, backward, optimizer step). Both variants alternate in one process. Gradients are
+compared tensor by tensor: the largest difference of two elements is divided by the largest element of the tensor.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.dp_partition import StepPartition
 
 LR = 1e-9
-TOLERANCE = 2e-5  # difference of gradients, as in the parity tests
-MAX_TOKENS = 4096  # in one micro-batch
+TOLERANCE = 2e-5  # largest allowed difference of gradients, as in the parity tests
+MAX_TOKENS = 4096  # largest number of tokens in one micro-batch
 ZERO_FRACTIONS = (0.0, 0.25, 0.45)
 RATIOS = {"1:8": (28, 228), "1:1": (128, 128), "8:1": (228, 28)}  # tokens of each prompt and of each response
 
@@ -37,12 +37,15 @@ class Case:
 
     name: str
     block: TokenBlock
-    saving: StepPartition
-    everything: StepPartition
+    with_saving: StepPartition
+    without_saving: StepPartition
 
 
 def zero_advantage(sizes: Sizes, fraction: float) -> Case:
-    """Return 20 groups of 8 responses, with shared prompts in both partitions: about 8k computed tokens without skipping."""
+    """Return 20 groups of 8 responses, of which `fraction` have advantage 0. Both partitions share prompts.
+
+    Without skipping, about 8k tokens are computed.
+    """
     sizes = replace(sizes, groups=20, responses=8, prompt=(16, 48), response=(8, 88))
     block, batch = one_process.make_batch(sizes, fraction)
     every = replace(batch, rows=batch.denominator_rows)
@@ -50,24 +53,25 @@ def zero_advantage(sizes: Sizes, fraction: float) -> Case:
 
 
 def shared_prompts(sizes: Sizes, name: str) -> Case:
-    """Return 2 prompts with 16 responses each: 8192 tokens without sharing."""
+    """Return 2 prompts with 16 responses each. Without shared prompts, 8192 tokens are computed."""
     prompt, response = RATIOS[name]
     sizes = replace(sizes, groups=2, responses=16, prompt=(prompt, prompt), response=(response, response))
     block, batch = one_process.make_batch(sizes)
     return Case(f"prompt:response {name}, 16 responses", block, *_plans(batch, batch, (True, False)))
 
 
-def _plans(saving: TrainBatch, everything: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPartition]:
-    for batch, share_prompts in zip((saving, everything), share, strict=True):
+def _plans(with_saving: TrainBatch, without_saving: TrainBatch, share: tuple[bool, bool]) -> Iterator[StepPartition]:
+    for batch, share_prompts in zip((with_saving, without_saving), share, strict=True):
         yield one_process.partition(batch, MAX_TOKENS, share_prompts)
 
 
 def measure(actor, case: Case, repeats: int) -> list[str]:
-    """Return the row of a case. Raises AssertionError if the gradients differ."""
+    """Return the table row of a case. Raises AssertionError if the gradients differ."""
     from mrl.algorithms.losses import PPOClip
 
     found = [
-        gradients_of(actor, case.block, plan.rank_batches[0], PPOClip()) for plan in (case.everything, case.saving)
+        gradients_of(actor, case.block, plan.rank_batches[0], PPOClip())
+        for plan in (case.without_saving, case.with_saving)
     ]
     difference = largest_difference(*found)
     assert difference <= TOLERANCE, f"{case.name}: gradients differ by {difference:.1e}, more than {TOLERANCE}"
@@ -75,14 +79,16 @@ def measure(actor, case: Case, repeats: int) -> list[str]:
     def update(plan: StepPartition) -> Callable:
         return lambda: actor.update(case.block, [plan.rank_batches[0]], PPOClip(), [LR])
 
-    seconds = interleaved({"everything": update(case.everything), "saving": update(case.saving)}, repeats)
-    tokens = np.array([plan.metrics["batch/computed_tokens"] for plan in (case.everything, case.saving)])
+    seconds = interleaved(
+        {"without_saving": update(case.without_saving), "with_saving": update(case.with_saving)}, repeats
+    )
+    tokens = np.array([plan.metrics["batch/computed_tokens"] for plan in (case.without_saving, case.with_saving)])
     return [
         case.name,
         f"{tokens[0]:.0f} -> {tokens[1]:.0f}",
         f"{tokens[1] / tokens[0]:.3f}",
         " -> ".join(f"{statistics.median(taken):.2f}" for taken in seconds.values()),
-        ratio(seconds["saving"], seconds["everything"]),
+        ratio(seconds["with_saving"], seconds["without_saving"]),
         f"{difference:.1e}",
     ]
 

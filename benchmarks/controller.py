@@ -4,9 +4,10 @@
     python benchmarks/controller.py --all
     python benchmarks/controller.py --profile driver.prof
 
-Four processes: this one is the driver (the real trainer, rollout manager, worker group, weight sync and ledger). One is the real
-rollout worker. One answers all requests to engines over HTTP without delay. One Ray actor answers for all trainer ranks.
-CPU-seconds are those of the driver, all threads. A call to a trainer rank is one Ray call, as if each rank had its own process.
+There are four processes. This process is the driver, with the real trainer, rollout manager, worker group, weight sync and
+ledger. The second process is the real rollout worker. The third answers all HTTP requests to engines without delay. The fourth
+is a Ray actor that answers for all trainer ranks. Each call to a rank is a separate Ray call, as if each rank had its own
+process. CPU-seconds are those of all threads of the driver.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ from parallel.dims import ParallelDims
 from parallel.trainer_config import OptimConfig
 
 SIGMA = 0.5  # standard deviation of the logarithm of a response's length
-LONGEST = 4  # longest response over the mean length
+LONGEST = 4  # length of the longest response, divided by the mean length
 ALL = [  # prompts, tokens, ranks
     *((prompts, 512, 1024) for prompts in (128, 256, 512, 1024)),
     *((1024, tokens, 1024) for tokens in (128, 2048, 8192)),
     *((1024, 512, ranks) for ranks in (64, 256)),
 ]
 HEAD = (
-    "| samples | tokens | ranks | CPU-s | of these main thread | of these in ray.wait | step, s | of these not in ray.wait | "
+    "| samples | tokens | ranks | CPU-s | CPU-s, main thread | CPU-s in ray.wait | step, s | outside ray.wait, s | "
     "Ray calls | MB sent | MB received | peak RSS, MB |\n" + "|---" * 12 + "|"
 )
 
@@ -82,18 +83,18 @@ class Size:
     """Size of one measurement."""
 
     prompts: int
-    responses: int  # per prompt
-    tokens: int  # mean length of a response
+    responses: int  # responses to each prompt
+    tokens: int  # mean number of tokens in a response
     ranks: int
     engines: int
     steps: int
 
 
 class InstantEngine(SimulatedEngine):
-    """Engine that answers without delay. Its answers have as many bytes as those of real tokens."""
+    """Engine that answers without delay. Its answers have about as many bytes as the answers of a real engine."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer with token 7 and log-probability -1 everywhere: Python stores a small integer only once."""
+        """Answer with tokens 7 and log-probabilities -1. They are small integers, which Python stores only once."""
         body = orjson.loads(await request.read())
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
@@ -124,7 +125,7 @@ async def serve(engines: int, tokens: int) -> None:
 
 @contextmanager
 def engines(size: Size) -> Iterator[list[str]]:
-    """Start all engines in one process; yields their URLs."""
+    """Start all engines in one process. Yields their URLs."""
     command = [sys.executable, __file__, "--serve", "--engines", str(size.engines), "--tokens", str(size.tokens)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout, "it is piped"
@@ -157,7 +158,7 @@ class SimulatedRanks:
     def update(
         self, rank: int, block: TokenBlock, rank_batches: Sequence[Sequence[RankBatch]], **options: Any
     ) -> list[UpdateReport]:
-        """Return as many numbers as a real actor reports."""
+        """Return a report with as many numbers as the report of a real actor."""
         sums = dict.fromkeys([*MISMATCH_SUMS, "loss", "mismatch_abs", "entropy", "tokens", "weight"], 1.0)
         at = self.dims.coords(rank)
         last = at.pp == self.dims.pp - 1
@@ -175,7 +176,7 @@ class SimulatedRanks:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A method of a rank; the call goes to the actor that answers for all ranks."""
+    """A method of one rank. Its calls go to the actor that answers for all ranks."""
 
     actor: Any
     rank: int
@@ -187,7 +188,7 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Rank:
-    """Stand-in for the Ray actor of one rank."""
+    """Replaces the Ray actor of one rank."""
 
     actor: Any
     rank: int
@@ -197,7 +198,7 @@ class Rank:
 
 
 class SimulatedGroup(WorkerGroup):
-    """Worker group whose ranks are all answered by one actor."""
+    """Worker group in which one actor answers for all ranks."""
 
     def __init__(self, dims: ParallelDims, run_dir: str, actor: Any) -> None:
         self.actor = actor
@@ -208,7 +209,7 @@ class SimulatedGroup(WorkerGroup):
 
 
 class Prompts(PromptDataset):
-    """Random prompts; responses are decoded as empty texts."""
+    """Random prompts. Every response is decoded as an empty text."""
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         return [""] * len(responses)
@@ -224,7 +225,7 @@ def random_prompts(rows: int) -> Prompts:
 
 
 class RandomReward:
-    """Random rewards, so that every group has advantages."""
+    """Gives random rewards, so that the advantages of every group differ from 0."""
 
     in_process = True
 
@@ -233,7 +234,7 @@ class RandomReward:
 
 
 class NoSaver:
-    """Stand-in for the checkpoint saver; writes nothing."""
+    """Replaces the checkpoint saver, and writes nothing."""
 
     def between_steps(self, state: object, metrics: object) -> None: ...
 
@@ -241,7 +242,7 @@ class NoSaver:
 
 
 class DriverMeter:
-    """Tracker sink that measures the driver after each step: CPU, time in `ray.wait`, Ray traffic."""
+    """Tracker sink that measures the driver in each step: CPU-seconds, time in `ray.wait`, and Ray traffic."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic, self.waited_s, self.waited_cpu_s, self.steps = traffic, 0.0, 0.0, []
@@ -275,7 +276,7 @@ class DriverMeter:
         ray.wait = self._wait
 
     def row(self, size: Size) -> str:
-        """Return the row of the table: medians over the steps without the first."""
+        """Return the table row: medians over all steps except the first."""
         cpu, main, waiting, wall, busy, calls, sent, received = np.median(self.steps[1:], axis=0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         seconds = f"{cpu:.2f} | {main:.2f} | {waiting:.2f} | {wall:.1f} | {busy:.2f}"
@@ -334,7 +335,7 @@ def cluster(store_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]:
-    """Build the trainer as mrl.controller.build does, with the simulated parts."""
+    """Build the trainer as mrl.controller.build does, but with simulated engines and trainer ranks."""
     with ExitStack() as stack:
         urls = stack.enter_context(engines(size))
         samples = size.prompts * size.responses
@@ -371,7 +372,7 @@ def trainer(size: Size, run_dir: str, sinks: Sequence[Any]) -> Iterator[Trainer]
 
 
 def _lifecycle(worker: RolloutWorkerHandle, group: SimulatedGroup, run_dir: str) -> EngineLifecycle:
-    """Return the lifecycle of engines on their own devices; the simulated ranks answer its pushes."""
+    """Return the lifecycle of engines that share no devices. The simulated ranks answer its pushes."""
     lifecycle = EngineLifecycle(
         host=worker,
         actor=group,

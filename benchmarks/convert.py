@@ -1,11 +1,11 @@
-"""Measures memory and time of `mrl convert` against a plain copy of the same bytes.
+"""Compares the memory and time of `mrl convert` with those of a plain copy of the same bytes.
 
     python benchmarks/convert.py [--folder /tmp] [--layers 28] [--max-shard-bytes 1e9] [--repeats 3] [--warm]
 
-Writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB), converts it to Megatron and back in separate processes, and
-removes everything. Memory is the peak resident size of the process with its mapped pages, and the same minus the memory of the
-imports. The copy uses shutil and an fsync of each file, as the conversions do. Before each run the source is dropped from the
-page cache, unless --warm is given.
+The script writes a random bfloat16 model with the sizes of Qwen3-1.7B (3.4 GB). It converts the model to Megatron and back, in
+separate processes, and then removes all files. Memory is the peak resident size of a process, including mapped pages. A second
+number leaves out the memory of the imports. The copy uses shutil and syncs each file, as the conversions do. Before each run, the
+source is dropped from the page cache. With --warm, it stays in the page cache.
 """
 
 import argparse
@@ -71,7 +71,7 @@ BASE = {  # conversion -> the copy that it is compared with
 IMPORTS = "import mrl.commands.convert, models.conversion.convert_checkpoint, rich.progress"
 PEAK = """
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
-"""  # kB; getrusage would also count the process before exec
+"""  # kB; getrusage would include the memory of the process before exec
 
 
 def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
@@ -91,7 +91,7 @@ def write_model(folder: Path, layers: int, max_shard_bytes: int) -> None:
 
 
 def run(code: str, *arguments: str) -> tuple[float, float]:
-    """Run code in a new process. Returns its seconds and its peak resident MB."""
+    """Run `code` in a new process. Returns the seconds and the peak resident MB of this process."""
     begin = time.perf_counter()
     command = [sys.executable, "-c", code + PEAK, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
@@ -108,7 +108,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def measure(methods: dict[str, Sequence[str]], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
-    """Run all methods `args.repeats` times, alternating. Returns (seconds, MB) of each repeat, by method.
+    """Run the methods in turn, `args.repeats` times each. Returns (seconds, MB) of each run, by method.
 
     The output of a method is removed before the method runs again.
     """
@@ -148,7 +148,7 @@ def report(work: Path, args: argparse.Namespace) -> None:
 def show(found: dict[str, list[tuple[float, float]]], imports: tuple[float, float], sizes: list[int]) -> None:
     largest = max(sizes) / 1e6
     title = f"{sum(sizes) / 1e9:.2f} GB, largest file {largest:.0f} MB; imports {imports[0]:.1f} s, {imports[1]:.0f} MB"
-    heads = ("", "s", "of a copy", "MB", "of the largest file", "beyond imports", "of the largest file")
+    heads = ("", "s", "over a copy", "MB", "over largest file", "MB without imports", "over largest file")
     table = Table(*heads, title=title)
     for name, runs in found.items():
         seconds, base = (statistics.median(s for s, _ in found[method]) for method in (name, BASE.get(name, name)))
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="layers of the model")
     parser.add_argument("--max-shard-bytes", type=float, default=1e9, help="bytes of the largest file")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm", action="store_true", help="leave the source in the page cache")
+    parser.add_argument("--warm", action="store_true", help="do not drop the source from the page cache")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="mrl_convert_") as work:
         report(Path(work), args)

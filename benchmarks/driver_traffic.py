@@ -1,4 +1,4 @@
-"""Counter of what a process exchanges with others through Ray: actor calls, bytes, and the objects themselves."""
+"""Counts what this process exchanges with other processes through Ray: actor calls, bytes, and the objects themselves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 @dataclass
 class Traffic:
-    """Context that counts the Ray traffic of this process. When it is entered again, it continues its counts."""
+    """Context that counts the Ray traffic of this process. If it is entered again, the counts continue."""
 
-    keeps_objects: bool = False  # keep the objects, which `arrays` needs
-    calls: int = 0  # actor method calls
-    sent_bytes: int = 0  # serialized: arguments, and objects put into the object store
-    received_bytes: int = 0  # deserialized
+    keeps_objects: bool = False  # keep the objects; `arrays` needs them
+    calls: int = 0  # number of calls of actor methods
+    sent_bytes: int = 0  # size of serialized arguments and of serialized objects in the object store
+    received_bytes: int = 0  # size of the data that was deserialized
     objects: list[Any] = field(default_factory=list)  # objects that were sent or received
     _patches: ExitStack = field(default_factory=ExitStack)
 
     @property
     def bytes(self) -> int:
-        """Bytes sent and received."""
+        """Sum of the sent and the received bytes."""
         return self.sent_bytes + self.received_bytes
 
     def arrays(self) -> list[NDArray]:

@@ -1,9 +1,9 @@
-"""Measures peak memory and CPU time of log-probabilities with gradients: all logits at once, and logits in chunks.
+"""Measures peak memory and CPU time of log-probabilities and their gradients, with all logits at once and in chunks of logits.
 
     python benchmarks/logprobs_memory.py [--positions 8192] [--hidden 512] [--vocab 32000] [--entropy]
 
-Each method runs forward and backward once, in a new process with one thread. Its memory is the peak resident size of the process
-minus that of imports, inputs and zeroed gradients.
+Each method runs one forward and one backward pass, in a new process with one thread. The memory of a method is the peak resident
+size of the process minus its size after the imports and the creation of inputs and zeroed gradients.
 """
 
 import argparse
@@ -22,18 +22,21 @@ from torch import Tensor
 
 from parallel.logprobs import linear_logprobs
 
-METHODS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits at a time; 0: all
+METHODS = {"whole logits": 0, "chunks of 1024": 1024, "chunks of 256": 256}  # rows of logits in a chunk; 0: all rows
 
 
 def full_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Compute log_softmax over all logits [T, V], then gather. Returns log-probabilities [T] and entropies [T]."""
+    """Return log-probabilities [T] and entropies [T], computed from all logits [T, V] at once."""
     logprobs = F.log_softmax(hidden @ weight.T, -1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else torch.zeros(len(hidden))
     return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run one forward and backward pass in this process. Returns MiB beyond the inputs, CPU-seconds, and a checksum."""
+    """Run one forward and one backward pass in this process.
+
+    Returns the MiB in addition to the inputs, the CPU-seconds, and the sum of the log-probabilities as a checksum.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -54,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_in_new_process(chunk: int) -> dict[str, float]:
-    """Run `measure` in a new interpreter with the arguments of this one."""
+    """Run `measure` in a new process, with the command-line arguments of this process."""
     command = [sys.executable, *sys.argv, "--chunk", str(chunk)]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -68,7 +71,7 @@ def report(args: argparse.Namespace) -> None:
     title = (
         f"T={args.positions} H={args.hidden} V={args.vocab} float32, logits {logits:.0f} MiB, entropy {args.entropy}"
     )
-    table = Table("method", "MiB", "of whole", "CPU-s", "of whole", "sum of log-probabilities", title=title)
+    table = Table("method", "MiB", "over whole", "CPU-s", "over whole", "sum of log-probabilities", title=title)
     base = None
     for name, chunk in METHODS.items():
         result = measure_in_new_process(chunk)
@@ -83,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", type=int, default=8192, help="T: number of positions")
     parser.add_argument("--hidden", type=int, default=512, help="H: hidden size")
-    parser.add_argument("--vocab", type=int, default=32000, help="V: vocabulary")
+    parser.add_argument("--vocab", type=int, default=32000, help="V: size of the vocabulary")
     parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradient")
     parser.add_argument("--chunk", type=int, help="measure only this chunk size, in this process; 0: whole logits")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Shared by benchmarks of training in one process: a random model, a batch of groups, and alternating timing.
+"""Functions that the benchmarks of training in one process share: a random model, a batch of groups, and timing.
 
 Call `start` before `mrl.workers.actor` is imported: it prepares torch and Megatron for this machine.
 """
@@ -42,10 +42,10 @@ class Sizes:
     layers: int
     vocab: int
     groups: int
-    responses: int  # per prompt
-    prompt: tuple[int, int]  # smallest and largest number of tokens
-    response: tuple[int, int]
-    max_tokens: int = 2048  # in one micro-batch
+    responses: int  # responses to each prompt
+    prompt: tuple[int, int]  # smallest and largest number of tokens in a prompt
+    response: tuple[int, int]  # smallest and largest number of tokens in a response
+    max_tokens: int = 2048  # largest number of tokens in one micro-batch
 
 
 def start() -> None:
@@ -83,12 +83,18 @@ def write_model(sizes: Sizes) -> Path:
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    """Return the specification of a float32 model in one process. The learning rate is too small to change the measurement."""
+    """Return the specification of a float32 model in one process.
+
+    The learning rate is so small that training does not change the measurement.
+    """
     return ModelSpec(str(folder), ALONE, "float32", OptimConfig(lr=1e-9), {})
 
 
 def make_batch(sizes: Sizes, zero_fraction: float = 0.0) -> tuple[TokenBlock, TrainBatch]:
-    """Return random tokens with normal advantages. The first `zero_fraction` of the groups has advantage 0 and is not trained."""
+    """Return a batch of random tokens with normally distributed advantages.
+
+    `zero_fraction` is the fraction of groups whose advantages are 0. These groups are not trained.
+    """
     rng = np.random.default_rng(0)
 
     def tokens(bounds: tuple[int, int]) -> list[int]:
@@ -110,7 +116,7 @@ def partition(batch: TrainBatch, max_tokens: int, share_prompts: bool) -> StepPa
     return partition_step(batch, ALONE, Packing(max_tokens, share_prompts), "token_mean")
 
 
-def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, NDArray]:
+def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[str, NDArray]:
     """Return the complete gradients by Hugging Face name, without an optimizer step."""
     from functools import partial
 
@@ -118,21 +124,21 @@ def gradients_of(actor, block: TokenBlock, share: RankBatch, loss) -> dict[str, 
 
     head = partial(actor.head, temperature=1.0)
     actor.accumulate_gradients(
-        actor.micro_batches(block, share), head, partial(policy_loss, loss=loss), share, all_reduce=True
+        actor.micro_batches(block, rank_batch), head, partial(policy_loss, loss=loss), rank_batch, all_reduce=True
     )
     return {name: gradient.numpy().copy() for name, gradient in actor.export_gradients()}
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Return the largest difference of two elements divided by the largest element of their tensor, over all tensors."""
+    """Return the largest relative difference of two elements: relative to the largest element of their tensor."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 
 
 def interleaved(methods: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run all methods alternately, `repeats` times after one run that is not measured. Returns their CPU-seconds.
+    """Run the methods in turn, `repeats` times each, after one run of each that is not measured. Returns their CPU-seconds.
 
-    The order is reversed after each round.
+    The order of the methods is reversed after each turn.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in track(range(repeats + 1), "measuring", console=Console(stderr=True), transient=True):
@@ -146,6 +152,6 @@ def interleaved(methods: dict[str, Callable[[], object]], repeats: int) -> dict[
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
-    """Return "median (smallest to largest)" of the ratios of neighbouring runs."""
+    """Divide each run by the run of the other method next to it. Returns "median (smallest to largest)" of these ratios."""
     ratios = [a / b for a, b in zip(seconds, base, strict=True)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"

@@ -3,8 +3,9 @@
     python benchmarks/simulated_engine.py --engines 4 --step-ms 20 --request-ms 0.2 --median 400 --sigma 1 --longest 4000
     python benchmarks/simulated_engine.py --recorded completions.jsonl
 
-Serves the part of SGLang's HTTP interface that mrl uses. Time is real, but no work is done per token: a timer waits until the
-next response finishes, at the time that mrl.planner.engine_time computes. Prints one URL per engine, then serves until killed.
+The servers have the part of SGLang's HTTP interface that mrl uses. Time is real, but no work is done for each token. Instead,
+mrl.planner.engine_time computes when the next response finishes, and a timer waits until then. The script prints one URL for each
+engine, and serves until it is killed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from aiohttp import web
 from mrl.config.process_schema import PauseMode
 from mrl.planner.engine_time import EngineQueue, EngineSpeeds, SimulatedRequest
 
-MAX_WAIT_S = 3600.0  # of the timer if no response is running; a new request ends the wait
+MAX_WAIT_S = 3600.0  # longest wait of the timer if no response is running; a new request ends the wait
 
 
 @dataclass(frozen=True)
 class ScriptedResponse:
-    """A response that is fixed before it is requested."""
+    """A response that was determined before it is requested."""
 
     token_ids: Sequence[int]  # [R]
     logprobs: Sequence[float]  # [R]
@@ -43,20 +44,23 @@ class ScriptedResponse:
 
 
 Script = Callable[[Sequence[int], int], ScriptedResponse]
-"""(token ids of the prompt, number) -> the response. The number is the sampling seed, else how often the prompt came before."""
+"""A function that takes the token ids of a prompt and a number, and returns the response.
+
+The number is the sampling seed of the request. If the request has no seed, it is the number of earlier requests with this prompt.
+"""
 
 
 @dataclass(frozen=True)
 class LogNormalScript:
     """Responses of log-normal length, truncated at `longest` tokens. The length depends only on the prompt and the number."""
 
-    median: float  # tokens
-    sigma: float  # of the logarithm of the length
-    longest: int  # tokens
+    median: float  # median length, in tokens
+    sigma: float  # standard deviation of the logarithm of the length
+    longest: int  # largest length, in tokens
     seed: int = 0
 
     def length(self, prompt: Sequence[int], number: int) -> int:
-        """Return the tokens of this response."""
+        """Return the number of tokens in this response."""
         key = np.array([self.seed, number, *prompt], np.int64).tobytes()
         uniform = (xxhash.xxh3_64_intdigest(key) + 0.5) / 2**64
         tokens = self.median * np.exp(self.sigma * NormalDist().inv_cdf(uniform))
@@ -71,7 +75,7 @@ class RecordedScript:
     """Responses from a recording, by prompt and number. Raises LookupError for a response that was not recorded."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: lines of {"prompt": [ids], "seed": number, "token_ids": [ids], "logprobs": [...], "finish_reason": ...}."""
+        """Read a file with a JSON object per line. Its keys are prompt, seed, token_ids, logprobs and finish_reason."""
         self._responses: dict[tuple[tuple[int, ...], int], ScriptedResponse] = {}
         for line in path.read_bytes().splitlines():
             entry = orjson.loads(line)
@@ -91,9 +95,10 @@ class RecordedScript:
 class PendingResponse:
     """A requested response, and the future that its HTTP handler waits for."""
 
-    script: ScriptedResponse
+    scripted: ScriptedResponse
     done: asyncio.Future[dict[str, Any]]
-    changes: list[tuple[str, int]] = field(default_factory=list)  # (weight version that ended, tokens by then)
+    # (replaced weight version, number of tokens when it was replaced), for each change of the weight version
+    changes: list[tuple[str, int]] = field(default_factory=list)
 
 
 class RejectedRequestError(Exception):
@@ -101,7 +106,7 @@ class RejectedRequestError(Exception):
 
 
 class SimulatedEngine:
-    """One server. Servers that share `script` and `counts` give the same responses, whichever of them gets a request."""
+    """One server. Servers that share `script` and `counts` give the same response to a request."""
 
     def __init__(self, speeds: EngineSpeeds, script: Script, counts: Counter[tuple[int, ...]], name: str = "") -> None:
         self.script, self.counts, self.name = script, counts, name
@@ -139,7 +144,10 @@ class SimulatedEngine:
         return app
 
     async def generate(self, request: web.Request) -> web.Response:
-        """Answer when the last response has finished. As in SGLang, requests that arrive during a pause wait for its end."""
+        """Answer when the last response of the request has finished.
+
+        As in SGLang, requests that arrive during a pause wait until the pause ends.
+        """
         body = orjson.loads(await request.read())
         prompts, params = body["input_ids"], body["sampling_params"]
         params = [params] * len(prompts) if isinstance(params, dict) else params
@@ -165,35 +173,35 @@ class SimulatedEngine:
         if number is None:
             number = self.counts[key]
             self.counts[key] += 1
-        script, longest = self.script(prompt, number), params["max_new_tokens"]
-        if len(script.token_ids) > longest:
-            script = ScriptedResponse(script.token_ids[:longest], script.logprobs[:longest], "length")
-        pending = PendingResponse(script, asyncio.get_running_loop().create_future())
-        self.queue.add(SimulatedRequest(pending, key, len(prompt), len(script.token_ids)))
+        scripted, longest = self.script(prompt, number), params["max_new_tokens"]
+        if len(scripted.token_ids) > longest:
+            scripted = ScriptedResponse(scripted.token_ids[:longest], scripted.logprobs[:longest], "length")
+        pending = PendingResponse(scripted, asyncio.get_running_loop().create_future())
+        self.queue.add(SimulatedRequest(pending, key, len(prompt), len(scripted.token_ids)))
         self._woken.set()
         return pending
 
     def pause(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Pause in mode retract, in_place or abort."""
+        """Pause the engine. The mode is retract, in_place or abort."""
         self._unpaused.clear()
         self._answer(self.queue.pause(PauseMode(body.get("mode", "abort"))), "abort")
         return {"status": "ok", "message": "Generation paused successfully."}
 
     def resume(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Resume; has no effect if the engine is not paused."""
+        """Resume the engine. Has no effect if the engine is not paused."""
         self.queue.resume()
         self._unpaused.set()
         return {"status": "ok", "message": "Generation continued successfully."}
 
     def begin_update(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a weight update session; rejected if one is open."""
+        """Open a weight update session. The request is rejected if a session is open already."""
         if self.updating:
             raise RejectedRequestError("a weight update session is open already")
         self.updating = True
         return {"success": True, "message": "begun"}
 
     def end_update(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Close the weight update session; rejected if none is open."""
+        """Close the weight update session. The request is rejected if no session is open."""
         if not self.updating:
             raise RejectedRequestError("no weight update session is open")
         self.updating = False
@@ -208,27 +216,33 @@ class SimulatedEngine:
         return {"success": True, "message": f"Weight version updated to {self.version}", "new_version": self.version}
 
     def abort(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Abort all requests. Aborting by id is not supported."""
+        """Abort all requests. Aborting a single request is not supported."""
         if not body.get("abort_all"):
             raise RejectedRequestError("only abort_all is supported")
         self._answer(self.queue.abort(lambda _: True), "abort")
         return {}
 
     def flush(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Empty the prefix cache; rejected while requests run, or wait without a pause."""
+        """Empty the prefix cache.
+
+        The request is rejected if requests are running, or if requests are waiting and the engine is not paused.
+        """
         if self.queue.running or (self.queue.waiting and not self.queue.paused):
             raise RejectedRequestError("Cache not flushed because there are pending requests.")
         self.queue.flush()
         return {}
 
     def loads(self) -> dict[str, Any]:
-        """Return the load. Its timestamp advances on every call unless the engine is paused: mrl's liveness check reads it."""
+        """Return the load of the engine, with a timestamp that every call advances if the engine is not paused.
+
+        The liveness check of mrl reads the timestamp.
+        """
         self.beats += not self.queue.paused
         running, waiting = len(self.queue.running), len(self.queue.waiting)
         return {"loads": [{"timestamp": self.beats, "num_running_reqs": running, "num_waiting_reqs": waiting}]}
 
     def server_info(self) -> dict[str, Any]:
-        """Return the settings of the engine, and totals of its work."""
+        """Return the settings of the engine, and the totals of its work so far."""
         queue = self.queue
         totals = dict(
             busy_s=queue.busy_s, request_seconds=queue.request_seconds, prefilled_tokens=queue.prefilled_tokens
@@ -277,13 +291,13 @@ class SimulatedEngine:
         for request in requests:
             pending: PendingResponse = request.key
             if not pending.done.done():
-                pending.done.set_result(self._completion(request, pending, reason or pending.script.finish_reason))
+                pending.done.set_result(self._completion(request, pending, reason or pending.scripted.finish_reason))
 
     def _completion(self, request: SimulatedRequest, pending: PendingResponse, reason: str) -> dict[str, Any]:
         """Return the answer in the format of SGLang 0.5.23."""
-        tokens = min(int(request.decoded + 1e-9), len(pending.script.token_ids))
-        ids = list(pending.script.token_ids[:tokens])
-        logprobs = [[x, token, None] for x, token in zip(pending.script.logprobs[:tokens], ids, strict=True)]
+        tokens = min(int(request.decoded + 1e-9), len(pending.scripted.token_ids))
+        ids = list(pending.scripted.token_ids[:tokens])
+        logprobs = [[x, token, None] for x, token in zip(pending.scripted.logprobs[:tokens], ids, strict=True)]
         info = dict(
             finish_reason={"type": reason},
             prompt_tokens=request.prompt_tokens,
@@ -297,7 +311,10 @@ class SimulatedEngine:
 
 
 def version_spans(changes: Sequence[tuple[str, int]], version: str, tokens: int) -> list[dict[str, Any]]:
-    """Return [{version, start, end}] of a response's tokens, oldest first. `changes`: (version that ended, tokens by then)."""
+    """Return which weight version sampled which tokens of a response, as [{version, start, end}] in the order of the tokens.
+
+    `changes` are pairs (replaced version, number of tokens when it was replaced). `version` sampled the last tokens.
+    """
     spans: list[dict[str, Any]] = []
     for name, end in [*changes, (version, tokens)]:
         start = spans[-1]["end"] if spans else 0
@@ -318,7 +335,10 @@ def _json(content: Any, status: int = 200) -> web.Response:
 
 
 async def start(engines: Sequence[SimulatedEngine]) -> tuple[list[str], list[web.AppRunner]]:
-    """Serve each engine on a free port of this machine. Returns their URLs, and the runners to clean up at the end."""
+    """Serve each engine on a free port of this machine.
+
+    Returns the URLs of the engines, and the runners, which the caller must clean up.
+    """
     runners = [web.AppRunner(engine.application(), handler_cancellation=True, access_log=None) for engine in engines]
     for runner in runners:
         await runner.setup()
@@ -328,7 +348,7 @@ async def start(engines: Sequence[SimulatedEngine]) -> tuple[list[str], list[web
 
 @contextmanager
 def serving(engines: Sequence[SimulatedEngine]) -> Iterator[list[str]]:
-    """Serve the engines in a thread of this process until the context ends; yields their URLs."""
+    """Serve the engines in a thread of this process until the context exits. Yields the URLs of the engines."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -359,15 +379,17 @@ def main() -> None:
     """Parse the arguments and serve."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--step-ms", type=float, default=20.0, help="fixed part of a decoding step")
-    parser.add_argument("--request-ms", type=float, default=0.2, help="part of a decoding step per running request")
-    parser.add_argument("--prefill-ms", type=float, default=0.02, help="prefill of one token")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="duration of a decoding step without requests")
+    parser.add_argument(
+        "--request-ms", type=float, default=0.2, help="duration that each running request adds to a decoding step"
+    )
+    parser.add_argument("--prefill-ms", type=float, default=0.02, help="duration of the prefill of one token")
     parser.add_argument("--max-running", type=int, default=64, help="requests that one engine runs at one time")
     parser.add_argument("--median", type=float, default=400, help="median response length, tokens")
-    parser.add_argument("--sigma", type=float, default=1.0, help="sigma of the logarithm of the length")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
     parser.add_argument("--longest", type=int, default=4000, help="longest response, tokens")
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
-    parser.add_argument("--recorded", type=Path, help="give the responses in this file")
+    parser.add_argument("--recorded", type=Path, help="answer with the recorded responses in this file")
     args = parser.parse_args()
     milliseconds = args.step_ms, args.request_ms, args.prefill_ms
     speeds = EngineSpeeds(*(value / 1000 for value in milliseconds), args.max_running)

@@ -2,7 +2,8 @@
 
     python benchmarks/step.py [--steps 30] [mrl train overrides, e.g. experiment=quickstart parallel.dp=2]
 
-CPU-seconds are user and system time of the whole process tree (driver, Ray, trainer, engine), read between steps.
+CPU-seconds are user and system time of the whole process tree (driver, Ray, trainer ranks, engines). They are read after each
+step.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SPENT = ("engine", "sync_engine", "megatron", "reward", "controller")
 
 
 def tree_cpu_seconds() -> dict[str, float]:
-    """Return user plus system seconds of this process and its descendants, by role."""
+    """Return the user and system seconds of this process and all its descendants, as a sum for each role."""
     seconds: dict[str, float] = defaultdict(float)
     here = psutil.Process()
     for process in [here, *here.children(recursive=True)]:
@@ -40,7 +41,7 @@ def tree_cpu_seconds() -> dict[str, float]:
 
 
 def role_of(line: str, pid: int) -> str:
-    """Return the role of a process, from its command line."""
+    """Return the role of a process. `line` is its command line."""
     names = {"sglang": "engine", "mrl.rollout": "engine", "TrainWorker": "trainer", "RolloutWorker": "rollout worker"}
     if pid == os.getpid():
         return "driver"
@@ -48,7 +49,7 @@ def role_of(line: str, pid: int) -> str:
 
 
 class StepMeter:
-    """A tracker sink that reads the process tree after each step."""
+    """A tracker sink that reads the CPU-seconds of the process tree after each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -64,17 +65,17 @@ class StepMeter:
     def close(self) -> None: ...
 
     def cpu_per_step(self) -> dict[str, float]:
-        """Return the mean CPU-seconds of a step by role, without the first step."""
+        """Return the mean CPU-seconds of a step, by role. The first step is left out."""
         first, last, count = self.cpu[0], self.cpu[-1], len(self.cpu) - 1
         return {name: (last[name] - first.get(name, 0.0)) / count for name in last}
 
     def median(self, name: str) -> float:
-        """Return the median of a metric over the steps, without the first."""
+        """Return the median of a metric over all steps except the first."""
         return statistics.median(step[name] for step in self.steps[1:])
 
 
 def measure(overrides: list[str], steps: int, stop_reward: float | None = None) -> StepMeter:
-    """Run at most `steps` steps of an experiment, until the mean reward reaches `stop_reward`."""
+    """Run an experiment for at most `steps` steps. It ends earlier if the mean reward reaches `stop_reward`."""
     hydra_entry.register_schema()
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder, initialize_config_dir(str(hydra_entry.CONF), version_base="1.3"):
@@ -95,7 +96,9 @@ def show(meter: StepMeter) -> None:
     table = Table(title=f"{len(meter.steps)} steps, medians without the first", title_justify="left")
     for column in ("", "seconds", "share"):
         table.add_column(column, justify="left" if not column else "right")
-    measured = set.intersection(*(set(step) for step in meter.steps[1:]))  # a step with an evaluation has a phase more
+    measured = set.intersection(
+        *(set(step) for step in meter.steps[1:])
+    )  # steps with an evaluation have one more phase
     phases = [n for n in meter.steps[-1] if n.startswith("time/") and n != "time/step_s" and n in measured]
     for name in [*phases, *(f"spent/{part}_s" for part in SPENT)]:
         table.add_row(name, f"{meter.median(name):.4f}", f"{meter.median(name) / step:.1%}")

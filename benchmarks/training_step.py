@@ -2,15 +2,16 @@
 
     python benchmarks/training_step.py [--sizes model|toy] [--repeats 7] [--profile]
 
-"mrl" is `MegatronActor.update` of one mini-batch: rows to packs, forward, log-probabilities and entropies of the responses, the
-PPO loss, backward, optimizer step. "Bare" is what a user of Megatron-Core would write: the same GPTModel and modules, Megatron's
-DDP, distributed optimizer and schedule, and the same micro-batches, which are packed before the measurement. Its loss is the sum
-of Megatron's `vocab_parallel_cross_entropy` times a mask of weight x advantage, with the gradient of PPO in the first step.
+"mrl" is `MegatronActor.update` on one mini-batch: it packs the rows, runs the forward pass, computes log-probabilities and
+entropies of the responses and the PPO loss, runs the backward pass, and takes the optimizer step. "Bare" is a step that a user of
+Megatron-Core would write with the same GPTModel and modules and with Megatron's DDP, distributed optimizer and schedule. It has
+the same micro-batches, which are packed before the measurement. Its loss is the sum of Megatron's `vocab_parallel_cross_entropy`
+times a mask. The mask is `weight * advantage`, so the loss has the gradient of PPO in the first step.
 
-    bare                  logits of all tokens, as GPTModel computes them from `labels`
-    bare, responses only  logits of the response positions only, through GPTModel's `output_processor`
-    mrl, whole rows       share_prompts=False: the same packs as bare
-    mrl                   the default: the prompt of a group is computed once
+    bare                  computes the logits of all tokens, as GPTModel does for `labels`
+    bare, responses only  computes only the logits of response positions, through GPTModel's `output_processor`
+    mrl, whole rows       share_prompts=False: the packs are the same as for bare
+    mrl                   the default, share_prompts=True: the prompt of a group is computed once
 """
 
 import argparse
@@ -33,22 +34,22 @@ SIZES = {
     "model": Sizes(256, 8, 8192, groups=2, responses=8, prompt=(64, 256), response=(128, 512)),
     "toy": Sizes(128, 4, 30, groups=64, responses=8, prompt=(4, 8), response=(4, 8)),
 }
-LR = 1e-9  # Adam changes a weight by about this much, which float32 rounds away: all methods train the same weights
+LR = 1e-9  # so small that float32 rounds Adam's changes of the weights away, and all methods train the same weights
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch of L tokens for the bare step."""
+    """A micro-batch with L tokens for the bare step. R of its positions are followed by a sampled token."""
 
     tokens: Tensor  # [1, L]
-    labels: Tensor  # [1, L] the next token; arbitrary where the mask is 0
+    labels: Tensor  # [1, L] the token after each position; arbitrary if the mask is 0
     mask: Tensor  # [1, L] factor of the cross-entropy at each position
     packed: object  # PackedSeqParams
-    predictor_index: Tensor  # [R] positions that are not masked
+    predictor_index: Tensor  # [R] positions whose mask is not 0
 
 
 class Bare:
-    """A training step on Megatron-Core alone, as in its pre-training script."""
+    """A training step that uses Megatron-Core alone, as Megatron's pre-training script does."""
 
     def __init__(self, folder: Path, responses_only: bool) -> None:
         from megatron.core.distributed import (
@@ -100,13 +101,13 @@ class Bare:
         how = dict(labels=micro.labels)
         if self.responses_only:
             how = dict(output_processor=_responses_only, output_processor_context=micro)
-        # our rotary embedding reads packed_seq_params.position_ids, which GPTModel passes on
+        # mrl's rotary embedding reads packed_seq_params.position_ids, which GPTModel passes on to it.
         losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **how)
         mask = micro.mask[0, micro.predictor_index] if self.responses_only else micro.mask
 
         def loss_func(losses: Tensor):
             loss = (losses * mask).sum()
-            return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}  # the mask has the denominator
+            return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}  # the mask contains the denominator
 
         return losses, loss_func
 
@@ -118,10 +119,10 @@ def _responses_only(*, hidden_states: Tensor, output_layer, output_weight, conte
     return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predictor_index])
 
 
-def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -> list[Prepared]:
-    """Bare micro-batches of the same rows in the same packs."""
+def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bool) -> list[Prepared]:
+    """Return micro-batches for the bare step, with the same rows in the same packs."""
     found = []
-    for micro in actor.micro_batches(block, share):
+    for micro in actor.micro_batches(block, rank_batch):
         labels, mask = micro.tokens.roll(-1), torch.zeros(len(micro.tokens))
         assert torch.equal(labels[micro.predictor_index], micro.targets), "the rows of a pack are not whole"
         mask[micro.predictor_index] = (
@@ -131,27 +132,29 @@ def prepare(actor, block: TokenBlock, share: RankBatch, with_advantages: bool) -
     return found
 
 
-def check(update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, shares: dict[str, RankBatch]) -> None:
-    """Raise AssertionError unless all methods agree in the cross-entropy, in its gradient norm, and in that of PPO."""
+def check_agreement(
+    update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, rank_batches: dict[str, RankBatch]
+) -> None:
+    """Raise AssertionError if the methods differ in the cross-entropy, in its gradient norm, or in PPO's gradient norm."""
     from mrl.algorithms.losses import CrossEntropy, PPOClip
 
     for loss, with_advantages in ((CrossEntropy(), False), (PPOClip(), True)):
         found = {}
-        for name, share in shares.items():
-            report = update(share, loss)
+        for name, rank_batch in rank_batches.items():
+            report = update(rank_batch, loss)
             found[name] = (report.sums["loss"], report.maxima["optim/grad_norm"])
-        micros = prepare(actor, block, shares["mrl, whole rows"], with_advantages)
+        micros = prepare(actor, block, rank_batches["mrl, whole rows"], with_advantages)
         found |= {name: bare.step(micros) for name, bare in bares.items()}
         (expected_loss, expected_norm), *others = found.values()
         for what in others:
             assert abs(what[1] / expected_norm - 1) < 1e-4, f"gradient norms differ: {found}"
-            # at a ratio of 1 PPO's loss is -A and the bare loss is A x cross-entropy: only the gradients agree
+            # At a ratio of 1, PPO's loss is -A and the bare loss is A * cross-entropy, so only their gradients agree.
             assert with_advantages or abs(what[0] - expected_loss) < 1e-4, f"losses differ: {found}"
         Console().print(f"{type(loss).__name__}: {found}")
 
 
 def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return CPU-seconds and computed tokens, each by method."""
+    """Return two dictionaries by method: CPU-seconds of each run, and the number of computed tokens."""
     one_process.start()
     from mrl.algorithms.losses import PPOClip
     from mrl.workers.actor import MegatronActor
@@ -164,26 +167,28 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
         "mrl, whole rows": one_process.partition(batch, sizes.max_tokens, share_prompts=False),
         "mrl": one_process.partition(batch, sizes.max_tokens, share_prompts=True),
     }
-    shares = {name: plan.rank_batches[0] for name, plan in plans.items()}
+    rank_batches = {name: plan.rank_batches[0] for name, plan in plans.items()}
 
-    def update(share: RankBatch, loss):
-        return actor.update(block, [share], loss, [LR])[0]
+    def update(rank_batch: RankBatch, loss):
+        return actor.update(block, [rank_batch], loss, [LR])[0]
 
-    check(update, bares, actor, block, shares)
-    micros = prepare(actor, block, shares["mrl, whole rows"], with_advantages=True)
+    check_agreement(update, bares, actor, block, rank_batches)
+    micros = prepare(actor, block, rank_batches["mrl, whole rows"], with_advantages=True)
     methods: dict[str, Callable] = {name: lambda bare=bare: bare.step(micros) for name, bare in bares.items()}
-    methods |= {name: lambda share=share: update(share, PPOClip()) for name, share in shares.items()}
+    methods |= {
+        name: lambda rank_batch=rank_batch: update(rank_batch, PPOClip()) for name, rank_batch in rank_batches.items()
+    }
     if profile:
         for name in ("bare", "mrl, whole rows"):
             print_profile(name, methods[name])
     tokens = {name: plan.metrics["batch/computed_tokens"] for name, plan in plans.items()}
-    counts = {name: len(share.micro_batches) for name, share in shares.items()}
+    counts = {name: len(rank_batch.micro_batches) for name, rank_batch in rank_batches.items()}
     Console().print(f"micro-batches {counts}, response tokens {batch.response_lengths.sum()}")
     return interleaved(methods, repeats), dict.fromkeys(bares, tokens["mrl, whole rows"]) | tokens
 
 
 def print_profile(name: str, method: Callable) -> None:
-    """Print the time of a step by Python function and by operator."""
+    """Print the time that one step spends in each Python function and in each operator of torch."""
     method()
     python = cProfile.Profile()
     python.runcall(method)
@@ -198,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", choices=SIZES, default="model")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="first print the time by function and operator")
+    parser.add_argument("--profile", action="store_true", help="first print the time in each function and operator")
     args = parser.parse_args()
     seconds, tokens = measure(SIZES[args.sizes], args.repeats, args.profile)
     table = Table("step", "tokens", "CPU-s", "of bare", "of bare, responses only", title=f"{SIZES[args.sizes]}")

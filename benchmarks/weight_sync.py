@@ -1,10 +1,10 @@
-"""Measures a weight sync: bytes over the smallest possible number, time against a memory copy, size of the differences.
+"""Measures weight sync: the number of sent bytes, the time compared with a memory copy, and the size of weight differences.
 
-    python benchmarks/weight_sync.py bytes                    transfer plans for layouts of published models: arithmetic
-    python benchmarks/weight_sync.py speed [--pushes 5]       pushes of a 0.5B-parameter model from Megatron to a real engine
-    python benchmarks/weight_sync.py delta [--steps 20]       training runs that send only differences
+    python benchmarks/weight_sync.py bytes                    compiles transfer plans for published models; sends nothing
+    python benchmarks/weight_sync.py speed [--pushes 5]       pushes a 0.5B-parameter model from Megatron to a real engine
+    python benchmarks/weight_sync.py delta [--steps 20]       trains with weight_sync.delta=true, which sends only differences
 
-`speed` needs 8 GiB of memory and a minute; `delta` trains the quickstart three times.
+`speed` needs 8 GiB of memory and takes a minute. `delta` trains the quickstart three times.
 """
 
 import argparse
@@ -42,7 +42,7 @@ LAYOUTS = [
 
 
 def config_of(name: str) -> dict:
-    """Return a config.json with the sizes of this model."""
+    """Return the content of a config.json for the model `name`."""
     architecture, s = MODELS[name]
     moe = {}
     if "experts" in s:
@@ -69,7 +69,7 @@ def config_of(name: str) -> dict:
 
 
 def count_bytes(arguments: argparse.Namespace) -> None:
-    """Print the bytes that the transfer plan sends over the bytes that engines hold, for each layout."""
+    """Print, for each layout, the bytes that the transfer plan sends divided by the bytes that the engines hold."""
     from models.families import family_of
     from models.hf_config import HFConfig
     from mrl.weight_sync.engine_layout import EngineLayout, Topology
@@ -82,7 +82,7 @@ def count_bytes(arguments: argparse.Namespace) -> None:
     )
     from parallel.dims import ParallelDims
 
-    table = Table("model", "trainer", "engines", "sent over held", "busiest sender", "messages", "GB", "plan, s")
+    table = Table("model", "trainer", "engines", "sent over held", "busiest over mean", "messages", "GB", "compile, s")
     for name, axes, engine, count in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config_of(name)))
@@ -114,7 +114,7 @@ def write_half_billion(folder: Path) -> None:
 
 
 def copy_seconds(nbytes: int) -> float:
-    """Return the median seconds of a memory copy of this size; both arrays are in memory before."""
+    """Return the median duration of a memory copy of this size. Both arrays are in memory before the copy."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     found = []
     for _ in range(7):
@@ -125,7 +125,7 @@ def copy_seconds(nbytes: int) -> float:
 
 
 def measure_speed(arguments: argparse.Namespace) -> None:
-    """Print the seconds of pushes of a 0.5B model by transport and bucket size, against a memory copy of the same bytes."""
+    """Print the duration of pushes of a 0.5B model, by transport and bucket size, and compare it with a memory copy."""
     from parallel import device
 
     device.patch_megatron_for_cpu()
@@ -182,7 +182,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
 
 
 def measure_delta(arguments: argparse.Namespace) -> None:
-    """Print the bytes of differences over the bytes of the weights, in training runs."""
+    """Print, for training runs, the bytes of the sent differences divided by the bytes of the weights."""
     runs = {
         "float32, learning rate of the quickstart": [],
         "bfloat16, learning rate of the quickstart": ["model.dtype=bfloat16"],
