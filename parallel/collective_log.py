@@ -2,8 +2,8 @@
 
 For each process group, the log contains the last collective and the number of collectives so far. torch calls a hook before it
 issues a collective, with any backend. The hook writes 48 bytes into a memory-mapped file, and the file keeps these bytes if the
-process is killed. On a GPU, a collective is issued before it runs. Even so, the others wait for the rank that has issued the fewest
-collectives.
+process is killed. On a GPU, a collective is issued before it runs. Even so, the others wait for the rank that has issued the
+fewest collectives.
 """
 
 import atexit

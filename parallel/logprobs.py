@@ -32,9 +32,9 @@ def linear_logprobs(  # noqa: PLR0913  terms of one formula
     group: ProcessGroup,
     vocab_size: int,  # number of real tokens; the rows after them are padding and have probability 0
     temperature: float = 1.0,
-    chunk_size: int = 1024,  # rows of logits that exist at once
+    chunk_size: int = 1024,  # largest number of rows of logits that exist at the same time
     needs_entropy: bool = False,
-) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (0 if not needed)
+) -> tuple[Tensor, Tensor]:  # log-probabilities [T], entropies [T] in nats (zeros without `needs_entropy`)
     """Compute the log-probability of each target and the entropy of softmax(hidden @ weight.T / temperature).
 
     Matrix products use the dtype of the inputs. Everything else and both results are in float32 (float64 for float64 inputs).

@@ -143,6 +143,7 @@ class WeightBridge:
     def _export_experts(
         self, row: ParamMapping, tensor_of: Callable[[Tensor], Tensor], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of all experts that have the same index within their rank as the expert of `row`."""
         assert row.expert is not None, "the caller checks that the row belongs to an expert"
         prefix, _, suffix = row.megatron.partition(f"experts.{row.expert}.")
         experts = [rank * self.local_experts + row.expert for rank in range(self.dims.ep)]
