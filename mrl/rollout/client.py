@@ -51,7 +51,7 @@ class SamplingParams:
     top_k: int = -1  # -1 allows all tokens
     stop_token_ids: tuple[int, ...] = ()  # end the response, in addition to the model's end-of-sequence token
     ignore_eos: bool = False  # whether sampling goes on after an end-of-sequence token
-    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it, and take None as 42
+    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it; they use 42 for None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object `sampling_params` of SGLang's requests."""
@@ -105,12 +105,23 @@ class EngineClient(EngineControl):
         logprobs: bool = True,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample one response to each prompt, with one HTTP request, and wait for them. Returns them in the order of prompts.
+        """Sample one response to each prompt, with one HTTP request, and wait for the responses.
 
-        For several responses to a prompt, repeat the prompt. (SGLang's parameter `n` is slower: it first prefills the prompts
-        one by one.) `sampling`: parameters of all prompts, or a list with the parameters of each prompt. `routed_experts`:
-        whether the experts of each token are returned. For that, the model must be a mixture of experts, and the server must be
-        started with `enable_return_routed_experts`. Raises EngineError if the server does not return them.
+        For several responses to a prompt, repeat the prompt. SGLang's parameter `n` is slower, because it first prefills the
+        prompts one by one.
+
+        Args:
+            input_ids: token ids of each prompt.
+            sampling: parameters of all prompts, or a sequence with the parameters of each prompt.
+            logprobs: whether to return the log-probabilities of the sampled tokens.
+            routed_experts: whether to return the experts of each token. The model must then be a mixture of experts, and the
+                server must have been started with `enable_return_routed_experts`.
+
+        Returns:
+            The completions in the order of the prompts.
+
+        Raises:
+            EngineError: the server refuses the request, or does not return the routed experts.
         """
         if not input_ids:
             return []
@@ -177,6 +188,7 @@ class EngineClient(EngineControl):
             return time.monotonic()
 
     def _completion(self, answer: Mapping[str, Any], prompt: Sequence[int], routed_experts: bool) -> Completion:
+        """Return the completion of one prompt. `answer`: SGLang's JSON object for this prompt."""
         info = answer["meta_info"]
         spans = info.get("weight_versions")  # [{version, start, end}], oldest first
         parts = [(span["version"], span["end"] - span["start"]) for span in spans or () if span["end"] > span["start"]]

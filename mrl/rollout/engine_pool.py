@@ -81,7 +81,7 @@ class EnginePool:
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # whether the driver has paused the engines; they then do not fail by computing nothing
+        self.paused = False  # whether the driver has paused the engines; only then may an engine compute nothing
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")

@@ -62,7 +62,7 @@ class RolloutWorkerHandle:
     def call[T](
         self, method: Callable[Concatenate[RolloutWorker, ...], T], *args: Any, timeout_s: float | None = None
     ) -> T:
-        """Call a method of the worker, given as `RolloutWorker.method`, and wait for its result."""
+        """Call a method of the worker and wait for its result. `method`: for example `RolloutWorker.collect`."""
         future = getattr(self.actor, method.__name__).remote(*args)
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
         return self._waiter.get([future], deadline_s, f"{method.__name__}() on the rollout worker")[0]
@@ -138,16 +138,13 @@ class RolloutManager:
         """
         missing = max(0, self._buffer_capacity - len(self._untrained))
         while True:
-            first, self._num_drawn = self._num_drawn, self._num_drawn + missing
-            missing = self._call_engines(RolloutWorker.sample, first, prompts.take(missing), step)
+            first_number, self._num_drawn = self._num_drawn, self._num_drawn + missing
+            missing = self._call_engines(RolloutWorker.sample, first_number, prompts.take(missing), step)
             if not missing:
                 break
         rollouts = self.worker.call(RolloutWorker.collect, step)
-        self._step, self._num_drawn, self._untrained = (
-            step + 1,
-            rollouts.num_drawn_requests,
-            rollouts.untrained_requests,
-        )
+        self._step = step + 1
+        self._num_drawn, self._untrained = rollouts.num_drawn_requests, rollouts.untrained_requests
         return rollouts
 
     def evaluate(self, temperature: float) -> dict[str, float]:
@@ -177,6 +174,7 @@ class RolloutManager:
         ) from lost
 
     def _replace_failed(self) -> dict[str, str]:
+        """Replace the engines that failed since the last call. Returns URL -> reason of failure."""
         if failed := self.worker.call(RolloutWorker.take_failed_engines):
             self._engines.restore(failed)
         return failed

@@ -66,7 +66,7 @@ class GroupSampler:
         size, rows = self.spec.responses_per_prompt, ", ".join(str(request.row) for request in requests)
         prompts = []
         for request in requests:
-            with track_activity(f"tokenising the prompt of row {request.row}"):
+            with track_activity(f"tokenizing the prompt of row {request.row}"):
                 prompts.append(self.spec.train.encode(request.row))
         numbers = [size * request.number + member for request in requests for member in range(size)]
         sampling = self._sampling_params(self.spec.temperature, [(TRAINING, number) for number in numbers])
@@ -150,13 +150,13 @@ class RolloutPipeline:
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring_thread: threading.Thread | None = None
 
-    def admit(self, first: int, rows: Sequence[int], version: int) -> None:
+    def admit(self, first_number: int, rows: Sequence[int], version: int) -> None:
         """Add a prompt request for each row to the buffer, unless an earlier call added it.
 
-        `first`: number of the first prompt request. `version`: weight version that the engines serve.
+        `first_number`: number of the first prompt request. `version`: weight version that the engines serve.
         """
         with self._changed:
-            self.buffer.admit(rows[max(0, self.buffer.num_drawn - first) :], version)
+            self.buffer.admit(rows[max(0, self.buffer.num_drawn - first_number) :], version)
 
     def send_requests(self, version: int) -> None:
         """Send the requests that are not sent yet to the engines. `version`: weight version that the engines serve.

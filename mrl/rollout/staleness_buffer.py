@@ -1,11 +1,12 @@
-"""Scheduling of rollouts, without threads or engines: which prompts are drawn, which groups a step trains, which engine samples.
+"""Scheduling of rollouts: how many prompts are drawn, which groups a step trains, and which engine samples which group.
 
 A prompt request stands for one prompt and its group of G responses. A step trains N groups. K is the maximal staleness, in
 weight versions. Without over-sampling, at most (K + 1) N groups are drawn and not yet trained. Memory is therefore bounded at
-any speed of engines and trainers. Step s never trains a token that is older than weight version s - K. With K = 0, training is
-synchronous.
+any speed of engines and trainers. Step s trains only tokens that weight version s - K or a later version sampled. With K = 0,
+training is synchronous.
 
-Runs and the rollout simulator (`mrl plan rollout`) share this module, so this module imports neither Ray nor torch.
+This module contains no threads and no engines, and imports neither Ray nor torch, because runs and the rollout simulator
+(`mrl plan rollout`) share it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
-"""Largest number of responses in one HTTP request. More responses per request would be lost with a failed engine, which loses
-its unfinished requests. Fewer would cost the engine's HTTP server more: each request takes about a millisecond of CPU."""
+"""Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
+unfinished requests. They must not be small, because each takes about a millisecond of CPU in the engine's HTTP server."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PromptRequest:
 
     number: int  # position in the order of drawing since the run began
     row: int  # row of the data set
-    min_weight_version: int  # lowest weight version that may sample its tokens; usually the version when it was drawn
+    min_weight_version: int  # lowest weight version that may sample the responses; usually that of the time of drawing
 
 
 @dataclass
@@ -85,7 +86,8 @@ class StalenessBuffer[T]:
     def take_step(self, step: int) -> StepGroups[T] | None:
         """Remove the groups that `step` trains, and return them. Returns None if the step must wait for groups in flight."""
         numbers = self._select_in_order() if self.in_order else self._select_finished(step)
-        may_be_short = not self.in_flight and not self.free_capacity()  # `max_replaced` is reached
+        # Fewer than N groups are enough if no more groups can follow, because `max_replaced` is reached.
+        may_be_short = not self.in_flight and not self.free_capacity()
         if numbers is None or (len(numbers) < self.groups_per_step and not may_be_short):
             return None
         groups = {number: self._finished.pop(number)[1] for number in sorted(numbers)}
@@ -136,23 +138,24 @@ class StalenessBuffer[T]:
     def _select_finished(self, step: int) -> list[int] | None:
         """Return the numbers of up to N finished groups. Groups that finished first are preferred.
 
-        The choice leaves no group behind that later steps cannot train in time. Therefore this holds for each d from 0 to K: at
-        most d * N of the remaining requests are too old for the steps after `step + d`. Returns None if too few groups are
-        finished for that. With over-sampling, this condition does not apply.
+        Without over-sampling, later steps must be able to train all remaining requests before these are too old. Therefore, for
+        each d from 0 to K, at most d * N of the remaining requests may be too old for the steps after `step + d`. Returns None if
+        too few groups are finished for that.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
             return None  # the loop below would return None too, but this method runs after every group and must be fast
         chosen: dict[int, None] = {}
-        for later in range(0 if self.extra_groups else self.staleness + 1):
-            oldest = step - self.staleness + later
-            num_old = sum(request.min_weight_version <= oldest for request in self.untrained_requests)
-            old = [number for number, (request, _) in self._finished.items() if request.min_weight_version <= oldest]
-            missing = num_old - later * self.groups_per_step - sum(number in chosen for number in old)
-            free = [number for number in old if number not in chosen]
-            if missing > len(free):
+        for d in range(0 if self.extra_groups else self.staleness + 1):
+            # Requests up to this version are too old for the steps after `step + d`.
+            version = step - self.staleness + d
+            num_old = sum(request.min_weight_version <= version for request in self.untrained_requests)
+            old = [number for number, (request, _) in self._finished.items() if request.min_weight_version <= version]
+            missing = num_old - d * self.groups_per_step - sum(number in chosen for number in old)
+            not_chosen = [number for number in old if number not in chosen]
+            if missing > len(not_chosen):
                 return None
-            chosen |= dict.fromkeys(free[: max(0, missing)])
+            chosen |= dict.fromkeys(not_chosen[: max(0, missing)])
         rest = [number for number in self._finished if number not in chosen]
         return [*chosen, *rest[: max(0, self.groups_per_step - len(chosen))]]
 

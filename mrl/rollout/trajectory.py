@@ -64,9 +64,9 @@ class Trajectory:
 
     @property
     def spans(self) -> list[tuple[bool, list[int]]]:
-        """(whether the policy sampled them, token ids) for each run of consecutive tokens.
+        """(whether the policy sampled the part, token ids of the part) for each part of the response.
 
-        A run is one assistant turn, or the tool results between two assistant turns.
+        A part is one assistant turn, or the tool results between two assistant turns with the chat template around them.
         """
         if self.sampled is None:
             return [(True, self.token_ids)]
@@ -189,9 +189,10 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
 
 
 def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
-    """Return the number of tokens of each response that each weight version sampled, in the order of sampling.
+    """Return which weight versions sampled the tokens of each response.
 
-    The result has one row (index of the response, weight version, number of tokens) per response and version.
+    The result has the shape [M, 3]. Each row (index of the response, weight version, number of tokens) stands for consecutive
+    sampled tokens. The rows of a response are in the order of sampling.
     """
     trajectories = [sample.trajectory for group in groups for sample in group.samples]
     spans = [

@@ -99,14 +99,14 @@ class RolloutWorker:
         """Record whether the driver has paused the engines. A paused engine that computes nothing does not count as failed."""
         self.engines.paused = paused
 
-    def sample(self, first: int, rows: NDArray[np.int64], step: int) -> int:
+    def sample(self, first_number: int, rows: NDArray[np.int64], step: int) -> int:
         """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
 
-        `rows`: rows of the data set, one per prompt. `first`: number of prompts that were drawn before these prompts. If the
-        rollout log has the groups of the step, they are used and nothing is sampled.
+        `rows`: rows of the data set, one per prompt. `first_number`: number of the first prompt request, counted since the run
+        began. If the rollout log has the groups of the step, they are used and nothing is sampled.
 
-        Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw in
-        place of rejected groups. If a call fails, the driver may repeat it with the same prompts.
+        Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
+        the next call, for example in place of rejected groups. If a call fails, the driver may repeat it with the same prompts.
         """
         if self.spec.replay:
             groups = self._replay(step)
@@ -115,7 +115,7 @@ class RolloutWorker:
             self._sampled = SampledStep(kept, filtered)
             return 0
         pipeline = self._pipeline
-        pipeline.admit(first, rows.tolist(), step)
+        pipeline.admit(first_number, rows.tolist(), step)
         taken = self._read_log(step)
         if taken is None:
             self._cache.start_step(step)

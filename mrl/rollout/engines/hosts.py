@@ -148,8 +148,8 @@ class EngineNodeActor:
     def start(self, node: str, rendezvous: str | None) -> str:
         """Start the server's processes, and return the server's URL.
 
-        `node`: id of the node that had the slots when the engine was started. `rendezvous`: result of `rendezvous` on the first
-        node; None if the engine has a single node. Raises RuntimeError if Ray has put this actor on another node.
+        `node`: Ray's id of the node on which the slots were looked up. `rendezvous`: result of the method `rendezvous` on the
+        first node; None if the engine has a single node. Raises RuntimeError if this actor runs on another node than `node`.
         """
         if ray.get_runtime_context().get_node_id() != node:
             raise RuntimeError(
@@ -203,9 +203,8 @@ class RayEngine:
         self.url = f"{log_path.stem}, which is not ready"
         self._node_actors: list[Any] = []  # one EngineNodeActor per node
         self._started: list[Any] = []  # one future per node: the result of EngineNodeActor.start
-        self._ended: list[
-            Any
-        ] = []  # one future per node: done when the node's processes or its EngineNodeActor have ended
+        # One future per node; it is done when the node's processes or its EngineNodeActor have ended
+        self._ended: list[Any] = []
 
     def start(self) -> None:
         """Start the processes on every node. Returns before they are started. Raises an error if Ray cannot provide the slots."""

@@ -62,7 +62,7 @@ def check_plugin_installed() -> None:
     if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
             f"SGLang needs mrl's plug-in {PLATFORM_PLUGIN} to run on a CPU, and finds only plug-ins of installed packages; "
-            "run `pip install --no-deps -e .` in the checkout, also if mrl was installed before."
+            "run `pip install --no-deps -e .` in the checkout, again if mrl was installed before."
         )
 
 

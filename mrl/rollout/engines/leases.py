@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Range of ports that may be reserved. The kernel gives outgoing connections ports from 32768, so these cannot take them."""
+"""Range of ports that may be reserved. The kernel uses ports from 32768 upwards for outgoing connections, so the ranges are disjoint."""
 
 
 class PortLease:
-    """A free port of this machine that no other mrl process of this user can reserve.
+    """Reservation of a free port of this machine. No other mrl process of this user can reserve the same port.
 
     SGLang binds its ports several seconds after mrl has chosen them. A socket that keeps the port bound until then would block
     SGLang. Therefore a locked file reserves the port. The lock belongs to the file descriptor `fd`: a child process that inherits
