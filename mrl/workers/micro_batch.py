@@ -97,9 +97,10 @@ def _one_token(block: TokenBlock) -> TokenBlock:
 def _lay_out(part: TokenBlock, groups: Ints | None) -> tuple[list[Segment], Ints, Ints]:
     """Return the layout of a pack: (segments, packed_tokens [S], predictor_index [R]).
 
-    The pack has S tokens; `packed_tokens` has the index in `part` of each. `predictor_index` tells for each sampled token which
-    of the S tokens predicts it. If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one
-    segment.
+    The pack has S tokens. `packed_tokens` has the index of each of them in `part`. `predictor_index` tells for each sampled token
+    which of the S tokens predicts it.
+
+    If `groups` is given, the rows of a group share one prompt segment. Otherwise, each row is one segment.
     """
     starts, ends = part.cu_seqlens[:-1], part.cu_seqlens[1:]
     if groups is None:
