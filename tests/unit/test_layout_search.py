@@ -261,7 +261,7 @@ def test_the_text_shows_the_best_and_what_limits_it(tmp_path, capsys):
         "assumed, not measured",
         "the 3 best candidates, from",
         "1: sampling: ",
-        "2 against 1",
+        "2 compared with 1",
         "excluded: ",
         "parallel.tp=",
     ):
