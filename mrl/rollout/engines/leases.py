@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Range of ports that may be reserved. The kernel uses ports from 32768 upwards for outgoing connections, so the ranges are disjoint."""
+"""Range of ports that may be reserved. It is disjoint from the ports that the kernel gives outgoing connections (from 32768)."""
 
 
 class PortLease:
