@@ -12,7 +12,8 @@ _CUT = "..."  # marks the end of a truncated tool result
 class ToolTemplate:
     """The tokens between two turns of the assistant.
 
-    With one tool result they are `end + before + result + after`; with two, `end + before + result + between + result + after`.
+    With one tool result, they are `end + before + result + after`. With two results, they are
+    `end + before + result + between + result + after`.
     """
 
     tokenizer: Any
@@ -30,8 +31,9 @@ class ToolTemplate:
             args: variables of the template, the same as for the prompts.
 
         Raises:
-            ValueError: the template cannot be used for tool results. It rejects the role, changes the user's message if a
-                result follows, drops results, puts nothing around them, or its tokens do not decode to the rendered text.
+            ValueError: the template rejects the role, changes the user's message if a result follows, drops results, or
+                puts nothing around them.
+            ValueError: the tokens do not decode to the rendered text.
         """
         prompt, one, two = (_render(tokenizer, role, count, args) for count in (0, 1, 2))
         around = _after_assistant(role, prompt, one).split(_RESULTS[0])

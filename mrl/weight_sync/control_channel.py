@@ -69,7 +69,7 @@ def connected_key(engine_rank: int) -> str:
 
 
 def header_key(push: str, bucket: str) -> str:
-    """Return the key of a bucket's header; `bucket` is Bucket.key."""
+    """Return the key of a bucket's header. `bucket` is Bucket.key."""
     return f"{push}/header/{bucket}"
 
 
@@ -97,7 +97,7 @@ class ControlChannel:
 
     @classmethod
     def host(cls, address: str, session: str, timeout_s: float) -> tuple[ControlChannel, int]:
-        """Open the store in this process on a free port; return the channel and the port."""
+        """Open the store in this process on a free port, and return the channel and the port."""
         store = open_tcp_store(address, 0, timedelta(seconds=timeout_s))
         return cls(store, session, timeout_s), store.port
 

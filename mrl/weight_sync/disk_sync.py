@@ -71,7 +71,7 @@ class DiskSync:
             self._coordinator = Coordinator(urls, self._topology.tp, timeout_s, PauseMode.retract, join_channel=None)
 
     def push(self, version: int, engines_offloaded: bool = False) -> SyncReport:
-        """Write the current weights to `folder/<version>` and have every engine load them; all ranks call this.
+        """Write the current weights to `folder/<version>` and have every engine load them. All ranks call this.
 
         `engines_offloaded`: the engines had released their weights. They then stay paused, because they have no KV cache yet.
         Raises WeightMismatchError if an engine holds other weights than were written.
@@ -118,7 +118,7 @@ class DiskSync:
         return engines.failures
 
     def _expected_checksums(self) -> ExpectedChecksums | None:
-        """Return a new ExpectedChecksums; None for engines on GPUs, whose checksums the trainer cannot compute."""
+        """Return a new ExpectedChecksums. Returns None for engines on GPUs, whose checksums the trainer cannot compute."""
         if self._server_info["device"] != "cpu":
             return None
         return ExpectedChecksums(self._layout_of(self._topology), getattr(torch, self._server_info["dtype"]))

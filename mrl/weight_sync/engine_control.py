@@ -25,7 +25,7 @@ WEIGHT_LOADER = "mrl.weight_sync.receiver.handle_message"
 """Value of the server argument `custom_weight_loader`, with which engines must be started for live weight sync."""
 
 MemoryTag = Literal["kv_cache", "weights"]
-"""Parts of an engine's GPU memory that can be released and allocated again; their contents are lost."""
+"""Parts of an engine's GPU memory that can be released and allocated again. Their contents are then lost."""
 
 
 @cache
@@ -64,7 +64,7 @@ class EngineControl:
         self._call("/pause_generation", mode=mode)
 
     def resume(self) -> None:
-        """Resume generation; does nothing on an engine that is not paused."""
+        """Resume generation. Does nothing on an engine that is not paused."""
         self._call("/continue_generation")
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:

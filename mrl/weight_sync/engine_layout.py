@@ -175,7 +175,7 @@ class EngineLayout:
         return shapes
 
     def _shard(self, name: str, rank: int) -> EngineShard | None:
-        """Return the shard of tensor `name` on rank `rank`; None if the tensor belongs to an expert of another group."""
+        """Return the shard of tensor `name` on rank `rank`, or None if the rank has other experts."""
         row = self.row_of[name]
         if row.expert is not None and row.expert // self._experts_per_group != self._expert_group(rank):
             return None

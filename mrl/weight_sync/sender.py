@@ -112,7 +112,7 @@ def chunk_views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 
 def fill_buffer(buffer: Tensor, bucket: Bucket, read: ReadTensor) -> tuple[int, ...]:
-    """Write all chunks of a bucket to `buffer`, cast to the engine's dtype; return their checksums."""
+    """Write all chunks of a bucket to `buffer`, cast to the engine's dtype, and return their checksums."""
     checksums = []
     for chunk, view in zip(bucket.chunks, chunk_views(buffer, bucket), strict=True):
         view.copy_(read(chunk.name, chunk.box))

@@ -81,7 +81,7 @@ class TrainerWeights(Protocol):
 
 
 class LiveSync:
-    """One trainer rank's part in a live weight sync. Every rank creates one; rank 0 also controls the engines."""
+    """One trainer rank's part in a live weight sync. Every rank creates one. Rank 0 also controls the engines."""
 
     def __init__(
         self, urls: Sequence[str], weights: TrainerWeights, layout_of: LayoutOf, settings: WeightSyncConfig

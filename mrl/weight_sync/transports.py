@@ -52,8 +52,8 @@ def choose_transport(
 ) -> Transport:
     """Check weight_sync.transport against the locations of all ranks, and resolve `auto`.
 
-    `auto` becomes CUDA IPC if trainer and engines share a GPU, shared memory if all are on the CPUs of one machine, and a process
-    group otherwise. Raises ValueError if the requested transport cannot work.
+    If trainer and engines share a GPU, `auto` becomes CUDA IPC. If all are on the CPUs of one machine, it becomes shared memory.
+    Otherwise, it becomes a process group. Raises ValueError if the requested transport cannot work.
     """
     hosts = {host for host, _ in [*senders, *receivers]}
     gpus = [{gpu for _, gpu in side if gpu is not None} for side in (senders, receivers)]
@@ -91,7 +91,7 @@ class SendEnd(Protocol):
         """Called once, after every receiver has mapped the slots."""
 
     def send(self, number: int, nbytes: int, receivers: Sequence[int]) -> None:
-        """Start to send the first `nbytes` of the slot of bucket `number` to these engine ranks; does not wait for arrival."""
+        """Start to send the first `nbytes` of the slot of bucket `number` to these engine ranks, without waiting for arrival."""
 
     def close(self) -> None:
         """Release all resources."""

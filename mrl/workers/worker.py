@@ -145,7 +145,7 @@ class TrainWorker:
 
     @requires_on_device(OffloadLevel.FULLY_LOADED)
     def reset_optimizer(self, **settings: Any) -> None:
-        """Replace the optimizer by a new one for the current weights; `settings` are fields of OptimConfig."""
+        """Replace the optimizer by a new one for the current weights. `settings` are fields of OptimConfig."""
         self.model.reset_optimizer(OptimConfig(**settings))
 
     @requires_on_device(OffloadLevel.WEIGHTS_LOADED)
