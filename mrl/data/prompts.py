@@ -221,9 +221,11 @@ class PromptStream:
     """Endless stream of batches of rows. A batch may span two epochs, so every row is drawn in every epoch.
 
     If a source has the fraction w of the total weight, it contributes on average w n of the first n rows. It always contributes
-    fewer than w n + 1. Each source has its own epochs. The order of rows within an epoch depends only on (seed, epoch, source). The
-    choice of the next source depends only on the number of rows that have been drawn from each source. So these numbers are the
-    whole position of a stream.
+    fewer than w n + 1.
+
+    Each source has its own epochs. The order of rows within an epoch depends only on (seed, epoch, source). The choice of the
+    next source depends only on the number of rows that have been drawn from each source. So these numbers are the whole position
+    of a stream.
     """
 
     def __init__(
