@@ -132,7 +132,7 @@ def test_what_was_heeded_at_submission_is_not_in_the_job():
         (dict(slurm=dict(nodes=3)), "cluster.slurm.nodes=3: this option has its own key; use cluster.nodes"),
         (dict(slurm=dict(array="0-9")), "cluster.slurm.array: not allowed, because a job trains one run"),
         (dict(slurm={"a b": 1}), "expected the name of an option of sbatch"),
-        (dict(slurm=dict(comment="a\nb")), "one line of text"),
+        (dict(slurm=dict(comment="a\nb")), "a value in one line"),
         (dict(components=[dict(constraint=["x"])]), "cluster.components.constraint"),
     ],
 )
