@@ -56,7 +56,7 @@ class HttpService:
         self._headers()
 
     async def ask_all(self, path: str, calls: Sequence[Callable[[Post], Awaitable[Score]]]) -> list[Score]:
-        """Run the calls concurrently and return their scores. The argument of a call is a function that posts JSON to `path`."""
+        """Run the calls concurrently and return their scores. Each call gets a function that sends JSON to `path`."""
         import httpx  # imported here, because the driver builds this object but sends no requests
 
         limits = httpx.Limits(max_connections=self.concurrency)
@@ -158,7 +158,7 @@ class Judge(HttpService):
             raise ValueError(f"low={self.low}: must be below high={self.high}.")
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return scores in [0, 1]. If the service fails or its answer is invalid, the score is a failed one."""
+        """Return scores in [0, 1]. A response gets a failed score if the service fails or if its answer is invalid."""
         return await self.ask_all("/v1/chat/completions", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
@@ -208,7 +208,7 @@ class RewardModel(HttpService):
 
     tokenizer: str  # Hugging Face folder of the reward model, with tokenizer and chat template
     scale: float = 1.0  # factor that the score is multiplied by
-    max_tokens: int | None = None  # limit of the length of a conversation; scoring fails for a longer one
+    max_tokens: int | None = None  # limit of the tokens of a conversation; scoring fails for longer conversations
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,7 +217,7 @@ class RewardModel(HttpService):
         _tokenizer(self.tokenizer)
 
     async def __call__(self, responses: list[Response]) -> list[Score]:
-        """Return the scores of the reward model. If the service fails, the score is a failed one."""
+        """Return the scores of the reward model. A response gets a failed score if the service fails."""
         return await self.ask_all("/classify", [partial(self._score, response) for response in responses])
 
     async def _score(self, response: Response, post: Post) -> Score:
@@ -233,7 +233,7 @@ class RewardModel(HttpService):
         return Score(self.scale * as_number(outputs[0]))
 
     def encode(self, response: Response) -> list[int]:
-        """Return the token ids of the conversation under the reward model's chat template."""
+        """Return the token ids of the conversation, rendered by the chat template of the reward model."""
         turns = [dict(role=turn.role, content=turn.text) for turn in response.turns]
         messages = response.prompt + (turns or [dict(role="assistant", content=response.text)])
         tokenizer = _tokenizer(self.tokenizer)

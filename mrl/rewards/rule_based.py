@@ -62,10 +62,12 @@ def _canonical(text: str) -> str | None:
 class MathVerify:
     r"""1 if the answer is mathematically equal to the ground truth, else 0.
 
-    For example, \frac{1}{2}, 0.5 and 1/2 are equal. The library math-verify compares. The answer is the content of the
-    last \boxed{...} of the response. Without \boxed it is the last formula or number. The ground truth is a number or
-    LaTeX, with or without \boxed or dollar signs. Only the last 4,000 characters of a response are read. Some
-    comparisons do not terminate; the Scorer ends them at its time limit.
+    For example, \frac{1}{2}, 0.5 and 1/2 are equal. The library math-verify makes the comparison. Some comparisons do not
+    terminate; the Scorer ends them at its time limit.
+
+    The answer is the content of the last \boxed{...} of the response. If there is no \boxed, the answer is the last
+    formula or number. Only the last 4,000 characters of a response are read. The ground truth is a number or LaTeX, with
+    or without \boxed or dollar signs.
     """
 
     per_sample: ClassVar[bool] = True
@@ -78,7 +80,7 @@ class MathVerify:
         return [float(self._correct(r)) for r in responses]
 
     def answer(self, response: Response) -> str | None:
-        """Return the last boxed answer without spaces and not simplified. Without a boxed answer, return the last number."""
+        """Return the last boxed answer without spaces, or the last number if no answer is boxed. It is not simplified."""
         found = last_boxed(response.text)
         if found is None and not self.boxed:
             found = (_NUMBER.findall(response.text[-_SEARCHED_CHARACTERS:]) or [None])[-1]
@@ -148,7 +150,7 @@ _FORMS = (  # forms of an answer, in order of priority; %s is a wrapped letter; 
     r"(?i:answer|choice|option)\b[*_]*+(?i:\s++(?:is|would be|must be))?+[*_]*+\s*+:?+(?i:\s*+option)?+%s",
 )
 _LETTER_LINE = r"^[\s*(\[]*+([%s])[\s*)\].:]*+$"  # a line that contains only the letter
-_OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # the begin of a response, as in "B) because ..."
+_OPENING = r"^[\s*(\[]*+([%s])[*)\].:]+(?:\s|$)"  # the beginning of a response, as in "B) because ..."
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,11 @@ class Format:
         return re.fullmatch(self.pattern, text, re.DOTALL) is not None
 
     def _has_tags(self, text: str) -> bool:
-        marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        tags = [tag for name in self.tags for tag in (f"<{name}>", f"</{name}>")]
         outside = ""  # text outside the tags
-        for number, mark in enumerate(marks):
-            before, found, text = text.partition(mark)
-            if not found or any(other in before for other in marks):
+        for number, tag in enumerate(tags):
+            before, found, text = text.partition(tag)
+            if not found or any(other in before for other in tags):
                 return False
             outside += before if number % 2 == 0 else ""  # text before an opening tag
         return not (outside + text).strip()

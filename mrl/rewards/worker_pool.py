@@ -66,9 +66,8 @@ class WorkerPool:
             raise ValueError(
                 f"the reward cannot be sent to a worker process ({error}); use a class or function at the top level of a module."
             ) from error
-        shared = {
-            name for reward in rewards for name in getattr(reward, "imports", ())
-        }  # a class need not have `imports`
+        # A reward need not have the attribute `imports`.
+        shared = {name for reward in rewards for name in getattr(reward, "imports", ())}
         self._imports = [__name__, *sorted(shared)]
         self._workers, self._memory_bytes = workers, int(memory_gb * 2**30)
         self._lock = threading.Lock()

@@ -140,9 +140,9 @@ def test_exiting_before_the_test_does_not_pass(program, tests):
     assert score(program, tests, partial=True).value == 0.0
 
 
-def test_the_mark_of_a_pass_is_different_in_each_run():
-    tails = {case.tail for _ in range(5) for case in read_cases(json.dumps(ASSERTS))}
-    assert len(tails) == 10
+def test_the_marker_of_a_pass_is_different_in_each_run():
+    codes = {case.appended_code for _ in range(5) for case in read_cases(json.dumps(ASSERTS))}
+    assert len(codes) == 10
 
 
 def test_an_object_that_equals_everything_does_not_pass_a_call():
@@ -235,7 +235,7 @@ def test_a_config_can_name_the_reward_with_limits():
     )
     with pytest.raises(ValueError, match=r"(?s)rejects its arguments: .*wal_s.* is not a limit of the sandbox"):
         instantiate_callable({**node, "limits": {"wal_s": 1}}, "reward")
-    with pytest.raises(ValueError, match="workers=0: expected at least 1"):
+    with pytest.raises(ValueError, match="workers=0: expected a number of at least 1"):
         CodeExecution(workers=0)
 
 

@@ -85,7 +85,7 @@ def test_a_mask_is_recorded(tmp_path):
 
 
 def test_marks_that_do_not_fit_the_response_are_refused():
-    with pytest.raises(AssertionError, match="1 marks for a response of 2 tokens"):
+    with pytest.raises(AssertionError, match="`sampled` has 1 values for a response of 2 tokens"):
         TokenBlock.from_lists(PROMPTS, RESPONSES, LOGPROBS, None, [[True], *SAMPLED[1:]])
     with pytest.raises(AssertionError, match="6 logprobs for 3 sampled tokens"):
         TokenBlock.from_lists(PROMPTS, RESPONSES, LOGPROBS, None, SAMPLED)
