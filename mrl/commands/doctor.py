@@ -134,13 +134,13 @@ def main(argv: list[str], clock: Callable[[], float] = time.time) -> int:
         sys.stderr.write(f"mrl doctor: {wrong[0]!r} is not of the form KEY=VALUE; see mrl doctor --help\n")
         return 2
     try:
-        report, is_printer = examine(arguments, clock)
+        report, prints_report = examine(arguments, clock)
     except ValueError as error:
         sys.stderr.write(f"mrl doctor: {error}\n")
         return 2
-    if is_printer and arguments.json:
+    if prints_report and arguments.json:
         sys.stdout.write(to_json(report.cluster, report.findings) + "\n")
-    elif is_printer:
+    elif prints_report:
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         summary = summarize(report.cluster, report.findings, len(CHECKS), time.perf_counter() - begun)
         print_findings(console, report.findings, summary)

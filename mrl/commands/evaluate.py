@@ -80,8 +80,12 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
         table.add_column(name, justify="right")
     for summary in summaries:
         for number, k in enumerate(summary.pass_at):
-            head = (summary.name, str(summary.prompts), _text(summary.mean_score)) if number == 0 else ("", "", "")
-            table.add_row(*head, str(k), _text(summary.pass_at[k]), _text(summary.maj_at[k]))
+            head = (
+                (summary.name, str(summary.prompts), _format_estimate(summary.mean_score))
+                if number == 0
+                else ("", "", "")
+            )
+            table.add_row(*head, str(k), _format_estimate(summary.pass_at[k]), _format_estimate(summary.maj_at[k]))
         table.add_section()
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table)
@@ -93,7 +97,7 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
         )
 
 
-def _text(estimate: IntervalEstimate) -> str:
+def _format_estimate(estimate: IntervalEstimate) -> str:
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -263,7 +263,9 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"mrl plan {kind}: only `mrl plan` and `mrl plan memory` support --json\n")
         return 2
     overrides = [word for word in words if word != "--json"]
-    return hydra_entry.run([*overrides, *hydra_entry.NO_OUTPUT], lambda config: KINDS[kind](config, as_json), USAGE)
+    return hydra_entry.run(
+        [*overrides, *hydra_entry.NO_OUTPUT_FILES], lambda config: KINDS[kind](config, as_json), USAGE
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from mrl.core.run_errors import StartError, set_wait_check
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the config groups."""
 
-NO_OUTPUT = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
+NO_OUTPUT_FILES = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.handlers.file.filename=/dev/null"]
 """Overrides for commands that only print, so that Hydra writes no files."""
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]+")
 

@@ -63,19 +63,19 @@ def section_type(annotation: Any) -> type | None:
     return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
 
 
-def leaf_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:
+def key_fields(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:
     """Yield (dotted key, dataclass field) for every key. Sections themselves are not yielded."""
     for field in fields(schema):
         inner = section_type(field.type)
         if inner:
-            yield from leaf_fields(inner, f"{prefix}{field.name}.")
+            yield from key_fields(inner, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", field
 
 
 def known_keys() -> list[str]:
     """Return the dotted names of all sections and keys."""
-    keys = [key for key, _ in leaf_fields()]
+    keys = [key for key, _ in key_fields()]
     sections = {key.rpartition(".")[0] for key in keys} | {key.partition(".")[0] for key in keys}
     return [*keys, *sorted(sections - {""} - set(keys))]
 
@@ -87,7 +87,7 @@ def is_known(key: str) -> bool:
     for layout in PARTIAL_LAYOUTS:
         if key.startswith(f"{layout}."):
             return key.removeprefix(f"{layout}.") in ParallelConfig.__dataclass_fields__
-    free = {name for name, field in leaf_fields() if _is_free_form(field)}
+    free = {name for name, field in key_fields() if _is_free_form(field)}
     parts = key.split(".")
     return any(".".join(parts[:n]) in free for n in range(1, len(parts)))
 

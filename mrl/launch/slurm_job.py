@@ -23,6 +23,7 @@ SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "DOCTOR
 SLURM_TIMEOUT_S = 120.0  # timeout of one call of sbatch or squeue
 _REFUSED_OPTIONS = {"array", "wrap"}  # --array would submit several runs, and --wrap would run another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+# Variables with these prefixes belong to this process or to its own Slurm job; a new job does not get them.
 _NOT_PASSED_ON = (
     "MRL_SUPERVISOR_PIPE",
     "SLURM_",
@@ -71,12 +72,14 @@ def make_job(cluster: ClusterConfig, name: str, run_dir: Path, overrides: Sequen
             f"cluster.slurm.{key}: not allowed, because a job trains one run; to use it, submit slurm/train.sbatch by hand "
             "(docs/tutorials/slurm.md)."
         )
-    first_only = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log_path(run_dir, "%j"))
-    every = sizes | dict(ntasks_per_node=1) | cluster.slurm
-    parts = [_sbatch_options(first_only | every, "cluster.slurm")]
-    parts += [_sbatch_options(every | dict(nodes=1) | part, "cluster.components") for part in cluster.components]
+    job_options = dict(job_name=f"mrl-{name}", chdir=os.getcwd(), output=_log_path(run_dir, "%j"))
+    component_options = sizes | dict(ntasks_per_node=1) | cluster.slurm
+    components = [_sbatch_options(job_options | component_options, "cluster.slurm")]
+    components += [
+        _sbatch_options(component_options | dict(nodes=1) | part, "cluster.components") for part in cluster.components
+    ]
     arguments = (*_job_arguments(overrides), format_override("run.dir", run_dir))
-    return Job(tuple(parts), _job_environment(), arguments, run_dir)
+    return Job(tuple(components), _job_environment(), arguments, run_dir)
 
 
 def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequence[int], max_running: int) -> Job:

@@ -19,9 +19,7 @@ from types import FrameType
 
 from mrl.core.run_errors import REQUEUE_STATUS
 
-PIPE_VARIABLE = (
-    "MRL_SUPERVISOR_PIPE"  # environment variable for the child: the file descriptor to which it writes messages
-)
+PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which it writes messages
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BACKOFF_S = 1.0  # pause before the first restart; it doubles with each restart
 MAX_RESTARTS = 5

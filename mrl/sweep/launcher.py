@@ -46,11 +46,10 @@ from mrl.sweep.points import (
 )
 
 JOBS_FILE = "jobs.json"  # file in the sweep's folder with the ids of all job arrays that were submitted for the sweep
-MISSED_POLLS = (
-    3  # a point without Slurm task and status file has failed after this number of polls; files may appear late
-)
+# A point has failed if this number of polls finds neither a Slurm task nor a status file. Shared folders show files late.
+MISSED_POLLS = 3
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-Show = Callable[[Sequence[PointResult]], None]
+ShowResults = Callable[[Sequence[PointResult]], None]
 
 
 class PointFailedError(RuntimeError):
@@ -194,7 +193,7 @@ class Runner(ABC):
         self.sweep, self.indices = sweep, indices
         self.signals: list[int] = []  # signals that this process has received
 
-    def run(self, show: Show) -> None:
+    def run(self, show: ShowResults) -> None:
         """Run the points. After each poll, `show` is called with the states of all points of the sweep."""
         former = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         try:

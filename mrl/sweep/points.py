@@ -36,12 +36,10 @@ from mrl.launch import supervisor
 Point = tuple[str, ...]
 """Overrides of the swept keys in one run of a sweep, such as `("optim.lr=1e-4", "run.seed=0")`."""
 SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
-STATUS_FILE = (
-    "status.json"  # file in the folder of a point that has ended: {"status": exit status, "seconds": duration}
-)
+STATUS_FILE = "status.json"  # file in the folder of an ended point: {"status": exit status, "seconds": duration}
 METRIC_STEPS = 5  # a metric is averaged over this number of last steps
 RECENT_EVALUATIONS = 20  # a metric is searched in this number of last lines of eval.jsonl
-NOISE = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not tell the cause of a failure
+NOISE_WORDS = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not tell the cause of a failure
 CSV_FILE = "sweep.csv"  # file in the sweep's folder with the result table
 
 
@@ -175,17 +173,17 @@ def load_sweep(folder: Path) -> Sweep:
 def differences(stored: Sweep, wanted: Sweep) -> list[str]:
     """Return the differences between two sweeps in words. Additional points at the end of one sweep are no difference."""
     found = [
-        f"{name}: {_shown(getattr(stored, name))} in the folder, {_shown(getattr(wanted, name))} in this command"
+        f"{name}: {_shortened(getattr(stored, name))} in the folder, {_shortened(getattr(wanted, name))} in this command"
         for name in ("fixed", "metric", "maximize")
         if getattr(stored, name) != getattr(wanted, name)
     ]
     common = min(len(stored.points), len(wanted.points))
     if stored.points[:common] != wanted.points[:common]:
-        found.append(f"points: {_shown(stored.points)} in the folder, {_shown(wanted.points)} in this command")
+        found.append(f"points: {_shortened(stored.points)} in the folder, {_shortened(wanted.points)} in this command")
     return found
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     if isinstance(value, tuple):
         value = [" ".join(item) if isinstance(item, tuple) else str(item) for item in value]
     return f"{value}"[:200]
@@ -235,7 +233,9 @@ def last_message(folder: Path) -> str:
     """
     log = folder / "terminal.log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not any(word in line for word in NOISE)]
+    lines = [
+        line.strip() for line in text.splitlines() if line.strip() and not any(word in line for word in NOISE_WORDS)
+    ]
     own = [line for line in lines if line.startswith("mrl: ")]
     return (own or lines or ["terminal.log is empty"])[-1][:300]
 
@@ -260,7 +260,7 @@ def render_table(sweep: Sweep, results: Sequence[PointResult]) -> Table:
     for result in results:
         mark = " *" if result is best else ""
         state = f"[{STYLES[result.state]}]{result.state}[/]" if result.state in STYLES else result.state
-        value = f"{_number(result.value)}{mark}"
+        value = f"{_format_number(result.value)}{mark}"
         table.add_row(str(result.index), *_swept_values(sweep, result), state, str(result.steps or ""), value)
     return table
 
@@ -275,7 +275,7 @@ def summary_text(sweep: Sweep, results: Sequence[PointResult]) -> str:
     best = best_point(results, sweep.maximize)
     if best is None:
         return "\n".join([*failed, f"no point has ended with {sweep.metric}"])
-    found = f"best: point {best.index}, {sweep.metric} {_number(best.value)}, {' '.join(best.point)}"
+    found = f"best: point {best.index}, {sweep.metric} {_format_number(best.value)}, {' '.join(best.point)}"
     return "\n".join([*failed, found, f"  {sweep.command(best.index)}"])
 
 
@@ -297,7 +297,7 @@ def _swept_values(sweep: Sweep, result: PointResult) -> list[str]:
     return [own.get(key, "") for key in swept_keys(sweep)]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 

@@ -14,7 +14,7 @@ from mrl.commands.config import markdown_page, metrics_page
 from mrl.config import hydra_entry
 from mrl.config.instantiate import instantiate, instantiate_callable
 from mrl.config.schema import Config
-from mrl.config.validate import RENAMED_KEYS, check, from_hydra, is_known, leaf_fields, unknown_key_message
+from mrl.config.validate import RENAMED_KEYS, check, from_hydra, is_known, key_fields, unknown_key_message
 from mrl.controller.plan_models import make_input_files
 from parallel.dims import ParallelDims
 
@@ -83,11 +83,11 @@ def test_checks_accept_the_defaults():
 
 
 def test_the_number_of_keys_is_deliberate():
-    assert len(list(leaf_fields())) == 199
+    assert len(list(key_fields())) == 199
 
 
 def test_each_key_has_a_description_and_plausible_metadata():
-    for key, field in leaf_fields():
+    for key, field in key_fields():
         assert field.metadata.get("description"), key
         assert not set(field.metadata) - {"description", "unit", "above", "below", "least", "most"}, key
 
