@@ -5,7 +5,7 @@
 : "${MRL_CONTAINER:=}"   # image with the packages; Apptainer runs a .sif file, Pyxis any other image; empty: no container
 : "${MRL_MOUNTS:=}"      # mounts in addition to checkout, working directory, run.dir and /tmp: FOLDER,FOLDER or FOLDER:TARGET,...
 : "${MRL_PYTHON:=}"      # Python interpreter; default: that of the checkout's .venv, or python3 in a container
-: "${MRL_INTERFACE:=}"   # network interface for Ray, gloo and the first contact of NCCL's ranks, such as ib0; default: the host name's
+: "${MRL_INTERFACE:=}"   # network interface for Ray, gloo and the first contact of NCCL's ranks, such as ib0; default: that of the host name's address
 : "${MRL_RAY_OPTIONS:=}" # additional options of `ray start`, such as --object-store-memory=8000000000
 : "${MRL_DOCTOR_S:=120}" # deadline (s) for `mrl doctor`, whose errors end the job before Ray starts; 0: do not run it
 : "${MRL_JOIN_S:=300}"   # deadline (s) for all nodes to join Ray; after it the job ends and names the missing nodes

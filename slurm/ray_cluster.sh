@@ -2,6 +2,7 @@
 # The Ray cluster of a job. train.sbatch sources this file and calls start_ray and stop_ray; each node runs `ray_cluster.sh node`.
 # The job id selects a block of 200 ports. If another job's Ray uses this block on a node, the next free block is used there.
 
+# listens HOST PORT: succeeds if a process listens at this port.
 listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
 # free_block ADDRESS: prints the first port of a block in which the ports of Ray's head and of Ray's node manager are free.
@@ -15,6 +16,7 @@ free_block() {
     return 1
 }
 
+# own_address: prints the IPv4 address under which other nodes reach this node.
 own_address() {
     if [ "$MRL_INTERFACE" ]; then
         ip -4 -o address show dev "$MRL_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}'

@@ -1,4 +1,4 @@
-"""Registry of a run's processes: each registers itself, records its current activities, and dumps its stacks on a signal.
+"""Registry of a run's processes. Each process registers itself, records its current activities, and dumps its stacks on a signal.
 
 The registry is a folder of the run. A process has four files there: `<name>.json` (ProcessRecord), `<name>.txt` (stack dumps),
 `<name>.activities` and, on trainer ranks, `<name>.ops` (parallel.collective_log). Another process reads these files for a hang
@@ -33,9 +33,8 @@ def registry_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "logs" / "stacks"
 
 
-_dump_files: dict[
-    str, Any
-] = {}  # they stay open until the process ends, because faulthandler writes to their file descriptors
+# The files stay open until the process ends, because faulthandler writes to their file descriptors.
+_dump_files: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class ProcessRecord:
     rank: int = -1  # number of a trainer rank; -1 for other processes
 
 
-def register_process(folder: str | Path, name: str, title: str, role: str, **more: Any) -> Path:
+def register_process(folder: str | Path, name: str, title: str, role: str, **fields: Any) -> Path:
     """Register this process in `folder`. Returns the path of its files without suffix.
 
-    `more`: values of further fields of ProcessRecord.
+    `fields`: values of further fields of ProcessRecord.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def register_process(folder: str | Path, name: str, title: str, role: str, **mor
     pid, path = os.getpid(), folder / name
     dump_stacks_on_signal(path.with_name(f"{name}.txt"))
     _activities.open(path.with_name(f"{name}.activities"))
-    record = ProcessRecord(name, title, role, socket.gethostname(), pid, process_start_ticks(pid), **more)
+    record = ProcessRecord(name, title, role, socket.gethostname(), pid, process_start_ticks(pid), **fields)
     write_json(path.with_name(f"{name}.json"), asdict(record))
     return path
 

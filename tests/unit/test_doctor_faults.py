@@ -49,7 +49,7 @@ NEEDS_GPUS = dict(gpus=8, cuda=True, parameters=8 * 10**9)
 
 FAULTS = [
     # versions
-    Fault("another version than tested", "versions", r"transformers 4\.9\.9 is installed; 5\.", "make setup LOCK=requirements.txt",
+    Fault("another version than tested", "versions", r"transformers 4\.9\.9 is installed; version 5\.", "make setup LOCK=requirements.txt",
           {0: distribution("transformers", "4.9.9")}, status=1),
     Fault("Transformer Engine missing on a GPU host", "versions", "transformer-engine is not installed", "requirements-gpu.txt",
           {0: GPUS + "rm -r $LAB/site_h0/transformer*"}),
