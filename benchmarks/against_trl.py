@@ -48,9 +48,8 @@ def run_mrl(folder: Path, seed: int, steps: int) -> list[dict[str, float]]:
         stop_reward=0.92,
     )
     totals = [sum(cpu.values()) for cpu in meter.cpu]
-    start = totals[0] - (
-        totals[1] - totals[0]
-    )  # assume that step 1 takes as long as step 2, because totals[0] includes start-up
+    # totals[0] includes start-up. Assume that the first step takes as long as the second step.
+    start = totals[0] - (totals[1] - totals[0])
     walls = [step["time/step_s"] for step in meter.steps]
     return [
         {"reward": step["reward/mean"], "wall": wall, "cum_wall": sum(walls[: i + 1]), "cum_cpu": totals[i] - start}

@@ -71,7 +71,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[float]:
     return heap[0][2]
 
 
-def ours(units: Sequence[PackingUnit], parts: int) -> list[float]:
+def mrl_partition(units: Sequence[PackingUnit], parts: int) -> list[float]:
     """Return the load of each part in mrl's partition."""
     return [sum(unit.cost for unit in part) for part in partition_units(units, parts)]
 
@@ -107,7 +107,7 @@ def sharing(prompts: Lengths, responses: Lengths, parts: int) -> tuple[float, fl
     """
     rows = np.arange(len(responses))
     whole, shared = (
-        ours(make_units(prompts, responses, rows // GROUP, rows, COST, MAX_TOKENS, parts, share), parts)
+        mrl_partition(make_units(prompts, responses, rows // GROUP, rows, COST, MAX_TOKENS, parts, share), parts)
         for share in (False, True)
     )
     return sum(shared) / sum(whole), max(shared) / max(whole), imbalance(shared)
@@ -121,7 +121,7 @@ def measure(median: int, sigma: float, parts: int, seed: int) -> dict[str, float
     units = make_units(np.zeros_like(rows), lengths, rows, rows, COST, MAX_TOKENS, parts, False)
     costs = [unit.cost for unit in units]
     start = time.perf_counter()
-    loads = ours(units, parts)
+    loads = mrl_partition(units, parts)
     seconds = time.perf_counter() - start
     prompts = draw.integers(*PROMPTS, SEQUENCES // GROUP).repeat(GROUP)
     total, heaviest, even = sharing(prompts, lengths, parts)

@@ -176,7 +176,7 @@ def main() -> None:
     given = parser.parse_args()
     one_process.start()
     from mrl.algorithms.losses import PPOClip
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     sizes = Sizes(given.hidden, 4, 8192, groups=1, responses=2, prompt=(8, 16), response=(16, 32))
     block, batch = one_process.make_batch(sizes)

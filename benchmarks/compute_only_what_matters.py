@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     one_process.start()
-    from mrl.workers.actor import MegatronActor  # imports Megatron, so after start()
+    from mrl.workers.actor_critic import MegatronActor  # imports Megatron, so after start()
 
     sizes = Sizes(args.hidden, args.layers, args.vocab, groups=0, responses=0, prompt=(0, 0), response=(0, 0))
     actor = MegatronActor(one_process.spec_of(one_process.write_model(sizes)))

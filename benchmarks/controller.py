@@ -141,9 +141,9 @@ class SimulatedRanks:
     def __init__(self, dims: ParallelDims, urls: Sequence[str]) -> None:
         self.dims, self.urls = dims, urls
 
-    def call(self, rank: int, method: str, *args: Any, **how: Any) -> Any:
+    def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return the answer of one rank to a method call."""
-        return getattr(self, method)(rank, *args, **how)
+        return getattr(self, method)(rank, *args, **kwargs)
 
     def compute_logprobs(
         self, rank: int, block: TokenBlock, rank_batches: Sequence[RankBatch], temperature: float
@@ -175,26 +175,26 @@ class SimulatedRanks:
 
 
 @dataclass(frozen=True)
-class Forwarded:
+class RemoteMethod:
     """A method of one rank. Its calls go to the actor that answers for all ranks."""
 
     actor: Any
     rank: int
     method: str
 
-    def remote(self, *args: Any, **how: Any) -> Handle:
-        return self.actor.call.remote(self.rank, self.method, *args, **how)
+    def remote(self, *args: Any, **kwargs: Any) -> Handle:
+        return self.actor.call.remote(self.rank, self.method, *args, **kwargs)
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankProxy:
     """Replaces the Ray actor of one rank."""
 
     actor: Any
     rank: int
 
-    def __getattr__(self, method: str) -> Forwarded:
-        return Forwarded(self.actor, self.rank, method)
+    def __getattr__(self, method: str) -> RemoteMethod:
+        return RemoteMethod(self.actor, self.rank, method)
 
 
 class SimulatedGroup(WorkerGroup):
@@ -205,7 +205,7 @@ class SimulatedGroup(WorkerGroup):
         super().__init__(dims, run_dir, 3600.0, list)
 
     def create_workers(self) -> list[Any]:
-        return [Rank(self.actor, rank) for rank in range(self.dims.world_size)]
+        return [RankProxy(self.actor, rank) for rank in range(self.dims.world_size)]
 
 
 class Prompts(PromptDataset):

@@ -1,6 +1,6 @@
 """Functions that the benchmarks of training in one process share: a random model, a batch of groups, and timing.
 
-Call `start` before `mrl.workers.actor` is imported: it prepares torch and Megatron for this machine.
+Call `start` before `mrl.workers.actor_critic` is imported: it prepares torch and Megatron for this machine.
 """
 
 import os
@@ -52,7 +52,7 @@ def start() -> None:
     """Set up one process with one thread and process groups of one rank."""
     device.patch_megatron_for_cpu()
     torch.set_num_threads(1)
-    import mrl.workers.actor  # noqa: F401  imports Megatron; must be after patch_megatron_for_cpu and before the process group
+    import mrl.workers.actor_critic  # noqa: F401  imports Megatron; must be after patch_megatron_for_cpu and before the process group
     from parallel import groups
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -120,7 +120,7 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
     """Return the complete gradients by Hugging Face name, without an optimizer step."""
     from functools import partial
 
-    from mrl.workers.actor import policy_loss
+    from mrl.workers.actor_critic import policy_loss
 
     head = partial(actor.head, temperature=1.0)
     actor.accumulate_gradients(

@@ -96,9 +96,8 @@ def show(meter: StepMeter) -> None:
     table = Table(title=f"{len(meter.steps)} steps, medians without the first", title_justify="left")
     for column in ("", "seconds", "share"):
         table.add_column(column, justify="left" if not column else "right")
-    measured = set.intersection(
-        *(set(step) for step in meter.steps[1:])
-    )  # steps with an evaluation have one more phase
+    # Steps with an evaluation have one more phase, which is left out.
+    measured = set.intersection(*(set(step) for step in meter.steps[1:]))
     phases = [n for n in meter.steps[-1] if n.startswith("time/") and n != "time/step_s" and n in measured]
     for name in [*phases, *(f"spent/{part}_s" for part in SPENT)]:
         table.add_row(name, f"{meter.median(name):.4f}", f"{meter.median(name) / step:.1%}")

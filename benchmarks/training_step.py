@@ -38,7 +38,7 @@ LR = 1e-9  # so small that float32 rounds Adam's changes of the weights away, an
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedMicroBatch:
     """A micro-batch with L tokens for the bare step. R of its positions are followed by a sampled token."""
 
     tokens: Tensor  # [1, L]
@@ -48,7 +48,7 @@ class Prepared:
     predictor_index: Tensor  # [R] positions whose mask is not 0
 
 
-class Bare:
+class BareMegatron:
     """A training step that uses Megatron-Core alone, as Megatron's pre-training script does."""
 
     def __init__(self, folder: Path, responses_only: bool) -> None:
@@ -78,7 +78,7 @@ class Bare:
         self.responses_only = responses_only
         self.model.train()
 
-    def step(self, micros: list[Prepared]) -> tuple[float, float]:
+    def step(self, micros: list[PreparedMicroBatch]) -> tuple[float, float]:
         """Run one optimizer step. Returns its loss and gradient norm."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -98,11 +98,11 @@ class Bare:
 
     def _forward(self, iterator, model):
         micro = next(iterator)
-        how = dict(labels=micro.labels)
+        arguments = dict(labels=micro.labels)
         if self.responses_only:
-            how = dict(output_processor=_responses_only, output_processor_context=micro)
+            arguments = dict(output_processor=_responses_only, output_processor_context=micro)
         # mrl's rotary embedding reads packed_seq_params.position_ids, which GPTModel passes on to it.
-        losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **how)
+        losses = model(micro.tokens, micro.packed.position_ids[None], None, packed_seq_params=micro.packed, **arguments)
         mask = micro.mask[0, micro.predictor_index] if self.responses_only else micro.mask
 
         def loss_func(losses: Tensor):
@@ -112,14 +112,16 @@ class Bare:
         return losses, loss_func
 
 
-def _responses_only(*, hidden_states: Tensor, output_layer, output_weight, context: Prepared, **unused) -> Tensor:
+def _responses_only(
+    *, hidden_states: Tensor, output_layer, output_weight, context: PreparedMicroBatch, **unused
+) -> Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     logits, _ = output_layer(hidden_states.index_select(0, context.predictor_index), weight=output_weight)
     return vocab_parallel_cross_entropy(logits[:, 0].float(), context.labels[0, context.predictor_index])
 
 
-def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bool) -> list[Prepared]:
+def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bool) -> list[PreparedMicroBatch]:
     """Return micro-batches for the bare step, with the same rows in the same packs."""
     found = []
     for micro in actor.micro_batches(block, rank_batch):
@@ -128,12 +130,14 @@ def prepare(actor, block: TokenBlock, rank_batch: RankBatch, with_advantages: bo
         mask[micro.predictor_index] = (
             micro.weights * (micro.columns["advantages"] if with_advantages else 1.0)
         ).float()
-        found.append(Prepared(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predictor_index))
+        found.append(
+            PreparedMicroBatch(micro.tokens[None], labels[None], mask[None], micro.packed, micro.predictor_index)
+        )
     return found
 
 
 def check_agreement(
-    update: Callable, bares: dict[str, Bare], actor, block: TokenBlock, rank_batches: dict[str, RankBatch]
+    update: Callable, bares: dict[str, BareMegatron], actor, block: TokenBlock, rank_batches: dict[str, RankBatch]
 ) -> None:
     """Raise AssertionError if the methods differ in the cross-entropy, in its gradient norm, or in PPO's gradient norm."""
     from mrl.algorithms.losses import CrossEntropy, PPOClip
@@ -157,11 +161,11 @@ def measure(sizes: Sizes, repeats: int, profile: bool) -> tuple[dict[str, list[f
     """Return two dictionaries by method: CPU-seconds of each run, and the number of computed tokens."""
     one_process.start()
     from mrl.algorithms.losses import PPOClip
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     folder = one_process.write_model(sizes)
     actor = MegatronActor(one_process.spec_of(folder))
-    bares = {"bare": Bare(folder, False), "bare, responses only": Bare(folder, True)}
+    bares = {"bare": BareMegatron(folder, False), "bare, responses only": BareMegatron(folder, True)}
     block, batch = one_process.make_batch(sizes)
     plans = {
         "mrl, whole rows": one_process.partition(batch, sizes.max_tokens, share_prompts=False),

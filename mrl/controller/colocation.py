@@ -6,7 +6,7 @@ devices.
 
 Offloaded engines lose their weights, so the trainer ranks push the weights when the engines are loaded again:
 
-1. The scheduler offloads the engines' peers. Only the actor's weights stay on its devices.
+1. The scheduler offloads the engines' peers, except for the weights of the actor.
 2. The engines allocate memory for weights, and the trainer ranks push.
 3. The scheduler offloads the actor. The engines allocate their KV cache and resume.
 """

@@ -68,16 +68,15 @@ class EngineRecord:
 
     released: set[MemoryTag] = field(default_factory=set)  # parts of the engine's device memory that are released
     was_offloaded: bool = False  # whether the engine was offloaded at least once since it started
-    weight_version: int | None = (
-        None  # set by the last push; None: the engine has the weights that it loaded at its start
-    )
+    # Version that the last push gave the engine. None: the engine has the weights that it loaded at its start.
+    weight_version: int | None = None
 
 
 @dataclass(kw_only=True)
 class EngineLifecycle:
     """Starts, connects, offloads, loads and replaces the engines, and pushes weights to them.
 
-    Registers itself with the scheduler. After a successful push every engine serves the version that was pushed last.
+    It registers itself with the scheduler. After a successful push, every engine serves the pushed version.
     """
 
     host: EngineHost
@@ -88,9 +87,7 @@ class EngineLifecycle:
     weights_dir: str  # folder through which the disk transport sends weights
     start_timeout_s: float
     marks_pushes_as_pauses: bool  # tell the host about each push; needed if requests run during a push (staleness > 0)
-    weight_version: int = field(
-        default=-1, init=False
-    )  # every engine serves this version; -1: no push has finished yet
+    weight_version: int = field(default=-1, init=False)  # all engines serve it; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
     _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
 

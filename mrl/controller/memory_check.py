@@ -38,14 +38,14 @@ class MemoryEstimator:
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
-        """Read the models of a config. Raises ValueError if the config is wrong for reasons other than memory."""
+        """Return an estimator for a config, and read its models. Raises ValueError for mistakes other than too little memory."""
         needs = build_algorithm(config).needs
         make_input_files(config)
         return cls._of(config, needs, plan_models(config, needs, weights=False))
 
     @classmethod
     def of_plan(cls, plan: TrainPlan) -> MemoryEstimator:
-        """Use the models of a finished plan."""
+        """Return an estimator that uses the models of a finished plan."""
         return cls._of(plan.config, plan.algorithm.needs, plan.models)
 
     @classmethod

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_supervised(config: Config) -> ModelPlan:
-    """Check the config of `mrl sft`; returns its plan."""
+    """Check the config of `mrl sft`, and return its plan."""
     if not config.sft.train:
         raise ValueError("sft.train must name a file of prompt/response rows (see docs/tutorials/data.md).")
     if config.sft.output and Path(config.sft.output).exists():
@@ -42,7 +42,7 @@ def plan_supervised(config: Config) -> ModelPlan:
 
 
 def plan_parity(config: Config) -> ModelPlan:
-    """Check the config of `mrl certify`; returns its plan."""
+    """Check the config of `mrl certify`, and return its plan."""
     if config.certify.response_tokens < 2:
         raise ValueError(
             f"certify.response_tokens={config.certify.response_tokens}: lengths are drawn from 1 to this number; use 2 or more."
@@ -53,7 +53,7 @@ def plan_parity(config: Config) -> ModelPlan:
 
 
 def plan_replay(config: Config, model_path: str, dims: ParallelDims, reference_dims: ParallelDims) -> ModelPlan:
-    """Check the config of `mrl replay`; returns its plan. Both layouts must be able to shard the model in `model_path`."""
+    """Check the config of `mrl replay`, and return its plan. Both layouts must be able to shard the model in `model_path`."""
     model = plan_model(config, model_path)
     for layout in (dims, reference_dims):
         model.arch.check_layout(layout, uneven_stages=bool(UNEVEN_STAGE_FIELDS & config.megatron.keys()))

@@ -166,7 +166,7 @@ def export_supervised(actor: WorkerGroup, config: Config, output: str) -> None:
 
 
 def store_warm_start(actor: WorkerGroup, config: Config, output: str) -> None:
-    """Export the warm start for later runs, unless another run has exported it or is exporting it."""
+    """Export the warm start for later runs. Does nothing if another run has exported it or is exporting it."""
     try:
         if not Path(output).exists():
             export_supervised(actor, config, output)

@@ -66,7 +66,7 @@ def generate(
     """
     prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
-        store.bind(prompts_digest(prompts))
+        store.check_prompts(prompts_digest(prompts))
         scratch = store.folder / CONVERTED
         folder = plan.model.engine_folder(scratch, converting)
         with (
@@ -150,9 +150,8 @@ class RequestDispatcher:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(
-            wait=False, cancel_futures=True
-        )  # requests that were sent end with their engine or at their timeout
+        # Requests that were sent already end when their engine ends, or at their timeout.
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Generation:

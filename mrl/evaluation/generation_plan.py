@@ -31,9 +31,7 @@ class ServedModel:
     """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted to a temporary folder."""
 
     hf: HFConfig
-    checkpoint: Path | None = (
-        None  # Megatron checkpoint with the weights; None: the Hugging Face folder has the weights
-    )
+    checkpoint: Path | None = None  # Megatron checkpoint with the weights; None: `hf` is in the folder of the weights
 
     @property
     def folder(self) -> Path:

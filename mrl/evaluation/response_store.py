@@ -55,8 +55,8 @@ class ResponseStore:
                 "folder, or remove this one to start over."
             )
 
-    def bind(self, prompts_digest: str) -> None:
-        """Store the digest of the prompts, or compare it with the stored digest. This process must hold the lock.
+    def check_prompts(self, prompts_digest: str) -> None:
+        """Compare the digest of the prompts with the stored digest, or store it. This process must hold the lock.
 
         Raises:
             ValueError: the folder belongs to a generation with other prompts.

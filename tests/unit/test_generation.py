@@ -99,7 +99,7 @@ def run(plan, *engines, in_flight: int = 8, progress=None) -> dict:
     """Run `mrl generate` with fake engines."""
     asked = plan.prompts()
     with plan.store as store:
-        store.bind(prompts_digest(asked))
+        store.check_prompts(prompts_digest(asked))
         with RequestDispatcher(engines or [Engine()], in_flight, logprobs=plan.config.generate.logprobs) as asker:
             totals = Generation(plan, asked, asker, progress or Counting()).run()
         store.finish(totals)
@@ -207,7 +207,7 @@ def test_row_number_and_seed_do_not_depend_on_other_rows_and_sets(configure, inp
     few = str(inputs / "few.parquet")
     sets = {"first": [few], "again": {"files": [few], "system": "1+"}}
     beside = plan_generation(configure(**keys, **{"data.test_sets": sets})).prompts()
-    assert {(q.set, q.place, q.file_number) for q in beside} == {("", 0, 0), ("first", 0, 1), ("again", 0, 2)}
+    assert {(q.set, q.file_in_set, q.file_number) for q in beside} == {("", 0, 0), ("first", 0, 1), ("again", 0, 2)}
     assert [q.seed(0, 1) for q in beside[:3]] == [q.seed(0, 1) for q in alone]
     assert len({q.seed(0, 0) for q in beside}) == len(beside) == 23
     moved = plan_generation(configure(**{"data.test": [], "data.test_sets": sets})).prompts()
@@ -261,7 +261,7 @@ def test_an_engine_that_dies_ends_the_generation_and_keeps_its_files(configure):
     [
         (
             {"generate.temperature": 0.0},
-            "generate.samples=3 with generate.temperature=0: greedy decoding gives",
+            "generate.samples=3 with generate.temperature=0: with temperature 0 all samples are equal",
         ),
         ({"generate.temperature": -1.0}, "generate.temperature=-1.0: must be 0 or more"),
         ({"generate.top_p": 1.5}, "generate.top_p=1.5"),
