@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mrl.algorithms.losses import Loss, ValueLoss
 from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor import MegatronActor, policy_loss
-from mrl.workers.critic import MegatronCritic, value_loss
+from mrl.workers.actor_critic import MegatronActor, MegatronCritic, policy_loss, value_loss
 from mrl.workers.megatron_model import MegatronModel, reduce_statistics
 from mrl.workers.micro_batch import MicroBatch
 from mrl.workers.trace_comparison import (

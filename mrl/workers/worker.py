@@ -104,8 +104,10 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        from mrl.workers.actor import MegatronActor  # imports Megatron, which __init__ has patched for a CPU
-        from mrl.workers.critic import MegatronCritic
+        from mrl.workers.actor_critic import (
+            MegatronActor,  # imports Megatron, which __init__ has patched for a CPU
+            MegatronCritic,
+        )
         from parallel import collectives, groups
 
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)

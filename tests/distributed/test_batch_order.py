@@ -24,7 +24,7 @@ def traces(rank: int, path, dims: ParallelDims, cases: list[Case]):
     """Run one step of a fresh model for each case; return outputs in the original order of rows."""
     from dataclasses import replace
 
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     results = []

@@ -19,7 +19,7 @@ LR = 1e-2
 
 
 def make_model(kind: str, path, dims: ParallelDims):
-    from mrl.workers.critic import MegatronCritic
+    from mrl.workers.actor_critic import MegatronCritic
 
     if kind != "critic":
         return make_actor(path, dims)
@@ -28,7 +28,7 @@ def make_model(kind: str, path, dims: ParallelDims):
 
 def train(model, dims: ParallelDims, rank: int, steps: int) -> list[float]:
     """Run the next steps; return this rank's part of each loss."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     block = ragged_block(40)
     block = block.with_columns(returns=block.columns["advantages"])

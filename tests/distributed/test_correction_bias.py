@@ -18,7 +18,7 @@ pytestmark = pytest.mark.extended
 
 def bias_after_a_step(rank: int, path, folder, dims: ParallelDims, restore: bool):
     """Return the loaded correction biases, and those after an update step or after loading the updated checkpoint."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     megatron = dict(moe_router_bias_update_rate=0.125)
     actor = MegatronActor(ModelSpec(str(path), dims, "bfloat16", OptimConfig(lr=1e-4), megatron))
@@ -54,7 +54,7 @@ def test_correction_biases_are_saved_in_float32_and_updated_only_on_request(run_
 
 
 def exported(rank: int, path) -> set[str]:
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     check_hf_folder(path)
     return {

@@ -58,7 +58,7 @@ def spec_of(path, dims: ParallelDims, share_prompts: bool = False) -> ModelSpec:
 
 def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
     """Return outputs [R] of a single process."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     (batch,) = partition_step(TrainBatch.of(block, None), ONE, Packing(10_000, False), "token_mean").rank_batches
     actor = MegatronActor(spec_of(path, ONE))
@@ -69,7 +69,7 @@ def logprobs(rank: int, path, block: TokenBlock) -> NDArray:
 
 def traces(rank: int, path, dims: ParallelDims, steps: dict[str, Step], packing: Packing) -> dict[str, StepTrace]:
     """Run each step on a fresh model."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     results = {}

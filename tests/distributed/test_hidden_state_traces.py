@@ -23,7 +23,7 @@ LAYER_NAMES = ["embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final n
 
 
 def layers(rank: int, path, dims: ParallelDims, harm=None, dtype: str = "float32") -> StepTrace:
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_layers
 
     block, numbers = groups_of_responses()
@@ -131,7 +131,7 @@ def test_a_nan_is_located_at_its_token(traced):
 def steps_on_nan(rank: int, path, dims: ParallelDims) -> tuple[int, bool]:
     """Return (failed mini-batch, whether all weights of this rank are unchanged by it)."""
     from mrl.core.run_errors import NonFiniteGradientError
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
     share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[
@@ -155,7 +155,7 @@ def test_a_non_finite_gradient_leaves_the_weights_unchanged(run_ranks, tmp_path)
 
 def weights_of_a_checkpoint(rank: int, path, folder, dims: ParallelDims, take: bool) -> dict[str, np.ndarray]:
     """Return the weights after a saved step, or those of an actor that loads them and makes a step with lr 0."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     block, numbers = groups_of_responses()
     share = partition_step(TrainBatch.of(block, numbers), dims, Packing(60), "token_mean").rank_batches[

@@ -31,7 +31,7 @@ def share_of(block: TokenBlock, dims: ParallelDims, max_tokens: int, rank: int) 
 
 
 def make_actor(path, dims: ParallelDims):
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     return MegatronActor(ModelSpec(str(path), dims, "float32", OptimConfig(lr=1e-2, betas=(0.9, 0.98), eps=1e-6), {}))
 

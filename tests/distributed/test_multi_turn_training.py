@@ -45,7 +45,7 @@ def conversations(num_groups: int = 4, size: int = 3) -> tuple[TokenBlock, NDArr
 
 def trace(rank: int, path, dims: ParallelDims, packing: Packing, loss) -> StepTrace:
     """Train one step of a fresh actor on the conversations."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
     from mrl.workers.parity_trace import trace_step
 
     block, groups = conversations()

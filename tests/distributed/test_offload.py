@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def make_actor(path, dims: ParallelDims, dtype: str, trained: bool = True):
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     optimizer = OptimConfig(lr=LR, betas=(0.9, 0.98), eps=1e-6) if trained else None
     return MegatronActor(ModelSpec(str(path), dims, dtype, optimizer, {}))

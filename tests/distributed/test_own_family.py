@@ -18,7 +18,7 @@ from parallel.trainer_config import OptimConfig
 
 def one_step(rank: int, path, dims: ParallelDims, family: str | None, exported):
     """Train one optimizer step; return the gradient norm and export the initial weights to `exported`."""
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
 
     block, groups = groups_of_responses()
     batch = TrainBatch.of(block, groups)

@@ -45,8 +45,7 @@ CRITIC = layouts("tp2", "tp2 sp0", "pp2", "cp2", "dp2", "tp2 pp2", "tp2 pp2 cp2"
 
 
 def trace(rank: int, path, dims: ParallelDims, critic: bool, options: dict):
-    from mrl.workers.actor import MegatronActor
-    from mrl.workers.critic import MegatronCritic
+    from mrl.workers.actor_critic import MegatronActor, MegatronCritic
     from mrl.workers.parity_trace import trace_step
 
     block, groups = groups_of_responses()

@@ -13,6 +13,7 @@ import faulty_ranks
 import psutil
 import pytest
 from hydra import compose, initialize_config_dir
+from mrl_runs import wait_until
 
 from mrl.config import hydra_entry
 from mrl.config.validate import from_hydra
@@ -24,6 +25,7 @@ from mrl.hang_report import ray_wait
 from mrl.hang_report.process_registry import read_process_records, registry_folder
 from mrl.hang_report.ray_wait import RankLostError, StalledError
 from mrl.workers import group as workers
+from parallel.collective_log import read_collective_log
 from parallel.dims import ParallelDims
 
 DEADLINE_S = 3.0
@@ -55,6 +57,10 @@ class FaultyRun:
 
     def pid(self, name: str) -> int:
         return next(record.pid for record in read_process_records(registry_folder(self.run_dir)) if record.name == name)
+
+    def num_collectives(self, name: str) -> int:
+        log = registry_folder(self.run_dir) / f"{name}.ops"
+        return sum(last.num_collectives for last in read_collective_log(log))
 
     def scheduler(self) -> int:
         below = psutil.Process(self.pid("engine_0")).children()
@@ -237,13 +243,19 @@ def test_a_rank_that_dies_before_a_collective_is_named(run):
 
 def test_a_rank_that_is_killed_in_a_collective_is_named(run):
     run.replicas.call(faulty_ranks.FaultyWorker.arm, 1, "data", "hang")
+    issued = run.num_collectives("replica_0")
+    killed = []
+
+    def kill_in_collective() -> None:
+        wait_until(lambda: run.num_collectives("replica_0") > issued)
+        os.kill(run.pid("replica_0"), signal.SIGKILL)
+        killed.append(time.monotonic())
+
     with run.faults_hang():
-        kill = threading.Timer(DEADLINE_S, os.kill, [run.pid("replica_0"), signal.SIGKILL])
-        kill.start()
-        start = time.monotonic()
+        threading.Thread(target=kill_in_collective).start()
         with pytest.raises(RankLostError) as caught:
             run.update(run.replicas)
-        assert time.monotonic() - start < DIAGNOSED_WITHIN_S
+        assert time.monotonic() - killed[0] < DIAGNOSED_WITHIN_S
     text = check_error(caught.value, "replica rank 0 (dp 0)", "SIGKILL", "rank 1 (dp 1) is in").report.read_text()
     assert caught.value.ranks == (0,) and "replica rank 0 (dp 0): group" in text, (
         "the report has the dead rank's last collective"

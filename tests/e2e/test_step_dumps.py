@@ -24,7 +24,7 @@ class NanLoss(PPOClip):
         return super().__call__(inputs)
 
 def set_nan_in_next_step():
-    from mrl.workers.actor import MegatronActor
+    from mrl.workers.actor_critic import MegatronActor
     accumulate = MegatronActor.accumulate_gradients
 
     def accumulate_with_nan(model, *args, **how):

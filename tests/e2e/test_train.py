@@ -135,5 +135,3 @@ def test_the_quickstart_learns(start_mrl, inputs, warm):
     before, after = (orjson.loads(line) for line in (run.folder / "eval.jsonl").read_text().splitlines())
     for name in ("eval/accuracy_sampled", "eval/accuracy_greedy"):
         assert after[name] - before[name] >= 0.25, (name, before, after)
-    controller_share = np.median([step["spent/controller_s"] / step["time/step_s"] for step in run.metrics()[1:]])
-    assert controller_share < 0.2, "the controller's share of a step; on an idle machine it is far smaller"

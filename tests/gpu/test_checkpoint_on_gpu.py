@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from mrl.workers.actor import MegatronActor
+from mrl.workers.actor_critic import MegatronActor
 from models.architecture import ModelSpec
 from parallel import collectives, device, groups
 from parallel.dims import ParallelDims

@@ -71,8 +71,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[2])
 from parallel import collectives, device, groups
 device.patch_megatron_for_cpu()
-from mrl.workers.actor import MegatronActor
-from mrl.workers.critic import MegatronCritic
+from mrl.workers.actor_critic import MegatronActor, MegatronCritic
 from mrl.algorithms.losses import PPOClip
 from mrl.core.types import TrainBatch
 from mrl.workers.trace_comparison import TOLERANCES, compare_traces

@@ -16,7 +16,7 @@ import numpy as np, torch
 from mrl.algorithms.losses import CrossEntropy
 from mrl.algorithms.objective import token_weights
 from mrl.core.types import RankBatch, TokenBlock
-from mrl.workers.actor import MegatronActor
+from mrl.workers.actor_critic import MegatronActor
 from models.architecture import ModelSpec
 from parallel import collectives, device, groups
 from parallel.dims import ParallelDims

@@ -143,7 +143,7 @@ def test_the_loss_is_normalised_over_skipped_rows_too(case, aggregation):
     weights = case.rank_batches(aggregation)[0].weights
     assert all(np.array_equal(batch.weights, weights) for batch in case.rank_batches(aggregation))
     lengths, denominator_rows = case.batch.sampled_lengths, case.batch.denominator_rows
-    # The token weights of all `denominator_rows` sum to 1, trained or not; for fixed_length, to the fraction of the length in use.
+    # The token weights of all `denominator_rows` sum to 1, or for fixed_length to the fraction of the length in use.
     whole = lengths[denominator_rows].mean() / MAX_RESPONSE_TOKENS if aggregation == "fixed_length" else 1.0
     assert (weights * lengths)[denominator_rows].sum() == pytest.approx(whole, rel=1e-12)
     others = np.setdiff1d(np.arange(len(lengths)), denominator_rows)
