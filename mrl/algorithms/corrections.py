@@ -146,13 +146,13 @@ class Product:
     corrections: Sequence[Correction]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R], and metrics. A token counts as truncated or rejected if one of the corrections does this to it."""
+        """Return weights [R], and metrics. If one correction truncates or rejects a token, the metrics count it as such."""
         weights = inputs.old_logprobs.new_ones(inputs.old_logprobs.shape)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:
-            factor, found = correction(inputs)
+            factor, correction_metrics = correction(inputs)
             weights = weights * factor
-            for name, value in found.items():
+            for name, value in correction_metrics.items():
                 metrics[name] = value.maximum(metrics.get(name, value))
         return weights, metrics | {"correction/weight_mean": weights}
 
@@ -164,8 +164,8 @@ MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "rat
 def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
-    `old` [R] has the log-probabilities of the sampled tokens under the trainer, `rollout` [R] those under the engine.
-    The results are float64 scalars. The sums of a batch are the sums of its micro-batches on all ranks, added.
+    `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are those of the engine.
+    The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
     """
     log_ratio = old.detach().double() - rollout.double()
     ratio = log_ratio.exp()

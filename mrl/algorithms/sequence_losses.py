@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 class GSPO(PolicyLoss):
     """PPO's clip of one ratio per response, s = (pi(y) / pi_old(y))^(1 / |y|) (Zheng et al. 2025, eq. 5-7).
 
-    The loss of each token is -min(s A, clip(s, 1 - low, 1 + high) A). The mean over the tokens of a response is the loss
-    of the response in the paper.
+    The loss of each token is -min(s A, clip(s, 1 - low, 1 + high) A). The mean over the tokens of a response is the
+    paper's loss of the response.
     """
 
     clip_low: float = 3e-4

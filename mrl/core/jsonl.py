@@ -85,6 +85,7 @@ class JsonLinesFile:
 
 
 def _is_valid(line: bytes, last_step: int) -> bool:
+    """Return whether a line is complete, and its step is not after `last_step`."""
     try:
         return line.endswith(b"\n") and orjson.loads(line)["step"] <= last_step
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -55,7 +55,7 @@ METRICS: dict[str, Metric] = {
     "rollout/age_max_versions": Metric("", "largest staleness of a response", ".0f"),
     "rollout/truncated_fraction": Metric("", "fraction of the responses that were cut at the length limit"),
     "rollout/kept_groups_fraction": Metric("", "fraction of the sampled groups that rollout.filter accepts"),
-    "rollout/rounds": Metric("", "number of times that prompts were drawn until the step had enough groups", ".0f"),
+    "rollout/rounds": Metric("", "number of times that the step drew prompts until it had enough groups", ".0f"),
     "rollout/waiting_groups": Metric(
         "", "number of groups in the staleness buffer, finished or still being sampled", ".0f"
     ),
@@ -63,7 +63,7 @@ METRICS: dict[str, Metric] = {
         "", "number of groups that were discarded because over-sampling sampled more than needed", ".0f"
     ),
     "rollout/length_selected_ratio": Metric(
-        "", "mean length of trained responses, divided by the mean length of all sampled responses; 1 is unbiased"
+        "", "mean length of trained responses, divided by the mean length of all sampled responses; 1 means no bias"
     ),
     "rollout/token_age_mean_versions": Metric("", "mean staleness of the sampled tokens", ".2f"),
     "rollout/mixed_versions_fraction": Metric(
@@ -92,7 +92,7 @@ METRICS: dict[str, Metric] = {
     "spent/sync_engine_s": Metric("s", "part of the step that waits for SGLang to load weights", ".2f"),
     "spent/reward_s": Metric("s", "part of the step that decodes and scores responses", ".2f"),
     "spent/controller_s": Metric(
-        "s", "rest of the step: all its time except the parts for SGLang, Megatron and rewards", ".2f"
+        "s", "remaining part of the step, without the parts for SGLang, Megatron and rewards", ".2f"
     ),
     "throughput/tokens_per_s": Metric(
         "tokens/s", "response tokens, divided by the wall time of the whole step", ",.0f"
@@ -102,7 +102,7 @@ METRICS: dict[str, Metric] = {
     "weight_sync/version": Metric("", "weight version that all engines serve", ".0f"),
     "weight_sync/buckets": Metric("", "number of buckets in which the weights were sent", ".0f"),
     "weight_sync/senders": Metric("", "number of trainer ranks that sent weights", ".0f"),
-    "weight_sync/compressed_fraction": Metric("", "number of bytes sent, divided by their number before compression"),
+    "weight_sync/compressed_fraction": Metric("", "size of the sent data, divided by its size before compression"),
     "weight_sync/attempts": Metric("", "number of pushes until every engine had the weight version", ".0f"),
     "weight_sync/replaced_engines": Metric("", "number of engines that failed during a push and were replaced", ".0f"),
     "placement/switch_s": Metric("s", "part of the step that offloads and loads colocated roles", ".2f"),
@@ -138,7 +138,7 @@ METRICS: dict[str, Metric] = {
     "loss/policy": Metric("", "policy loss", ".2e"),
     "loss/clip_fraction": Metric("", "fraction of the response tokens whose probability ratio was clipped"),
     "loss/dual_clip_fraction": Metric(
-        "", "fraction of the response tokens whose loss dual_clip bounds; their advantage is negative"
+        "", "fraction of the response tokens whose loss is limited by dual_clip; their advantage is negative"
     ),
     "loss/selected_fraction": Metric("", "fraction of the response tokens that ClipCov or KLCov selects", ".5f"),
     "loss/sft": Metric("nats", "mean cross-entropy per response token in supervised fine-tuning", label="loss"),
@@ -153,9 +153,11 @@ METRICS: dict[str, Metric] = {
     ),
     "critic/grad_norm": Metric("", "the critic's gradient norm before clipping"),
     "critic/lr": Metric("", "the critic's learning rate", ".1e"),
-    "policy/kl_ref": Metric("nats", "mean KL estimate from the reference per trained token, as in the loss", ".2e"),
+    "policy/kl_ref": Metric(
+        "nats", "mean estimate of KL(policy || reference) over the trained tokens, as in the loss", ".2e"
+    ),
     "policy/kl_reward": Metric(
-        "nats", "mean KL estimate from the reference per sampled token, as subtracted from the reward", ".2e"
+        "nats", "mean estimate of KL(policy || reference) over the sampled tokens, as subtracted from the reward", ".2e"
     ),
     "policy/kl_coef_loss": Metric("", "coefficient of the KL term in the loss", ".2e"),
     "policy/kl_coef_reward": Metric("", "coefficient of the KL penalty in the reward", ".2e"),
