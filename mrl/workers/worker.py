@@ -104,10 +104,8 @@ class TrainWorker:
         self, spec: ModelSpec, seed: int, address: tuple[str, int], timeout_s: float, critic: bool = False
     ) -> None:
         """Join the process group and build this rank's part of the model."""
-        from mrl.workers.actor_critic import (
-            MegatronActor,  # imports Megatron, which __init__ has patched for a CPU
-            MegatronCritic,
-        )
+        # This import loads Megatron, which __init__ has patched for a CPU.
+        from mrl.workers.actor_critic import MegatronActor, MegatronCritic
         from parallel import collectives, groups
 
         collectives.init_process_group(self.rank, self.dims.world_size, *address, timeout_s)
