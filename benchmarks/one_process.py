@@ -61,7 +61,7 @@ def start() -> None:
 
 def write_model(sizes: Sizes) -> Path:
     """Write a random Qwen3 as a Hugging Face folder, which is removed when this process ends."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # heavy
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # the import is slow
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -130,7 +130,7 @@ def gradients_of(actor, block: TokenBlock, rank_batch: RankBatch, loss) -> dict[
 
 
 def largest_difference(expected: dict[str, NDArray], found: dict[str, NDArray]) -> float:
-    """Return the largest relative difference of two elements: relative to the largest element of their tensor."""
+    """Return the largest difference of two elements, relative to the largest element of their tensor."""
     assert expected.keys() == found.keys(), f"different tensors: {expected.keys() ^ found.keys()}"
     return max(float(np.abs(a - found[name]).max() / np.abs(a).max()) for name, a in expected.items())
 

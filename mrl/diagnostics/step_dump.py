@@ -33,7 +33,7 @@ _PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
 class WeightsLocation:
     """Where the weights of a step are stored."""
 
-    path: str  # relative to the step dump, or an absolute path
+    path: str  # folder with the weights: an absolute path, or a path relative to the step dump
     step: int  # number of steps that have trained these weights
     checkpoint: bool = False  # True: a Megatron checkpoint; False: a Hugging Face folder
     hf_folder: str = ""  # for a Megatron checkpoint: a Hugging Face folder of the same model
@@ -52,8 +52,8 @@ class StepDescription:
     max_response_tokens: int
     temperature: float
     kl_coef: float | None  # coefficient of the KL term in the loss; None: the loss has no KL term
-    grad_norms: list[float]  # of the mini-batches that the run finished
-    losses: list[float]  # of the mini-batches that the run finished
+    grad_norms: list[float]  # gradient norm of each mini-batch that the run finished
+    losses: list[float]  # loss of each mini-batch that the run finished
     layout: dict[str, Any]  # parallel layout of the trainer ranks
     config: dict[str, Any]  # composed config of the run; `mrl replay` builds the loss from it
 
@@ -110,7 +110,7 @@ class StepDump:
         return TrainBatch(block, *lengths, groups, rows, denominator_rows)
 
     def weights_folder(self, weights: WeightsLocation) -> Path:
-        """Return the folder of these weights; raises ValueError if it no longer exists."""
+        """Return the folder that contains these weights. Raises ValueError if the folder no longer exists."""
         folder = self.path / weights.path
         if not folder.is_dir():
             raise ValueError(
@@ -139,7 +139,9 @@ def write_manifest(folder: Path, description: StepDescription) -> None:
 
 def _describe_file(folder: Path, path: Path) -> dict[str, Any]:
     described: dict[str, Any] = dict(bytes=path.stat().st_size)
-    if path.relative_to(folder).parts[0] != DUMPED_WEIGHTS:  # weights may have hundreds of gigabytes
+    if (
+        path.relative_to(folder).parts[0] != DUMPED_WEIGHTS
+    ):  # checksums of weights would take too long: they may have hundreds of gigabytes
         described["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return described
 

@@ -36,7 +36,7 @@ class StepDumpRecorder:
     settings: StepDumpConfig
     layout: dict[str, Any]
     config: dict[str, Any]
-    latest_weights: Callable[[], WeightsLocation | None]  # newest weights on disk
+    latest_weights: Callable[[], WeightsLocation | None]  # returns the location of the newest weights on disk
     first_step: int = 0  # number of steps before the actor's first update
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
     _num_spikes: int = field(init=False)  # number of spikes that were dumped so far, also before a resume
@@ -159,5 +159,5 @@ class StepDumpRecorder:
 
 
 def _values(reports: list[UpdateReport], name: str) -> list[float]:
-    """Return a metric of each mini-batch; 0 for a mini-batch without rows."""
+    """Return the value of a metric for each mini-batch. The value is 0 for a mini-batch without rows."""
     return [(report.sums | report.maxima).get(name, 0.0) for report in reports]

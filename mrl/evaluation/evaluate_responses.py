@@ -27,8 +27,8 @@ class Evaluation:
 
     summaries: list[EvaluationSummary]
     rows: list[Row]  # [B] scored responses
-    answers: list[str | None]  # [B] answer that each response votes for
-    reward: dict[str, Any]  # config node of the reward
+    answers: list[str | None]  # [B] answer for which each response votes in maj@k
+    reward: dict[str, Any]  # config section `reward` that gave the scores
     settings: Row  # settings of the generation
 
 
@@ -108,7 +108,7 @@ COLOURS = ("#4C78A8", "#E45756", "#54A24B", "#B279A2", "#F58518", "#72B7B2", "#9
 
 def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title: str, confidence: float) -> None:
     """Write a PNG of pass@k (solid) and maj@k (dashed) over k, one colour per summary, with confidence bands."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

@@ -150,7 +150,7 @@ class GivesAnswers(Protocol):
 
 
 def open_scorer(reward: Reward | None, config: ScoringConfig) -> AbstractContextManager[Scorer | None]:
-    """Return a context manager that yields a scorer, or None without a reward."""
+    """Return a context manager that yields a scorer, or None if there is no reward."""
     return Scorer(reward, **asdict(config)) if reward else nullcontext()
 
 
@@ -163,7 +163,7 @@ def add_scores(rows: Sequence[Row], scores: Sequence[Score]) -> list[Row]:
 
 
 def voted_answers(reward: Reward | None, responses: Sequence[Response]) -> list[str | None]:
-    """Return the answer that each response votes for; None for a response without an answer.
+    """Return the answer for which each response votes, or None if the response has no answer.
 
     If the reward has no method `answer`, the stripped text of the response is the answer.
     """

@@ -150,7 +150,7 @@ def _fit_length(values: NDArray[Any], length: int) -> NDArray[np.float64]:
 @lru_cache(maxsize=1024)
 def _legendre(number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return nodes and weights that integrate polynomials of degree 2 * number - 1 from 0 to 1 exactly."""
-    from scipy.special import roots_legendre  # slow to import
+    from scipy.special import roots_legendre  # the import is slow
 
     nodes, weights = roots_legendre(number)
     return (nodes + 1) / 2, weights / 2
@@ -174,7 +174,7 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
     Proportions in Complex Sample Surveys"). One additional prompt with the largest possible spread m(1 - m) is included in
     the variance. Otherwise a few equal values would give an interval of width 0.
     """
-    from scipy.stats import norm  # takes a second
+    from scipy.stats import norm  # the import takes a second
 
     assert np.abs(values - 0.5).max() < 0.5 + 1e-9, f"values from {values.min()} to {values.max()}"
     mean, count = float(values.clip(0, 1).mean()), len(values)
@@ -189,7 +189,7 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
     """Return the mean of `values` [P], one per prompt, and Student's t interval. One prompt alone has no interval."""
-    from scipy.stats import t  # takes a second
+    from scipy.stats import t  # the import takes a second
 
     middle, count = float(values.mean()), len(values)
     if count < 2:

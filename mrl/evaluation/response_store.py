@@ -106,7 +106,7 @@ class ResponseStore:
 
     def write(self, number: int, rows: list[Row]) -> None:
         """Write file `number` atomically."""
-        import pyarrow as pa  # takes seconds
+        import pyarrow as pa  # the import takes seconds
         import pyarrow.parquet as pq
 
         path = self._path(number)
