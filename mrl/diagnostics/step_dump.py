@@ -139,9 +139,8 @@ def write_manifest(folder: Path, description: StepDescription) -> None:
 
 def _describe_file(folder: Path, path: Path) -> dict[str, Any]:
     described: dict[str, Any] = dict(bytes=path.stat().st_size)
-    if (
-        path.relative_to(folder).parts[0] != DUMPED_WEIGHTS
-    ):  # checksums of weights would take too long: they may have hundreds of gigabytes
+    # Weights may have hundreds of gigabytes, so their checksums would take too long.
+    if path.relative_to(folder).parts[0] != DUMPED_WEIGHTS:
         described["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return described
 
