@@ -240,10 +240,8 @@ def check_infiniband(cluster: ClusterFacts) -> Iterator[DoctorFinding]:
             yield from _check_infiniband_host(host, len(active[host.host]))
     if cluster.multi_host and any(active.values()):
         for name, ports in outliers(active).items():
-            rates = ", ".join(sorted(set(ports)))
-            what = (
-                f"{len(ports)} InfiniBand ports are up ({rates}); on the other hosts {len(most_common(active))} are up"
-            )
+            rates = f" ({', '.join(sorted(set(ports)))})" if ports else ""
+            what = f"{len(ports)} InfiniBand ports are up{rates}; on the other hosts {len(most_common(active))} are up"
             yield warning([name], what, "all ranks wait for the slowest link, or NCCL uses TCP", "ibstat; ibdev2netdev")
 
 
