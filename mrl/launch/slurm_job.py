@@ -24,10 +24,7 @@ SLURM_TIMEOUT_S = 120.0  # timeout of one call of sbatch or squeue
 _REFUSED_OPTIONS = {"array", "wrap"}  # --array would submit several runs, and --wrap would run another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 # Variables with these prefixes belong to this process or to its own Slurm job; a new job does not get them.
-_NOT_PASSED_ON = (
-    "MRL_SUPERVISOR_PIPE",
-    "SLURM_",
-)  # prefixes of variables that belong to this process or its own Slurm job
+_NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")
 
 
 @dataclass(frozen=True)
