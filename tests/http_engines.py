@@ -92,7 +92,9 @@ def spec_of(run_dir, **settings) -> RolloutSpec:
     unused = dict(
         train=None, test=None, reward=None, advantage_pipeline=None, rollout_filter=None, eval_rows=None, replay=None
     )
-    plain = dict(needs_greedy=False, rollout_logprobs_as_old=False, record=False, prompts_per_step=1, responses_per_prompt=1)
+    plain = dict(
+        needs_greedy=False, rollout_logprobs_as_old=False, record=False, prompts_per_step=1, responses_per_prompt=1
+    )
     sampling = dict(max_response_tokens=8, temperature=1.0, num_engines=0, engine_urls=(), engine_tp=1, seed=0)
     ours = dict(
         model_path="",

@@ -80,7 +80,9 @@ def rollouts(rows: list[int], digests: list[int]) -> Rollouts:
         weight_versions=np.full(count, 4),
         rewards=np.zeros(count),
         request_numbers=np.array([4, 9])[: count // 2],
-        version_spans=np.array([(response, version, 3) for response in range(count) for version in (2, 4)][: 2 * count - 1]),
+        version_spans=np.array(
+            [(response, version, 3) for response in range(count) for version in (2, 4)][: 2 * count - 1]
+        ),
     )
 
 

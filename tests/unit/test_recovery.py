@@ -60,7 +60,9 @@ def test_trainers_that_are_alive_with_intact_weights_are_not_restarted(tmp_path,
     assert processes.done == ["rollout worker checked", "connected"]
 
 
-@pytest.mark.parametrize("alive, state_after_step", [(False, {"step": 7}), (True, None), (False, None), (True, {"step": 7})])
+@pytest.mark.parametrize(
+    "alive, state_after_step", [(False, {"step": 7}), (True, None), (False, None), (True, {"step": 7})]
+)
 def test_other_trainers_are_restarted_from_the_last_checkpoint(tmp_path, pauses, alive, state_after_step):
     save(tmp_path, 5)
     processes = FakeProcesses(alive)
