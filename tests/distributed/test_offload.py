@@ -122,7 +122,7 @@ def levels(rank: int, path, dims: ParallelDims, dtype: str):
     moves = {
         OffloadLevel.FULLY_OFFLOADED: lambda: actor.offload(keep_weights=False),
         OffloadLevel.WEIGHTS_LOADED: lambda: actor.offload(keep_weights=True),
-        OffloadLevel.FULLY_LOADED: actor.wake,
+        OffloadLevel.FULLY_LOADED: actor.load_to_device,
     }
     for first in moves:
         for second in moves:
