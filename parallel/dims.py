@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Position of one rank on each parallel axis, counted from 0."""
+    """Position of one global rank on each parallel axis, counted from 0."""
 
     tp: int
     cp: int
@@ -22,7 +22,7 @@ class RankCoords:
 class ParallelDims:
     """Number of ranks on each parallel axis; `tp * cp * dp * pp` processes train one model.
 
-    Ranks are numbered in Megatron's order `tp-cp-ep-dp-pp`: the tp position changes fastest, and the pp position changes
+    Global ranks are in Megatron's order `tp-cp-ep-dp-pp`: the tp position changes fastest, and the pp position changes
     slowest. Experts have their own layout on the same processes. A pipeline stage has `tp * cp * dp` ranks, and each group of
     `ep * etp` of these ranks holds one copy of the stage's experts.
     """
@@ -34,7 +34,9 @@ class ParallelDims:
     dp: int = 1  # data parallel: dp replicas of the model train on different samples
     ep: int = 1  # expert parallel: the experts of a layer are distributed over ep ranks
     etp: int | None = None  # expert tensor parallel: the matrices of an expert are split over etp ranks; None: over tp
-    sp: bool | None = None  # sequence parallel: tp also splits activations between matrices; None: on if tp > 1
+    # sequence parallel: the activations outside the tensor-parallel matrices (norms, residuals) are also split over the tp
+    # ranks, along the sequence; None: on if tp > 1
+    sp: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
@@ -73,7 +75,8 @@ class ParallelDims:
         """Return the layout of `world_size` processes: dp = world_size / (tp * cp * pp).
 
         If the argument `dp` is given, it is used, and `world_size` must match it. If both are None, dp is the smallest number
-        of replicas that can hold one copy of the experts. Raises ValueError if the sizes do not fit together.
+        of replicas whose ranks can be divided into whole copies of the experts. Raises ValueError if the sizes do not fit
+        together.
         """
         if world_size is None or dp is not None:
             dims = cls(dp=_min_replicas(**axes) if dp is None else dp, **axes)
@@ -111,7 +114,7 @@ class ParallelDims:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between matrices are split over the tensor-parallel ranks."""
+        """Whether the activations outside the tensor-parallel matrices are split over the tensor-parallel ranks (`sp`)."""
         return self.tp > 1 if self.sp is None else self.sp
 
     @property

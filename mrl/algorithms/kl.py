@@ -38,25 +38,26 @@ class KLPenalty:
     average over samples of the policy, the value of every kind except k2 is KL(policy || reference). In the loss, the
     kinds differ in their average gradient:
 
-        k1        0: in the loss k1 adds only noise, so use k1 in the reward
+        k1        no gradient on average: in the loss k1 adds only noise, so use k1 in the reward
         k2        the gradient of KL(policy || reference)
         k3        the gradient of KL(reference || policy), as in GRPO (DeepSeekMath 2024, eq. 4)
         k1+, k3+  the gradient of k2, with the value of k1 or k3; the names are verl's
         unbiased  the gradient of KL(policy || reference), also for samples of the old policy. The value is k3 times
-                  the ratio pi / pi_old, which has a gradient too (DeepSeek-V3.2 2025, 3.1). In the reward it is k3
+                  the ratio pi / pi_old, and gradients flow through both factors (DeepSeek-V3.2 2025, 3.1). In the
+                  reward, `unbiased` is k3
 
     With `target`, the coefficient adapts so that the measured KL per token approaches `target` (Ziegler et al. 2019,
-    2.2). One step multiplies the coefficient by a factor from 1 - c to 1 + c, where c is
+    2.2). One training step multiplies the coefficient by a factor from 1 - c to 1 + c, where c is
     0.2 * (number of responses in the step) / `horizon`.
 
     Raises ValueError for an unknown kind, and for a target of 0 or less.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})  # columns that the trainer computes before the loss
     coef: float = 0.001
-    kind: str = "k1"
-    target: float | None = None
-    horizon: int = 10_000
+    kind: str = "k1"  # key of KL_ESTIMATORS
+    target: float | None = None  # None: the coefficient is constant
+    horizon: int = 10_000  # number of responses; a larger number makes the coefficient change more slowly
 
     def __post_init__(self) -> None:
         if self.kind not in KL_ESTIMATORS:
@@ -65,7 +66,7 @@ class KLPenalty:
             raise ValueError(f"target={self.target}: must be greater than 0, or null for a constant coefficient.")
 
     def __call__(self, inputs: LossInputs) -> Tensor:
-        """Return KL estimates [R] for the loss, not multiplied by `coef`. Their gradient depends on `kind`."""
+        """Return a KL estimate for each of the R sampled tokens, for the loss. The estimates are not multiplied by `coef`."""
         d = inputs.logprobs - inputs.columns["ref_logprobs"]
         value = KL_ESTIMATORS[self.kind](d, lambda x: x.exp())
         if self.kind == "unbiased":
@@ -76,14 +77,15 @@ class KLPenalty:
         return value
 
     def values(self, logprobs: Column, ref_logprobs: Column) -> NDArray[np.float64]:
-        """Return KL estimates [R] for the reward, not multiplied by `coef`.
+        """Return a KL estimate for each of the R sampled tokens, for the reward. The estimates are not multiplied by `coef`.
 
-        `logprobs` are the log-probabilities under the policy that sampled the tokens.
+        `logprobs` and `ref_logprobs` are columns, which have one number per sampled token. `logprobs` are the
+        log-probabilities under the policy that sampled the tokens.
         """
         return KL_ESTIMATORS[self.kind](logprobs.astype(np.float64) - ref_logprobs.astype(np.float64), np.exp)
 
     def next_coef(self, coef: float, measured: float, samples: int) -> float:
-        """Return the coefficient after a step. The step had `samples` responses and the mean KL per token `measured`."""
+        """Return the coefficient after a training step with `samples` responses and the mean KL per token `measured`."""
         if self.target is None:
             return coef
         error = min(max(measured / self.target - 1, -0.2), 0.2)

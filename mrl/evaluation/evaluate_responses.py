@@ -26,10 +26,10 @@ class Evaluation:
     """Summaries of an evaluation, and the scored responses from which they are computed."""
 
     summaries: list[EvaluationSummary]
-    rows: list[Row]  # [B] scored responses
+    rows: list[Row]  # [B] scored responses, each a dict with the columns of `response_schema`
     answers: list[str | None]  # [B] answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
-    settings: Row  # settings of the generation
+    settings: Row  # settings of the generation: a dict from generate.json
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
@@ -52,6 +52,7 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
         reward = _stored_reward(node, folder)
     answers = voted_answers(reward, responses)
     prompts = group_by_prompt(rows, answers)
+    # a response passes if its score is at least evaluate.threshold
     summaries = summarise(prompts, ks, config.evaluate.threshold, config.evaluate.confidence)
     return Evaluation(summaries, rows, answers, node, settings)
 
@@ -97,6 +98,7 @@ def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # `file` is the path of the data file with the prompt, and `file_number` is the index of this file among all held-out files
     names = ("set", "file", "file_number", "row", "sample", "data_source", "score", "failure", "parts")
     columns = pa.schema([*(response_schema().field(name) for name in names), ("answer", pa.string())])
     records = [{name: row[name] for name in names} | dict(answer=a) for row, a in zip(rows, answers, strict=True)]

@@ -30,7 +30,11 @@ from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingPa
 from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
 
 FILES_AHEAD = 2
-"""While the slowest responses of a file are sampled, the responses of this many later files are requested already."""
+"""Number of output files whose responses are requested ahead.
+
+Engines stay busy while the slowest responses of the current file are sampled. An output file contains the responses to
+generate.prompts_per_file prompts.
+"""
 
 MAX_POSTS = 64
 """Largest number of concurrent HTTP requests to one engine.
@@ -38,8 +42,8 @@ MAX_POSTS = 64
 If generate.requests_in_flight is larger, one HTTP request carries several prompts.
 """
 
-GenerationRequest = tuple[list[int], SamplingParams]
-PendingResponses = list[Future[list[Completion]]]
+GenerationRequest = tuple[list[int], SamplingParams]  # prompt tokens and sampling parameters of one response
+PendingResponses = list[Future[list[Completion]]]  # one future per HTTP request
 
 
 class GenerationProgress(Protocol):
@@ -55,7 +59,9 @@ class GenerationProgress(Protocol):
 def generate(
     plan: GenerationPlan, progress: GenerationProgress, converting: AbstractContextManager[ByteProgress]
 ) -> Row:
-    """Sample all missing responses and return the totals, as in generate.json.
+    """Sample all missing responses. Return the totals that are written to generate.json.
+
+    The totals are the numbers of responses, prompts and files, and the seconds of this run.
 
     Args:
         converting: context that shows the progress of the conversion of a Megatron checkpoint.
@@ -67,7 +73,7 @@ def generate(
     prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
         store.check_prompts(prompts_digest(prompts))
-        scratch = store.folder / CONVERTED
+        scratch = store.folder / CONVERTED  # only used if the model is a Megatron checkpoint
         folder = plan.model.engine_folder(scratch, converting)
         with (
             running_engines(plan, folder) as clients,
@@ -113,13 +119,16 @@ def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineC
 
 
 class RequestDispatcher:
-    """Distributes requests over engines, with a limit on the concurrent requests of each engine.
+    """Distributes requests over engines, with a limit on the responses that each engine samples at the same time.
 
-    When its context exits, requests that have not been sent are cancelled.
+    When the context of the dispatcher exits, requests that have not been sent are cancelled.
     """
 
     def __init__(self, clients: Sequence[EngineClient], in_flight: int, *, logprobs: bool) -> None:
-        """`in_flight` is the number of concurrent responses per engine. If `logprobs`, log-probabilities are requested."""
+        """`in_flight` limits the GenerationRequests that an engine computes at the same time. Each asks for one response.
+
+        If `logprobs`, log-probabilities are requested.
+        """
         posts = min(MAX_POSTS, in_flight)
         self._per_post, self._logprobs = in_flight // posts, logprobs
         self._free: queue.SimpleQueue[EngineClient] = queue.SimpleQueue()
@@ -150,12 +159,12 @@ class RequestDispatcher:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Requests that were sent already end when their engine ends, or at their timeout.
+        # A request that has been sent is not cancelled: it ends with its engine or at its timeout.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Generation:
-    """Requests, scores and writes the missing files of one plan."""
+    """Samples the responses of a plan's missing output files, scores the responses and writes the files."""
 
     def __init__(
         self,
@@ -170,7 +179,7 @@ class Generation:
         self.files = [prompts[at : at + size] for at in range(0, len(prompts), size)]  # prompts of each file
 
     def run(self) -> Row:
-        """Write every missing file, in order, and return the totals."""
+        """Write every missing output file, in order, and return the totals."""
         start, samples = time.monotonic(), self.settings.samples
         missing = [number for number in range(len(self.files)) if not self.plan.store.has(number)]
         num_prompts = sum(map(len, self.files))
@@ -195,7 +204,7 @@ class Generation:
         ]
 
     def _samples(self, number: int) -> list[tuple[EvaluationPrompt, int]]:
-        """Return the prompt and the sample number of each response of a file, in order."""
+        """Return (prompt, index of the response among the responses to this prompt) for each response of a file, in order."""
         return [(prompt, sample) for prompt in self.files[number] for sample in range(self.settings.samples)]
 
     def _complete(self, number: int, pending: PendingResponses, scorer: Scorer | None) -> None:

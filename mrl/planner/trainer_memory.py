@@ -190,7 +190,8 @@ def _backward_bytes(
 def _layer_gradient_bytes(shape: ModelShape, batch: MicroBatchShape, has_experts: bool) -> int:
     """Return the bytes of gradients during the backward pass of a dense MLP or of experts.
 
-    These are the gradients of the activations between the matrices and of the input. A dense MLP also has gradients of weights.
+    These are the gradients of the activations inside the MLP (or the experts), and of the input. A dense MLP also has gradients
+    of weights.
     """
     e, matrices = batch.itemsize, 3 if shape.gated else 2
     gathered = 2 * batch.tokens * shape.hidden * e  # the gathered input, and its gradient before it is scattered

@@ -39,7 +39,7 @@ MAX_TILE_SCORES = 1 << 23
 """Largest number of attention scores (N * Q * L) of one tile. The mask has one element per score: 32 MiB in float32."""
 
 MAX_PADDING_FACTOR = 2.0
-"""A tile has at most this multiple of the scores that it would have without padding, plus FREE_PADDING_SCORES."""
+"""Limit of padding: scores of a tile <= MAX_PADDING_FACTOR * (its scores without padding) + FREE_PADDING_SCORES."""
 
 FREE_PADDING_SCORES = 1 << 13
 """Number of scores that cost less time than one more SDPA call."""
@@ -58,15 +58,16 @@ class QueryRow(NamedTuple):
 class Tile:
     """Rows that share one SDPA call. It has N * Q entries, each a query token of the batch or padding.
 
-    Padding repeats the last query token and the last key of a row, so that its scores are finite.
+    Padding repeats the last query token and the last key of a row. Therefore each padding entry is a real token, and each slot
+    that is read has been written.
     """
 
     num_rows: int  # N
     queries_per_row: int  # Q
-    # [N * Q] index of each entry's query token among the T tokens of the batch. None: the entries are these tokens in order.
+    # [N * Q] index of each entry's query token among the T tokens of the batch. None: entry i is token i, for all T tokens.
     entry_tokens: Tensor | None
     real_entries: Tensor | None  # indices of the entries that are not padding; None if no entry is padding
-    # Index of each real entry's query token among the T tokens. None: the real entries are these tokens in order.
+    # Like `entry_tokens`, but only for the real entries. None: real entry i is token i, for all T tokens.
     real_entry_tokens: Tensor | None
     slots_NL: Tensor  # index of each key in SGLang's KV cache
     query_positions_NQ: Tensor  # position of each query token in its sequence
@@ -130,7 +131,7 @@ def build_tile(rows_N4: Tensor, slots: Tensor, req_pool_indices: Tensor, num_tok
     """Make the index tensors of one tile.
 
     The columns of rows_N4 are the fields of QueryRow. slots: [requests, context], the index of each token in the KV cache.
-    req_pool_indices: [sequences], the row of `slots` of each sequence. num_tokens: T.
+    req_pool_indices: [sequences], for each sequence the index of its request in `slots`. num_tokens: T.
     """
     sequence, first, num_queries, num_keys = rows_N4.unbind(1)
     widest_Q = int(num_queries.max())
@@ -247,7 +248,7 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
     def _run(self, fallback: Callable[..., Tensor], tensors: tuple, options: dict) -> Tensor:
         """Run the tiles of the plan. If there is no plan, run SGLang's method `fallback`.
 
-        `tensors` and `options` are the arguments of this method in sglang 0.5.23.
+        `tensors` and `options` are the positional and keyword arguments of `fallback` in sglang 0.5.23.
         """
         if self.plan is None or options["is_cross_attn"]:
             return fallback(*tensors, **options)

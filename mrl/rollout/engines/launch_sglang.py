@@ -1,9 +1,10 @@
 """Entry point of an SGLang server process: `python -m mrl.rollout.engines.launch_sglang ARGUMENTS.json`.
 
 It runs SGLang's own HTTP server with SGLang's own arguments. All changes to SGLang go through SGLang's hook registry. The main
-change is the start of processes on a machine without CUDA. By default, SGLang spawns a scheduler and a detokenizer, and each of
-them imports torch, transformers and sglang again, which takes 8 CPU-seconds. Without CUDA, a process with a single thread can be
-forked safely. The server process therefore imports these packages, and then forks the scheduler and the detokenizer.
+change concerns how processes are started on a machine without CUDA: by fork. By default, SGLang spawns a scheduler and a
+detokenizer, and each of them imports torch, transformers and sglang again, which takes 8 CPU-seconds. Without CUDA, a process
+with a single thread can be forked safely. Here, the server process imports these packages, and then forks the scheduler and the
+detokenizer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
 LISTEN_TIMEOUT_S = 30.0  # how long the HTTP server may take until it listens
-PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"  # entry point that setup.py registers
+# entry point, registered by setup.py, with which SGLang runs on a CPU
+PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"
 
 
 def main() -> None:
@@ -50,19 +52,19 @@ def main() -> None:
 
 
 def register_server() -> None:
-    """Register the process for hang reports. Forked children write their stacks to the file of this process."""
+    """Register this process for hang reports. Registration opens a file for stack traces; forked children write to it too."""
     if REGISTRY_FOLDER_ENV in os.environ:
         name = os.environ[REGISTRY_NAME_ENV]
         register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
 
 
 def check_plugin_installed() -> None:
-    """Raise RuntimeError if SGLang cannot find mrl's platform plug-in. Without this check, SGLang would fail much later."""
+    """Raise RuntimeError if SGLang cannot find mrl's CPU platform. Without this check, SGLang would fail much later."""
     plugins = entry_points(group="sglang.srt.platforms", name="mrl_cpu")
     if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
-            f"SGLang needs mrl's plug-in {PLATFORM_PLUGIN} to run on a CPU, and finds only plug-ins of installed packages; "
-            "run `pip install --no-deps -e .` in the checkout, again if mrl was installed before."
+            f"SGLang cannot find mrl's CPU platform {PLATFORM_PLUGIN}, which it needs on a CPU. Run `pip install --no-deps -e .` "
+            "in the checkout, even if mrl is already installed: an older installation does not register the CPU platform."
         )
 
 
@@ -107,6 +109,7 @@ def serve(fields: dict[str, Any]) -> None:
             f"{MODEL_RUNNER}.maybe_enable_batch_invariant_mode", skip_batch_invariant_kernels, HookType.REPLACE
         )
         HookRegistry.register("torch.get_device_module", get_cpu_module, HookType.REPLACE)
+        # On a CPU, SGLang hashes the seeds with the package sgl_kernel, which is not installed there.
         HookRegistry.register(f"{SAMPLER}.murmur_hash32", murmur_hash32, HookType.REPLACE)
         for child in ("run_scheduler_process", "run_detokenizer_process"):
             HookRegistry.register(f"{HTTP_SERVER}.{child}", reset_signals, HookType.BEFORE)
@@ -176,12 +179,15 @@ def wait_until_listening(server_args: Any) -> None:
 
 
 def list_shared_memory_file(ports: Any, *_: object, **__: object) -> None:
-    """Tell the supervisor which file in /dev/shm it must remove if the scheduler is killed. Hook after SGLang chose its ports."""
+    """Tell the supervisor which file in /dev/shm it must remove if the scheduler is killed.
+
+    Hook that runs after SGLang has made its PortArgs, whose `instance_id` gives the name of the file.
+    """
     from sglang.srt.managers.load_snapshot import shm_path_for
 
-    scratch = os.environ.get("MRL_ENGINE_SCRATCH")
+    scratch = os.environ.get("MRL_ENGINE_SCRATCH")  # temporary folder of this server, which EngineServer sets
     if scratch:
-        with open(Path(scratch) / SHARED_MEMORY_LIST, "a") as file:
+        with open(Path(scratch) / SHARED_MEMORY_LIST, "a") as file:  # the supervisor reads this list
             file.write(shm_path_for(ports.instance_id) + "\n")
 
 
