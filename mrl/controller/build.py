@@ -90,8 +90,8 @@ def _trainer_ranks(
         dims, str(Path(config.run.dir).resolve()), config.trainer.timeout_s, lambda: [options] * dims.world_size
     )
     try:
-        # In its first step, Adam divides each gradient by that gradient's absolute value. A gradient that is only round-off
-        # would become a full step. A large eps prevents this.
+        # In the first optimizer step, Adam divides each gradient by that gradient's absolute value. So a gradient that is only
+        # round-off would change its weight by a full learning rate. A large eps prevents this.
         assert plan.optimizer is not None, "the job needs an optimizer, because it takes one optimizer step"
         optimizer = replace(plan.optimizer, eps=max(plan.optimizer.eps, 1e-6))
         spec = replace(model_spec(plan, config.rollout.routing_replay), dims=dims, dtype=dtype, optimizer=optimizer)
@@ -106,7 +106,7 @@ def _trainer_ranks(
 
 @contextmanager
 def trainer(plan: TrainPlan, preemption: PreemptionHandler) -> Iterator[Trainer]:
-    """Start the processes of a run, restore the run's state, and yield its Trainer.
+    """Start the processes of a run, restore the run's state, and yield the run's Trainer.
 
     All processes end when the context exits.
     """
@@ -262,11 +262,11 @@ def _saver(plan: TrainPlan, processes: RunProcesses) -> CheckpointSaver:
 
 def _step_dump_recorder(plan: TrainPlan, store: CheckpointStore) -> StepDumpRecorder:
     config = plan.config
-    # None: the run does not store its warm start.
+    # Hugging Face folder with the weights before step 1. None: the run does not store its warm start.
     initial_weights = plan.warm_start.output if plan.warm_start else plan.model_path
 
     def latest_weights() -> WeightsLocation | None:
-        """Return the location of the newest weights on disk; None if the run has no weights on disk."""
+        """Return the location of the newest weights on disk, or None if the run has no weights on disk."""
         if checkpoint := store.latest():
             folder = str(checkpoint.path / "actor")
             return WeightsLocation(folder, checkpoint.step, checkpoint=True, hf_folder=plan.model_path)

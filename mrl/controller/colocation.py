@@ -4,10 +4,10 @@ A role is the actor, the critic, the teacher or the engines. The peers of a role
 Before a role is used, the scheduler offloads the peers of that role and loads the role. A role without peers always stays on its
 devices.
 
-Offloaded engines lose their weights, so the trainer ranks push the weights when the engines are loaded again:
+Offloaded engines lose their weights, so the trainer ranks push the actor's weights when the engines are loaded again:
 
 1. The scheduler offloads the engines' peers, except for the weights of the actor.
-2. The engines allocate memory for weights, and the trainer ranks push.
+2. The engines allocate memory for weights, and the trainer ranks push the weights.
 3. The scheduler offloads the actor. The engines allocate their KV cache and resume.
 """
 
@@ -26,7 +26,7 @@ class OffloadableModel(Protocol):
     """Trainer ranks of one model. Both calls are idempotent."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Free the model's device memory; if `keep_weights`, the weights stay. Returns the bytes that are still allocated."""
+        """Free the model's device memory, except for its weights if `keep_weights`. Returns the bytes that stay allocated."""
         ...
 
     def load_to_device(self) -> None:
@@ -42,7 +42,7 @@ class OffloadableEngines(Protocol):
         ...
 
     def load_weights(self) -> None:
-        """Allocate memory for weights. Their content is undefined until the next push."""
+        """Allocate memory for the weights. The weights are undefined until the next push."""
         ...
 
     def load_kv_cache(self) -> None:
@@ -66,8 +66,8 @@ class MemoryState(Enum):
 class MemoryScheduler:
     """Loads each role before its use and offloads the peers that share its devices.
 
-    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call repeats the
-    transition.
+    If a transition fails, the scheduler raises the role's error, and the role stays TRANSITIONING. The next call that loads or
+    offloads the role repeats the transition.
     """
 
     def __init__(self, colocated_roles: ColocatedRoles) -> None:
@@ -75,6 +75,7 @@ class MemoryScheduler:
         self._models: dict[str, OffloadableModel] = {}
         self._engines: OffloadableEngines | None = None
         self._states: dict[str, MemoryState] = {}
+        # Metrics since the last call of metrics(): time of transitions, loads to a device, largest memory left after an offload.
         self._seconds, self._switches, self._residual_bytes = 0.0, 0, 0
 
     def register_model(self, role: str, model: OffloadableModel) -> None:
@@ -95,7 +96,7 @@ class MemoryScheduler:
         return [other for other in self._states if other in shared and other != role]
 
     def load(self, role: str) -> None:
-        """Offload the peers of this role, then load the role. Does nothing if all of them are in the right state already.
+        """Offload the peers of this role, then load the role. Does nothing if the peers are offloaded and the role is loaded.
 
         A role without processes counts as loaded, because its processes will start on the device.
         """
@@ -119,8 +120,9 @@ class MemoryScheduler:
     def during_push(self) -> Iterator[bool]:
         """Keep device memory allocated for the weights of the actor and of the engines during a push.
 
-        Yields True if the engines were offloaded. In this case their memory holds no weights before the push. If the push
-        raises, the actor and the engines stay TRANSITIONING. Otherwise the engines are on their devices after the context.
+        Yields True if the engines were offloaded. In this case the memory of the engines holds no weights before the push. If
+        the push raises, the actor and the engines stay TRANSITIONING. Otherwise the engines are on their devices after the
+        context.
         """
         if not self.peers(ENGINES):
             self.load(ACTOR)

@@ -1,4 +1,4 @@
-"""EngineLifecycle: the driver's record of the engines, and all operations that change their state.
+"""EngineLifecycle: the driver's record of the engines, and all operations that change the engines.
 
 The record says which engines run, which memory each engine has released, which weight version each engine serves, and whether
 the trainers are connected to the engines. The weight sync coordinator (in trainer rank 0) and the engine pool (in the rollout
@@ -68,7 +68,7 @@ class EngineRecord:
 
     released: set[MemoryTag] = field(default_factory=set)  # parts of the engine's device memory that are released
     was_offloaded: bool = False  # whether the engine was offloaded at least once since it started
-    # Version that the last push gave the engine. None: the engine has the weights that it loaded at its start.
+    # Weight version that the engine received in its last push. None: it still has the weights that it loaded at its start.
     weight_version: int | None = None
 
 
@@ -85,9 +85,10 @@ class EngineLifecycle:
     settings: WeightSyncConfig
     startup: Startup
     weights_dir: str  # folder through which the disk transport sends weights
-    start_timeout_s: float
-    marks_pushes_as_pauses: bool  # tell the host about each push; needed if requests run during a push (staleness > 0)
-    weight_version: int = field(default=-1, init=False)  # all engines serve it; -1: no push has finished yet
+    start_timeout_s: float  # longest time until all engines take requests
+    # Whether to tell the host about each push. Needed if requests run during a push (staleness > 0).
+    marks_pushes_as_pauses: bool
+    weight_version: int = field(default=-1, init=False)  # version that all engines serve; -1: no push has finished yet
     _engines: dict[str, EngineRecord] = field(default_factory=dict, init=False)  # by URL
     _connected: bool = field(default=False, init=False)  # whether the trainers are connected to all engines
 
@@ -107,8 +108,8 @@ class EngineLifecycle:
     def restart_if_lost(self, trainers_alive: Callable[[], bool]) -> None:
         """Restart the rollout worker if it does not answer, and wait for its engines.
 
-        After this call the trainers must connect again. `trainers_alive` returns whether the trainers answer. If they do, they
-        are offloaded to make room for new engines.
+        After this call the trainers must connect again. `trainers_alive` returns whether the trainers answer. Trainers
+        that answer are offloaded to make room for new engines.
         """
         self._connected = False
         if not self.host.alive():
@@ -118,9 +119,9 @@ class EngineLifecycle:
     def reset_after_trainer_restart(self) -> None:
         """Forget the connection to the old trainers. Restart the engines if new trainers cannot connect to them.
 
-        When trainers connect, the weights that the trainers loaded at their start are compared with those that the engines
-        loaded at theirs. Equal weights prove that both sides agree on the layout. An engine that was offloaded before its first
-        push has lost these weights, so new trainers cannot connect to it.
+        When trainers connect, the weights that the trainers loaded at their start are compared with the weights that the
+        engines loaded at their own start. Equal weights prove that both sides agree on the layout. An engine that was offloaded
+        before its first push has lost the weights from its start, so new trainers cannot connect to this engine.
         """
         self._connected = False
         if any(engine.was_offloaded and engine.weight_version is None for engine in self._engines.values()):
@@ -134,7 +135,7 @@ class EngineLifecycle:
         self._engines = {}
 
     def connect(self) -> None:
-        """Connect the trainers to all engines, and replace engines that fail. Does nothing if they are connected.
+        """Connect the trainers to all engines, and replace engines that fail. Does nothing if all engines are connected.
 
         Raises StartError after `weight_sync.max_attempts` attempts.
         """
@@ -213,14 +214,14 @@ class EngineLifecycle:
                 engine.weight_version = version
         return reports
 
-    # Memory. The scheduler calls these.
+    # Memory. The scheduler calls these methods.
 
     def load(self) -> None:
         """Load the engines, with their weights, before they sample. Does nothing if the engines are loaded."""
         self.scheduler.load(ENGINES)
 
     def offload(self) -> int:
-        """Pause the engines, return their running requests to the queue, and release weights and KV cache.
+        """Pause the engines, put their running requests back into their queues, and release weights and KV cache.
 
         Returns 0, because engines do not report the bytes that stay allocated. Raises EngineError if an engine fails.
         """
@@ -245,7 +246,7 @@ class EngineLifecycle:
     def _control_all(self, action: Callable[[EngineControl, EngineRecord], None]) -> None:
         """Call `action` for all engines in parallel. Raises the first EngineError after all engines have answered.
 
-        An engine that cannot be reached is skipped. It counts as dead, so it holds no memory. The next push replaces it.
+        An engine that cannot be reached is skipped, because its process has probably ended. The next push replaces the engine.
         """
 
         def control(url: str, record: EngineRecord) -> None:

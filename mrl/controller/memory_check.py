@@ -38,7 +38,7 @@ class MemoryEstimator:
 
     @classmethod
     def of(cls, config: Config) -> MemoryEstimator:
-        """Return an estimator for a config, and read its models. Raises ValueError for mistakes other than too little memory."""
+        """Read the models of a config and return an estimator. Raises ValueError for a mistake that is unrelated to memory."""
         needs = build_algorithm(config).needs
         make_input_files(config)
         return cls._of(config, needs, plan_models(config, needs, weights=False))
@@ -60,7 +60,7 @@ class MemoryEstimator:
         return {role: ModelShape.of(family_of(model.hf), model.arch) for role, model in self.models.items()}
 
     def estimate(self, config: Config) -> RunMemory:
-        """Estimate the memory for a config with the same models. Raises ValueError if its layout is impossible."""
+        """Estimate the memory for a config with the same models. Raises ValueError if the config's layout is impossible."""
         models = {role: self._model(config, role) for role in self.models}
         topology = engine_topology(config, self.models["actor"]) if self.topology else None
         pools = build_pools(config, {role: model.dims for role, model in models.items()})
@@ -112,12 +112,12 @@ def plan_fitting_run(config: Config) -> TrainPlan:
 
 
 MAX_CHANGES = 4  # largest number of changes in one set
-BEAM_WIDTH = 6  # number of sets that the search extends by one change; these sets are the nearest to fitting
+BEAM_WIDTH = 6  # number of sets that each round of the search extends by one change: those that are nearest to fitting
 MAX_SHOWN = 6  # largest number of sets that are returned
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 EstimateMemory = Callable[[Config], RunMemory]
-"""Estimates the memory of a config; raises ValueError if its layout is impossible."""
+"""Estimates the memory of a config. Raises ValueError if the config's layout is impossible."""
 ChangedConfig = tuple[tuple[str, ...], Config]
 """A pair: command-line overrides, and the config with these overrides."""
 
@@ -149,7 +149,7 @@ def advise(config: Config, estimate: EstimateMemory) -> list[MemoryAdvice]:
 def _extend(
     beam: list[MemoryAdvice], estimate: EstimateMemory, visited: set[tuple[str, ...]]
 ) -> Iterator[MemoryAdvice]:
-    """Yield each set of `beam` extended by one change. Impossible layouts are skipped."""
+    """Yield all sets that consist of a set in `beam` and one more change. Impossible layouts are skipped."""
     for before in beam:
         for override, config in single_changes(before.config):
             overrides = (*_without_keys_of(override, before.overrides), *override)

@@ -37,9 +37,9 @@ class ModelPlan:
     dims: ParallelDims
     optimizer: OptimConfig | None  # None: the model is not trained
     model_path: str  # Hugging Face folder with the initial weights: model.path, or the output of an earlier warm start
-    hf: HFConfig  # config.json of that folder
-    arch: Architecture
-    packing: Packing
+    hf: HFConfig  # config.json of the folder `model_path`
+    arch: Architecture  # sizes and parts of the model
+    packing: Packing  # how rows are packed into micro-batches
 
     @property
     def context(self) -> int:
@@ -57,7 +57,7 @@ def plan_models(
 ) -> dict[str, ModelPlan]:
     """Return the plans of the models of an RL run, by role.
 
-    `needs` are the columns that the algorithm needs; they decide whether the run has a critic or a teacher. `actor_path`
+    `needs` are the columns that the algorithm needs. These columns decide whether the run has a critic or a teacher. `actor_path`
     replaces model.path. If `weights` is False, only config.json is read from each model's folder.
     """
     models = dict(actor=plan_model(config, actor_path or config.model.path, weights=weights))
@@ -192,7 +192,7 @@ def engine_topology(config: Config, actor: ModelPlan) -> Topology:
     for name in ("pp_size",) if attention else ("pp_size", "dp_size"):
         if sglang.get(name, 1) != 1:
             raise ValueError(
-                f"sglang.{name}={sglang[name]}: weight sync does not support such engines; use more engines "
+                f"sglang.{name}={sglang[name]}: weight sync supports only {name}=1; use more engines "
                 "(rollout.num_engines), or data-parallel attention (sglang.enable_dp_attention)."
             )
     if sglang.get("enable_dp_lm_head"):

@@ -1,6 +1,6 @@
 """Plans of `mrl sft`, `mrl certify`, `mrl replay`, `mrl plan sync` and `mrl plan placement`.
 
-Every function raises ValueError for a mistake in the config, and starts no process.
+Every function raises ValueError for a mistake in the config. No function starts a process.
 """
 
 import logging
@@ -67,7 +67,7 @@ def plan_sync(config: Config) -> tuple[ModelPlan, TransferPlan]:
     layout, dims = engine_layout(config, model), model.dims
     if UNEVEN_STAGE_FIELDS & config.megatron.keys():
         raise ValueError(
-            "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change their sizes."
+            "mrl plan sync assumes pipeline stages of equal size; leave out the megatron fields that change the sizes of stages."
         )
     shards = trainer_shards(layout.rows, layout.sizes, dims, even_pipeline_stages(model.arch.num_layers, dims))
     dtype = (config.model.dtype, config.model.itemsize)

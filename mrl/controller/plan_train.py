@@ -46,12 +46,12 @@ class TrainPlan(ModelPlan):
 
     algorithm: AlgorithmParts
     reward: Reward
-    agent: ToolAgent | None
+    agent: ToolAgent | None  # None: every response has one turn
     server_args: dict[str, Any]  # server arguments of SGLang
-    warm_start: SftConfig | None  # supervised stage that runs first; None if there is none or its output exists already
-    resume: ResumePoint
-    train: PromptDataset
-    test: PromptDataset | None
+    warm_start: SftConfig | None  # supervised stage that runs first; None: the config has none, or its output exists
+    resume: ResumePoint  # checkpoint from which the run continues, if there is one
+    train: PromptDataset  # training prompts
+    test: PromptDataset | None  # held-out prompts
     critic: ModelPlan | None
     teacher: ModelPlan | None
 
@@ -114,9 +114,9 @@ def plan_training(config: Config) -> TrainPlan:
 
 
 def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]]) -> None:
-    """Raise ValueError if engines share devices and a setting needs their memory to stay on the devices.
+    """Raise ValueError if engines share devices and a setting needs the engines' memory to stay on the devices.
 
-    Engines that share devices are offloaded, so their memory does not stay.
+    Engines that share devices lose their memory when they are offloaded.
     """
     sync, saver = config.weight_sync, "enable_memory_saver"
     if not any("engines" in roles for roles in colocated_roles):
@@ -126,10 +126,12 @@ def check_time_sharing(config: Config, colocated_roles: frozenset[frozenset[str]
         raise ValueError(f"weight_sync.pause_mode=in_place keeps the KV cache, but {why}; use retract.")
     if sync.delta:
         raise ValueError(
-            f"weight_sync.delta=true sends differences to weights that the engines still have, but {why}; leave it false."
+            f"weight_sync.delta=true needs the previous weights in the engines, but {why}; leave it false."
         )
     if config.sglang.get(saver) is False:
-        raise ValueError(f"sglang.{saver}=false: {why}, which needs the memory saver on a GPU; leave it out.")
+        raise ValueError(
+            f"sglang.{saver}=false: {why}, and offloading needs the memory saver on a GPU; leave {saver} out."
+        )
 
 
 def _check_prompt_position(config: Config, resume: ResumePoint, train: PromptDataset) -> None:
@@ -190,7 +192,9 @@ def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource],
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
-    device = config.sglang.get("device")  # a run can set it, because this process may run on a node without a GPU
+    device = config.sglang.get(
+        "device"
+    )  # a config can set the device, because this process may run on a node without a GPU
     defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:
@@ -204,7 +208,7 @@ def _server_args(config: Config, context: int) -> dict[str, Any]:
         if config.sglang.get("disable_radix_cache") is False:
             raise ValueError(
                 "sglang.disable_radix_cache=false with weight_sync.pause_mode=in_place: new requests would continue prefixes "
-                "computed by older weights; leave one of them out."
+                "that older weights computed; leave one of the two keys out."
             )
         defaults["disable_radix_cache"] = True
     return defaults | config.sglang | dict(custom_weight_loader=loaders)
@@ -230,7 +234,10 @@ def warm_start_settings(config: Config) -> dict[str, Any]:
 
 
 def find_finished_warm_start(config: Config) -> str:
-    """Return the folder of a warm start that exists already, or "". Raises ValueError if it was made with other settings."""
+    """Return the folder of a warm start that exists already, or "".
+
+    Raises ValueError if that warm start was made with other settings.
+    """
     folder = config.sft.output if config.sft.train else None
     if not folder or not Path(folder).is_dir():
         return ""

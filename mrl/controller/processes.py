@@ -44,7 +44,7 @@ class RunProcesses:
         self.scheduler = MemoryScheduler(plan.colocated_roles)
         self.models = ModelGroups(plan.models, placements, self.scheduler, self.startup, stack)
         self._start_actor()
-        if self._engines_are_colocated:  # SGLang sizes its KV cache by the memory that is free at its start
+        if self._engines_are_colocated:  # an engine sizes its KV cache by the memory that is free when it starts
             self.models.wait_started(ACTOR)
             self.scheduler.make_room(ENGINES)
         worker = self._start_rollout_worker(placements.get("engines"))
@@ -74,7 +74,7 @@ class RunProcesses:
         return RolloutWorkerHandle(spec, options, self.plan.config.rollout.request_timeout_s + 60)
 
     def _start_actor(self) -> None:
-        """Start building the actor. If another run has stored the same warm start by now, the actor starts from it."""
+        """Start building the actor. If another run has stored the same warm start by now, the actor loads it."""
         stored = stored_warm_start(self.plan)
         self._needs_warm_start = self.plan.warm_start is not None and stored is None
         self.models.start(ACTOR, stored)
@@ -87,7 +87,7 @@ class RunProcesses:
         plan, actor = self.plan, self.models.actor
         self.models.wait_started(ACTOR)
         if self._engines_are_colocated:
-            # They must connect before their first offload, see EngineLifecycle.reset_after_trainer_restart.
+            # The engines must be connected before their first offload, see EngineLifecycle.reset_after_trainer_restart.
             self.engines.wait_started()
             self.engines.connect()
         if self._needs_warm_start and not checkpoint:
@@ -115,7 +115,7 @@ class RunProcesses:
         self.startup.ready(f"supervised warm start done (loss {loss:.3f})")
 
     def _critic_path(self) -> str | None:
-        """Return the folder of the warm start if the critic starts from it, or None if the critic's plan names the folder."""
+        """Return the folder of the warm start if the critic starts there. None: the critic starts from the folder in its plan."""
         warm_start = self.plan.warm_start
         return warm_start.output if warm_start and not self.plan.config.critic.path else None
 
@@ -193,7 +193,7 @@ def run_processes(plan: TrainPlan) -> Iterator[RunProcesses]:
 
 @contextmanager
 def supervised_trainer(plan: ModelPlan) -> Iterator[WorkerGroup]:
-    """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. They end when the context exits.
+    """Lock the run directory, start the trainer ranks of `mrl sft` and wait for them. The ranks end when the context exits.
 
     Raises StartupLostError if a process is lost during the start.
     """
@@ -225,7 +225,7 @@ def _cluster(config: Config, command: str, pools: Pools) -> Iterator[dict[str, R
         yield placements
 
 
-MAX_PAUSE_S = 60.0  # longest pause before a restart
+MAX_PAUSE_S = 60.0  # longest time that the driver waits before it restarts lost processes
 
 
 @dataclass
@@ -239,7 +239,7 @@ class ProcessRecovery:
     on_restart: Callable[[Checkpoint | None], None]  # gets the checkpoint that was loaded into new trainers
     initial_state: State = field(default_factory=dict)  # state before the first step, for a run without a checkpoint
     restarts: int = 0  # number of restarts since the newest checkpoint was written
-    newest_step: int | None = None  # step of the newest checkpoint at the last restart
+    newest_step: int | None = None  # step of the newest checkpoint at the last restart; None: there was no checkpoint
 
     def begin(self) -> None:
         """Bring up all processes for the first time."""
@@ -253,7 +253,7 @@ class ProcessRecovery:
     def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         """Restart the lost processes. Returns the state that matches the trainers' weights (see LostProcessRecovery).
 
-        Raises the error if all restarts are used up.
+        Raises the latest error if all restarts are used up.
         """
         while True:
             checkpoint = self.store.latest() or self.initial_checkpoint

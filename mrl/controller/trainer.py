@@ -1,4 +1,4 @@
-"""The training loop: prompts -> rollouts and rewards -> scores -> advantages -> updates -> weight sync, once per step."""
+"""The training loop. Each step samples and rewards responses, estimates advantages, trains, and pushes the new weights."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,10 @@ class RolloutSource(Protocol):
         ...
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute advantages [R] for the last `generate`, from its rewards and from the scored `columns` [R]."""
+        """Compute advantages [R] of the responses that the last `generate` returned.
+
+        They depend on the rewards of these responses, and on `columns`: name of a column [R] -> handles of its values.
+        """
         ...
 
     def evaluate(self, temperature: float) -> Metrics:
@@ -49,11 +52,11 @@ class PolicyUpdater(Protocol):
     """Optimizer steps of the actor."""
 
     def update(self, rollouts: Rollouts, advantages: AdvantageResult, step: int, kl_coef: float) -> Metrics:
-        """Train on the rollouts. `step` is the number of earlier updates of the actor."""
+        """Train on the rollouts. `step` is the number of earlier steps of the run that trained the actor."""
         ...
 
     def token_weights(self, rollouts: Rollouts, advantages: AdvantageResult) -> Sequence[NDArray[np.float64]]:
-        """Return an array [B] for each optimizer step of `update`: the weight of one token of each response in the loss."""
+        """Return an array [B] for each optimizer step of `update`: the loss weight of every token of each response."""
         ...
 
 
@@ -81,26 +84,29 @@ class LostProcessRecovery(Protocol):
     def __call__(self, error: ProcessesLostError, state_after_step: State | None) -> State:
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
-        `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If the
-        trainers are alive, this state is returned. Otherwise the trainers load the last checkpoint, and the state in that
-        checkpoint is returned. Raises an error if the run cannot continue.
+        `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
+        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
+        checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
         """
         ...
 
 
 WEIGHT_CHANGING = ("update", "weight_sync")
-"""Phases that change the trainers' weights. After a failure in such a phase, the weights of the last step may be lost."""
+"""Phases in which the trainers may have newer weights than after the last finished step.
+
+After a failure in one of these phases, the weights of the last finished step may be lost.
+"""
 ABANDONABLE = ("rollout", "score", "advantage", "evaluate")
-"""Phases that a preempted run may abandon: they change no weights."""
+"""Phases that a preempted run may abandon, because these phases change no weights."""
 
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """When training ends, when it evaluates, and when the actor begins to learn."""
+    """When the run ends, when it evaluates, and when the actor begins to learn."""
 
-    max_steps: int
-    stop_reward: float | None = None  # the run ends when the mean reward of the last `stop_window` steps reaches this
-    stop_window: int = 5
+    max_steps: int  # the run ends after this many steps
+    stop_reward: float | None = None  # the run ends if the last `stop_window` steps have at least this mean reward
+    stop_window: int = 5  # number of steps
     eval_every: int = 0  # steps; 0: evaluate only before and after training
     critic_steps: int = 0  # number of steps at the start of the run that train only the critic
 
@@ -109,7 +115,7 @@ class TrainingSchedule:
 class TrainingProgress:
     """Progress of a run. Checkpoints contain all fields except the last two."""
 
-    step: int = 0  # number of finished steps; the trainers hold this weight version
+    step: int = 0  # number of finished steps, which is also the weight version of the trainers
     window: list[float] = field(default_factory=list)  # mean reward of each of the last `stop_window` steps
     before: Metrics = field(default_factory=dict)  # metrics eval/* of the initial weights
     after: Metrics = field(default_factory=dict)  # metrics eval/* of the current weights; {} if they were not evaluated
@@ -134,12 +140,12 @@ class StepMetrics:
     values: Metrics  # all metrics by name, except those that need the duration of the step
     mean_reward: float
     num_tokens: float  # tokens that the policy sampled
-    num_samples: float
+    num_samples: float  # responses
     worker_s: float  # seconds spent in engines, Megatron and rewards; the rest of the step is spent in the controller
 
     @classmethod
     def of(cls, values: Metrics) -> Self:
-        """Return the metrics `values` of a step together with the typed fields, which are taken from them."""
+        """Return the StepMetrics with these `values`. The other fields are taken from `values`."""
         spent = ("engine", "sync_engine", "megatron", "critic", "reward")
         worker_s = values["time/score_s"] + sum(values.get(f"spent/{name}_s", 0.0) for name in spent)
         return cls(values, values["reward/mean"], values["rollout/tokens"], values["rollout/samples"], worker_s)
@@ -160,24 +166,25 @@ class Trainer:
 
     prompts: PromptStream
     rollout: RolloutSource
-    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]  # name of a column [R] -> function that computes it
+    # Name of a column [R] -> function that computes the column.
+    scorers: Mapping[str, Callable[[Rollouts], list[Handle]]]
     actor: PolicyUpdater
     critic: ValueUpdater | None
-    kl: KLControl
+    kl: KLControl  # coefficients of the KL penalties in the reward and in the loss
     weight_sync: WeightPusher
     phase: "Phases"
     tracker: Tracker
     ledger: SampleLedger
     saver: CheckpointSaver
-    recover: LostProcessRecovery
-    preemption_requested: Callable[[], bool]  # whether the run must end after this step (it is started again later)
+    recover: LostProcessRecovery  # restarts lost processes
+    preemption_requested: Callable[[], bool]  # whether the run must stop before the next step
     schedule: TrainingSchedule
     placement_metrics: Callable[[], Metrics] = dict  # returns the metrics placement/* for the time since the last call
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def step(self, step: int) -> StepMetrics:
-        """Sample N prompts x G responses, train on them, and push the new weight version to the engines."""
-        with self.phase("rollout"):  # engines sample, rewards score the responses; tokens stay in Ray's object store
+        """Run the step with index `step`, from 0: sample N * G responses, train on them, and push the new weights."""
+        with self.phase("rollout"):  # engines sample responses and rewards score them
             rollouts = self.rollout.generate(self.prompts, step)  # B = N * G responses
         metrics = rollouts.metrics(version=step)
 
@@ -268,8 +275,8 @@ class Trainer:
     def should_abandon_step(self, grace_s: float) -> bool:
         """Return whether a preempted run with `grace_s` seconds left abandons the running step.
 
-        It does so if the current phase changes no weights, and the last step took longer than `grace_s` seconds or no step has
-        finished yet.
+        Two conditions must hold. First, the current phase is one of ABANDONABLE. Second, the last step took longer than
+        `grace_s` seconds, or no step has finished yet.
         """
         step_s = self.progress.step_s
         return self.phase.current in ABANDONABLE and (step_s is None or step_s > grace_s)
@@ -283,7 +290,7 @@ class Trainer:
         return dict(progress=progress, **{name: part.state_dict() for name, part in parts.items()})
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state of this run, or of another run with the same data. Later steps are removed from the logs."""
+        """Restore a state of this run, or of another run with the same data. The logs lose all steps after this state."""
         for name, value in state["progress"].items():
             setattr(self.progress, name, value)
         self.prompts.load_state_dict(state["prompts"])

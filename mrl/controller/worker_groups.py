@@ -128,13 +128,13 @@ logger = logging.getLogger(__name__)
 
 
 def stored_warm_start(plan: TrainPlan) -> str | None:
-    """Return the folder of the run's warm start if it exists. Another run may have stored it after this run was planned."""
+    """Return the folder of the run's warm start, or None. Another run may have stored it after this run was planned."""
     folder = plan.warm_start.output if plan.warm_start else None
     return folder if folder and Path(folder).is_dir() else None
 
 
 def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig) -> float:
-    """Train the actor on the rows of `sft.train`. Returns the loss of the last step, in nats per response token."""
+    """Train the actor on the rows of `sft.train`. Returns the loss of the last optimizer step, in nats per response token."""
     assert sft.train, "only called for a config with a supervised stage"
     optim = replace(sft.optim, lr_decay_steps=sft.optim.lr_decay_steps or sft.steps)
     actor.call(TrainWorker.reset_optimizer, **vars(optim))
@@ -160,7 +160,7 @@ def train_supervised(actor: WorkerGroup, plan: ModelPlan, sft: SftConfig) -> flo
 
 
 def export_supervised(actor: WorkerGroup, config: Config, output: str) -> None:
-    """Write the actor's weights as a Hugging Face folder, together with the settings that decided them."""
+    """Write the actor's weights as a Hugging Face folder, together with the settings that decide these weights."""
     settings = {WARM_START_SETTINGS: json.dumps(warm_start_settings(config))}
     actor.call(TrainWorker.export_hf, str(Path(output).resolve()), settings)
 
@@ -185,14 +185,14 @@ class SupervisedStage:
     lengths: np.ndarray  # [rows] tokens
     response_lengths: np.ndarray  # [rows] tokens
     sampled_lengths: np.ndarray  # [rows] response tokens in the loss; tool results are not in the loss
-    steps: int
-    batch_size: int  # rows per step
+    steps: int  # number of optimizer steps
+    batch_size: int  # rows per optimizer step
     optim: OptimConfig
     packing: Packing
     seed: int
 
     def run(self, tracker: Tracker) -> float:
-        """Train, and return the loss of the last step, in nats per response token."""
+        """Train, and return the loss of the last optimizer step, in nats per response token."""
         stream = PromptStream(len(self.lengths), self.batch_size, seed=self.seed, shuffle=True)
         prompt_lengths = self.lengths - self.response_lengths
         loss = float("nan")
