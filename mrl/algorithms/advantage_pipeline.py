@@ -1,4 +1,4 @@
-"""The advantage pipeline: computes the columns that the losses need from the rewards of a whole batch, once per step."""
+"""The advantage pipeline. Once per step, it turns the rewards of the whole batch into the columns that the losses read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from mrl.core.types import Column
 
 @dataclass(frozen=True)
 class AdvantagePipeline:
-    """Computes the columns [R] that the losses need: advantages, returns, and the extra columns of the policy loss.
+    """Computes the columns that the losses need: advantages, returns, and the extra columns of the policy loss.
 
-    It subtracts the KL penalty from the rewards, estimates advantages, whitens them, and computes the extra columns.
-    A response without sampled tokens is ignored. It does not count in the mean reward of its group either.
+    A column [R] has one number for each of the R sampled tokens.
+
+    The pipeline subtracts the KL penalty from the rewards, estimates advantages, whitens them, and computes the extra columns.
+    A response without sampled tokens is ignored, also in the mean reward of its group.
 
     With `mask_truncated`, truncated responses are rejected: they are excluded from the loss, from whitening and from the
     extra columns. A rejected response counts in the statistics of its group, as in DAPO (Yu et al. 2025, 3.4).
@@ -34,7 +36,7 @@ class AdvantagePipeline:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the caller must pass. It contains "greedy_rewards" if the advantage estimator reads them."""
+        """Names of the columns that the caller must pass, and "greedy_rewards" if the advantage estimator reads them."""
         needs = getattr(self.advantage, "needs", frozenset()) | getattr(self.loss, "needs", frozenset())
         return needs | self.kl.needs | {"old_logprobs"} if self.kl else needs
 
@@ -47,7 +49,7 @@ class AdvantagePipeline:
             scored: responses and rewards.
             columns: a column [R] for each name in `needs`.
             kl_coef: coefficient of the KL penalty in the reward.
-            seed: seed of losses that select tokens at random.
+            seed: random seed for the extra columns of losses that select tokens at random.
         """
         rewards, metrics = self._token_rewards(scored, columns, kl_coef)
         batch = _advantage_inputs(scored, rewards, columns)
@@ -71,7 +73,7 @@ class AdvantagePipeline:
     def _token_rewards(
         self, scored: ScoredBatch, columns: Mapping[str, Column], kl_coef: float
     ) -> tuple[NDArray[np.float64], dict[str, float]]:
-        """Return the rewards of the tokens [R], minus their KL penalties, and metrics."""
+        """Return token rewards [R], from which the KL penalties are subtracted, and metrics."""
         if scored.turn_rewards is None:
             rewards = np.zeros(scored.lengths.sum())
             nonempty = scored.lengths > 0
@@ -86,7 +88,7 @@ class AdvantagePipeline:
     def _extra_columns(
         self, batch: AdvantageInputs, advantages: Column, in_loss: NDArray[np.bool_], rng: np.random.Generator
     ) -> dict[str, Column]:
-        """Return the extra columns [R] of the loss. They are computed from the tokens `in_loss` [R]; other tokens get 0."""
+        """Return the extra columns [R] of the loss, computed from the tokens with `in_loss` true. All other tokens get 0."""
         compute = getattr(self.loss, "extra_columns", PolicyLoss().extra_columns)
         columns = {}
         for name, values in compute(_select_responses(batch, in_loss), advantages[in_loss], rng).items():

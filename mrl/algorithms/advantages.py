@@ -1,7 +1,7 @@
 """Advantage estimators: they compute one advantage per response [B] or per sampled token [R] from the rewards of a batch.
 
 Most estimators compare the reward of a response with the rewards of its group. A group is all responses to one prompt.
-Groups may differ in size, and the rows of a group may be anywhere in the batch. These estimators give a response the
+Groups may differ in size, and the responses of a group may be anywhere in the batch. These estimators give a response the
 advantage 0 if its group has only one response, or if all rewards of the group are equal.
 """
 
@@ -34,7 +34,10 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of groups. Every method returns an array [B]: for each row, the value that belongs to its group."""
+    """Statistics of groups. Every method returns one value for each row [B], computed from the group of the row.
+
+    A row is a response.
+    """
 
     groups: NDArray[np.int64]  # [B] id of the group of each row
 
@@ -70,7 +73,7 @@ class GroupStatistics:
         return shifted - self.mean(shifted)
 
     def std(self, values: Floats, ddof: int = 1) -> Floats:
-        """Return [B]: for each row, the standard deviation of its group. The denominator is max(size - ddof, 1)."""
+        """Return [B]: for each row, sqrt(sum of (value - mean)^2 / max(size - ddof, 1)) over its group."""
         return np.sqrt(self.sum(self.subtract_mean(values) ** 2) / np.maximum(self.sizes - ddof, 1))
 
 
@@ -98,13 +101,13 @@ class GRPO:
 class RLOO:
     """Reward minus the mean reward of the other responses to the same prompt (Ahmadian et al. 2024, 2.2).
 
-    In a group of one response the advantage is 0. In verl it is the reward.
+    In a group of one response the advantage is 0. In verl the advantage is then the reward.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
-        """Return advantages [B]: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)."""
+        """Return advantages [B]: r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), where n is the size of the group."""
         groups = GroupStatistics(inputs.groups)
         return groups.subtract_mean(inputs.rewards) * groups.sizes / np.maximum(groups.sizes - 1, 1)
 
@@ -129,12 +132,12 @@ class ReMax:
     """Reward minus the reward of the greedy response to the same prompt (Li et al. 2023, algorithm 1).
 
     With `to_go`, the advantage of a token is the sum of the rewards from this token to the end, minus the greedy reward,
-    as in verl. The result differs only if a response has rewards at several tokens. This is so with a KL penalty in the
-    reward, and with one reward per turn.
+    as in verl. The result differs only if a response has rewards at several tokens: with a KL penalty in the reward, or
+    with one reward per turn.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy_rewards"})
-    to_go: bool = False
+    to_go: bool = False  # True: one advantage per token, from the rewards that are still to come (reward to go)
 
     def __call__(self, inputs: AdvantageInputs) -> Floats:
         """Return advantages [B], or [R] with `to_go`."""
@@ -148,7 +151,7 @@ class ReMax:
 class OPO:
     """Reward minus the weighted mean reward of the group (Hao et al. 2025, sec. 3).
 
-    The weight of a response is its length. With this baseline, the gradient has the smallest variance.
+    In this mean, the weight of a response is its length. With this baseline, the gradient has the smallest variance.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -165,8 +168,8 @@ class GPG:
     """(Reward minus the mean of the group) times B / (B - M) (Chu et al. 2025, AGE).
 
     M is the number of responses whose group has equal rewards. Such groups give no gradient; the factor compensates for
-    them. In verl, M is the number of responses with reward 0. With `normalize_std`, the advantage is also divided by the
-    standard deviation of the group. The divisor is F_norm in the paper; by default it is 1.
+    them. In verl, M is the number of responses with reward 0. The paper also divides by F_norm. By default F_norm is 1;
+    with `normalize_std`, F_norm is the standard deviation of the group.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -211,8 +214,8 @@ class PassAtK:
 class LogMeanExp:
     """Reward minus tau log Z, the baseline of OPMD (Kimi k1.5 2025, 2.3.2).
 
-    Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean of the group. The
-    authors use the mean in practice; this is GRPO with `normalize_std=False`.
+    Z is the mean of exp(r / tau) over the group. For large tau the baseline is close to the mean reward of the group.
+    In practice the authors use the mean reward as baseline, as GRPO with `normalize_std=False` does.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -235,8 +238,9 @@ class GDPO:
     `normalize_batch=False` the second normalisation is omitted, and `algorithm.whiten` can normalise over tokens, as
     verl does.
 
-    `weights` maps the name of a part to its weight. Other parts have weight 1. A reward without parts is one part with
-    the name `reward`. The parts do not contain the penalty of algorithm.kl_in_reward, so use algorithm.kl_in_loss.
+    `weights` maps the name of a part to its weight in the sum. Parts that `weights` does not name have weight 1. If a
+    reward has no parts, the whole reward is used as a part with the name `reward`. The parts do not contain the penalty of
+    algorithm.kl_in_reward, so use algorithm.kl_in_loss.
 
     Raises ValueError if `weights` names a part that the reward does not have.
     """
@@ -258,7 +262,7 @@ class GDPO:
         for name, rewards in parts.items():
             normalised = groups.subtract_mean(rewards) / (groups.std(rewards) + self.eps)
             total += self.weights.get(name, 1.0) * normalised
-        # The mean over the batch is 0 because the mean of each group is 0. To subtract it would only add rounding errors.
+        # The mean over the batch is 0 because the mean of each group is 0. Subtracting the mean would only add rounding errors.
         return total / (total.std() + self.eps) if self.normalize_batch else total
 
 
@@ -267,10 +271,10 @@ class GAE:
     """Generalised advantage estimation with a critic (Schulman et al. 2015, eq. 16).
 
     The advantage of token t is the sum over l of (gamma lam)^l delta[t + l], where
-    delta[t] = r[t] + gamma V[t + 1] - V[t], and V = 0 after the last token. Only sampled tokens have a number t: in a
+    delta[t] = r[t] + gamma V[t + 1] - V[t], and V = 0 after the last token. The index t counts only sampled tokens: in a
     multi-turn response, the first token of a turn follows the last token of the previous assistant turn.
 
-    The critic learns the TD(lambda) return. This is the advantage before whitening, plus the value.
+    The critic learns the TD(lambda) return, which is the advantage before whitening plus the value.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"values"})
@@ -287,7 +291,9 @@ class GAE:
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus:
-    """Discounted sum of the rewards from each token to the end, minus KL penalties (Hu et al. 2025).
+    """Discounted sum of the token rewards from each token to the end of the response (Hu et al. 2025).
+
+    The token rewards contain the KL penalty of algorithm.kl_in_reward.
 
     The method also whitens the advantages over the batch. `algorithm.whiten=true` does this;
     conf/algorithm/reinforce_pp.yaml sets it.
@@ -305,16 +311,17 @@ class ReinforcePlusPlus:
 class OnPolicyDistillation:
     """Advantage coef * (log p_teacher - log p_old) of each token (Lu and Thinking Machines 2025).
 
-    Its mean is -coef times the reverse KL divergence from the teacher. With `gamma` above 0, the terms of later tokens
-    are added, discounted by `gamma` per token; `gamma=1` gives R_t of MiniLLM (Gu et al. 2024, 2.2).
+    The mean of this advantage is -coef * KL(policy || teacher), with the reverse KL divergence. With `gamma` above 0, the
+    terms of later tokens are added, discounted by `gamma` per token; `gamma=1` gives R_t of MiniLLM (Gu et al. 2024, 2.2).
 
-    `reward` is another advantage estimator. Its advantages are added, multiplied by `reward_coef`.
+    `reward` is a second advantage estimator, which reads the rewards. The result is the advantage above plus
+    `reward_coef` times the advantage of the second estimator.
     """
 
     coef: float = 1.0
     gamma: float = 0.0
-    reward: Advantage | None = None
-    reward_coef: float = 1.0
+    reward: Advantage | None = None  # the second advantage estimator; None: rewards have no effect
+    reward_coef: float = 1.0  # factor of the second estimator's advantages
 
     @property
     def needs(self) -> frozenset[str]:

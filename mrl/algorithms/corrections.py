@@ -22,9 +22,9 @@ class Correction(Protocol):
     """Interface of a correction. `algorithm.correction._target_` may name any callable of this form."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R] of the token losses, and metrics: name -> values [R].
+        """Return a correction weight for each token loss [R], and metrics: name -> values [R].
 
-        The weights have no gradient. A weight of 0 rejects a token.
+        Correction weights have no gradient. A correction weight of 0 rejects a token.
         """
         ...
 
@@ -46,11 +46,11 @@ class ImportanceSampling:
     `mode` selects the weight for a ratio:
 
         truncate   the ratio, clamped to [low, high]
-        mask       the ratio; 0 if it is outside [low, high]
-        reject     1; 0 if the ratio is outside [low, high]
+        mask       the ratio, or 0 if the ratio is outside [low, high]
+        reject     1, or 0 if the ratio is outside [low, high]
 
-    With `veto`, all tokens of a response get weight 0 if the ratio of one of its tokens is below `veto`. This holds for
-    every level and mode.
+    With `veto`, all tokens of a response get weight 0 if the response has a token whose own ratio is below `veto`. The veto
+    works with every level and mode.
 
     Published methods are settings of this class:
 
@@ -68,7 +68,7 @@ class ImportanceSampling:
     mode: str = "truncate"
     low: float = 0.0
     high: float = 2.0
-    veto: float | None = None
+    veto: float | None = None  # lower bound of the ratio of every single token; None: no bound
 
     def __post_init__(self) -> None:
         for name, value, known in (("level", self.level, LEVELS), ("mode", self.mode, MODES)):
@@ -128,7 +128,7 @@ class OffPolicyMask:
     pi is the policy that is trained, so the mean also changes with each optimizer step on the responses.
     """
 
-    delta: float = 0.05
+    delta: float = 0.05  # largest accepted mean of log(pi_rollout / pi) over the tokens of a response, in nats
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights [R], each 0 or 1, and metrics."""
@@ -146,7 +146,7 @@ class Product:
     corrections: Sequence[Correction]
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [R], and metrics. If one correction truncates or rejects a token, the metrics count it as such."""
+        """Return weights [R], and metrics. A token counts as truncated or rejected if any of the corrections does this to it."""
         weights = inputs.old_logprobs.new_ones(inputs.old_logprobs.shape)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:
@@ -164,7 +164,7 @@ MISMATCH_SUMS = tuple(f"mismatch/{name}" for name in ("count", "log_ratio", "rat
 def mismatch_sums(old: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """Return sums over tokens, from which `mismatch_metrics` computes the mismatch between trainer and engine.
 
-    `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are those of the engine.
+    `old` [R] are the trainer's log-probabilities of the sampled tokens, and `rollout` [R] are the engine's.
     The results are float64 scalars. The caller adds the sums of all micro-batches and ranks.
     """
     log_ratio = old.detach().double() - rollout.double()

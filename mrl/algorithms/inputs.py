@@ -24,7 +24,8 @@ class ScoredBatch:
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens, which may be 0; the sum is R
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
-    turn_rewards: NDArray[np.float64] | None = None  # [R] reward of each turn at its last token; replaces `rewards`
+    # [R] reward of each turn at the last token of the turn, else 0; used in place of `rewards`. None: no rewards per turn
+    turn_rewards: NDArray[np.float64] | None = None
     # name of a part of the reward -> its values [B]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     greedy_rewards: NDArray[np.float64] | None = None  # [B] reward of the greedy response to the same prompt
@@ -34,7 +35,8 @@ class ScoredBatch:
 class AdvantageInputs:
     """Input of an advantage estimator: the B responses of a batch that have sampled tokens."""
 
-    token_rewards: NDArray[np.float64]  # [R] reward of each response or turn at its last token, minus KL penalties
+    # [R] reward of each response or turn at its last token, else 0; the KL penalty of each token is already subtracted
+    token_rewards: NDArray[np.float64]
     groups: NDArray[np.int64]  # [B] id of the prompt that the response answers
     lengths: NDArray[np.int64]  # [B] number of sampled tokens; the sum is R
     columns: Mapping[str, Column] = field(default_factory=dict)  # name in `needs` of the estimator -> column [R]
@@ -44,19 +46,19 @@ class AdvantageInputs:
 
     @cached_property
     def rewards(self) -> NDArray[np.float64]:
-        """[B] reward of each response, minus its KL penalties."""
+        """[B] sum of the `token_rewards` of each response."""
         return np.bincount(self.rows, self.token_rewards, minlength=len(self.lengths)).astype(np.float64)
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
-        """[R] for each token, the row of its response."""
+        """[R] for each token, the index of its response among the B responses."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
 class Advantages(NamedTuple):
     """Result of an advantage estimator. An estimator that computes no returns may return just the array of advantages."""
 
-    advantages: NDArray[np.floating]  # [B] or [R]; with [B], all tokens of a response have its advantage
+    advantages: NDArray[np.floating]  # [B] or [R]; with [B], each token gets the advantage of its response
     returns: NDArray[np.floating] | None = None  # [R] targets that the critic learns
 
 
@@ -74,7 +76,7 @@ def broadcast_to_tokens(advantages: NDArray[np.floating], inputs: AdvantageInput
     """Return advantages [B] or [R] as one value per sampled token [R].
 
     Raises:
-        ValueError: `advantages` has another shape.
+        ValueError: the shape of `advantages` is neither [B] nor [R].
     """
     if advantages.shape == inputs.lengths.shape:
         return advantages[inputs.rows]
@@ -97,7 +99,7 @@ class Responses:
     With context parallelism, a rank holds only a part of each response.
     """
 
-    index: Tensor  # [tokens on this rank] int64, for each sampled token the number of its response, from 0
+    index: Tensor  # [tokens on this rank] int64, for each sampled token the index (0 to n - 1) of its response
     lengths: Tensor  # [n] number of sampled tokens of each response on all ranks together
     sum_over_ranks: Callable[[Tensor], Tensor] = _identity  # sums over the context-parallel ranks; differentiable
 
@@ -118,12 +120,12 @@ class Responses:
 class LossInputs:
     """Input of a loss or correction. R is the number of sampled tokens of a micro-batch on this rank."""
 
-    logprobs: Tensor  # [R] log-probabilities under the weights that are trained; differentiable
-    old_logprobs: Tensor  # [R] log-probabilities under the weights before the first optimizer step on these responses
+    logprobs: Tensor  # [R] log-probabilities under the current model weights; differentiable
+    old_logprobs: Tensor  # [R] log-probabilities before the first optimizer step on these responses
     advantages: Tensor  # [R]
     # [R] entropy in nats of the distribution that predicts the token; differentiable if the loss uses it
     entropy: Tensor
     rollout_logprobs: Tensor  # [R] log-probabilities from the engine that sampled the tokens
-    responses: Responses
-    # name -> column [R]: the columns in `needs`, and extra columns of the loss
+    responses: Responses  # computes sums and means over each response
+    # name -> column [R]: the columns that the loss names in `needs`, and the extra columns of the loss
     columns: Mapping[str, Tensor] = field(default_factory=dict)

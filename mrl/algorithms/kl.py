@@ -93,7 +93,7 @@ class KLPenalty:
 
 
 MEASURED_KL_METRIC = {"reward": "policy/kl_reward", "loss": "policy/kl_ref"}
-"""Where a penalty is used -> name of the metric with its measured KL."""
+"""Name of a penalty ("reward" or "loss") -> name of the metric that has the measured KL of this penalty."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class KLControl:
         self.coefs = {term: penalty.coef for term, penalty in self.penalties.items()} | self.coefs
 
     def coef(self, term: str) -> float:
-        """Return the coefficient for the next step, or 0 if there is no such penalty. `term` is "reward" or "loss"."""
+        """Return the next step's coefficient of the penalty `term` ("reward" or "loss"); 0 if there is no such penalty."""
         return self.coefs.get(term, 0.0)
 
     def metrics(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Policy losses per sampled token, and the value loss of the critic.
 
-In the formulas, A is the advantage of a token, pi its probability under the weights that are trained, and r the ratio
-pi / pi_old. sg is the stop-gradient. `mrl.algorithms.objective` averages the losses and adds KL and entropy terms.
-`mrl.algorithms.sequence_losses` contains the losses with one ratio per response.
+In the formulas, A is the advantage of a token, pi the token's probability under the current model weights, pi_old the
+token's probability before the first optimizer step of the training step, and r the ratio pi / pi_old. sg is the
+stop-gradient. `mrl.algorithms.objective` averages the losses and adds KL and entropy terms. The losses with one ratio per
+response are in `mrl.algorithms.sequence_losses`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 class Loss(Protocol):
     """Interface of a policy loss. `algorithm.loss._target_` may name any callable of this form.
 
-    The base class PolicyLoss has defaults for all its attributes.
+    The class PolicyLoss has defaults for all attributes of this interface.
     """
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether a response with advantage 0 has loss 0 and gradient 0. Training skips such responses."""
+        """Whether a response with advantage 0 has loss 0 and gradient 0. If this is true, training skips these responses."""
         ...
 
     @property
@@ -37,7 +38,7 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the columns that the loss reads: old_logprobs, ref_logprobs, values, teacher_logprobs, or some of them."""
+        """Names of the columns that the loss reads, out of old_logprobs, ref_logprobs, values and teacher_logprobs."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,10 +67,10 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class PPOClip(PolicyLoss):
-    """Clipped policy-gradient loss, -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, Schulman et al. 2017, eq. 7).
+    """Clipped policy-gradient loss, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, Schulman et al. 2017, eq. 7).
 
-    With `clip_high` above `clip_low`, it is DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, the loss of a
-    token with A < 0 is at most -dual_clip * A (Ye et al. 2020, eq. 5). verl always sets this bound to 3.
+    With `clip_high` above `clip_low`, it is DAPO's clip-higher (Yu et al. 2025, eq. 10). With `dual_clip`, a token
+    with A < 0 has the loss min(loss, -dual_clip * A) (Ye et al. 2020, eq. 5). verl always uses dual_clip = 3.
 
     Raises ValueError for a `dual_clip` of 1 or less.
     """
@@ -107,10 +108,11 @@ class PolicyGradient(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """Policy gradient whose weight is the clipped ratio: -sg(clip(r, 1 - low, 1 + high)) A log pi (MiniMax-M1 2025, eq. 4-5).
+    """Policy gradient with the clipped ratio as factor (MiniMax-M1 2025, eq. 4-5).
 
-    Only the weight of a token is clipped, so clipped tokens also have a gradient. The paper sets no lower bound, and its
-    upper bound is not published. The default upper bound 1 + clip_high = 5 is the one of Khatri et al. (2025, ScaleRL).
+    The loss is -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi. Clipped tokens also have a gradient, because the factor
+    has none. The paper sets no lower bound, and does not publish the upper bound. The default upper bound
+    1 + clip_high = 5 is from Khatri et al. (2025, ScaleRL).
     """
 
     clip_low: float = 1.0
@@ -127,12 +129,12 @@ class SAPO(PolicyLoss):
     """Loss with a soft gate in place of a clip: -A sigmoid(tau (r - 1)) 4 / tau (Gao et al. 2025).
 
     For on-policy samples, every tau gives the gradient of the plain policy gradient. With a larger tau, the gradient
-    falls faster as r moves away from 1. By default, tau is larger for negative advantages. The paper gives each response
-    the same weight (`algorithm.aggregation=sequence_mean`).
+    falls faster as r moves away from 1. By default, tau is larger for negative advantages. In the paper, all responses
+    have the same loss weight (`algorithm.aggregation=sequence_mean`).
     """
 
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau_positive: float = 1.0  # tau of tokens with A > 0
+    tau_negative: float = 1.05  # tau of tokens with A <= 0
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = (inputs.logprobs - inputs.old_logprobs).exp()
@@ -147,12 +149,12 @@ class DPPO(PolicyLoss):
 
     A token is outside if A > 0 and pi - pi_old > delta_high, or if A <= 0 and pi - pi_old < -delta_low. So the trust
     region bounds |pi - pi_old| (binary total variation) and not the ratio. Compared with a clip of the ratio, tokens of
-    low probability keep their gradient, and tokens of high probability reach the bound earlier. `max_ratio` is from verl.
+    low probability keep their gradient, and tokens of high probability reach the bound earlier.
     """
 
     delta_low: float = 0.2
     delta_high: float = 0.2
-    max_ratio: float = 20.0
+    max_ratio: float = 20.0  # r is clipped to at most this value, as in verl
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         detached = inputs.logprobs.detach()
@@ -196,13 +198,13 @@ class ClipCov(PolicyLoss):
 
     The number of selected tokens is `fraction` times the number of all tokens.
 
-    The authors' code also clips r in the way of PPO, with 1 for both bounds. Here `clip_low` and `clip_high` do this. By
-    default r is not clipped.
+    The authors' code also clips r in the way of PPO, with 1 for both bounds. Here `clip_low` and `clip_high` are these
+    bounds. By default r is not clipped.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
-    fraction: float = 2e-4
-    low: float = 1.0
+    fraction: float = 2e-4  # fraction of all tokens
+    low: float = 1.0  # bounds of the covariance of a selected token: low and high
     high: float = 5.0
     clip_low: float = float("inf")
     clip_high: float = float("inf")
@@ -233,17 +235,18 @@ KL_COV_ESTIMATES = ("k3", "abs")
 class KLCov(PolicyLoss):
     """Loss -r A, plus coef KL(old || pi) for the tokens with the largest covariance (Cui et al. 2025, eq. 12-13).
 
-    The number of these tokens is `fraction` times the number of all tokens. Some of them may have advantage 0.
+    The number of these tokens is `fraction` times the number of all tokens. Some of these tokens may have
+    advantage 0.
 
     `kl` selects the estimate of the KL. "k3" is r - 1 - log r. Its value and its gradient are unbiased. "abs" is |log r|,
-    as in the authors' code, which uses the coefficient 1. Raises ValueError for another `kl`.
+    as in the authors' code, which uses the coefficient 1. Raises ValueError for any other `kl`.
     """
 
     zero_without_advantage: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     fraction: float = 2e-4
     coef: float = 1.0
-    kl: str = "k3"
+    kl: str = "k3"  # estimate of KL(old || pi): "k3" or "abs"
 
     def __post_init__(self) -> None:
         if self.kl not in KL_COV_ESTIMATES:
@@ -270,9 +273,9 @@ class KLCov(PolicyLoss):
 class ValueLoss:
     """Half the squared error of a value V, (V - return)^2 / 2 (PPO, Schulman et al. 2017, half of L^VF in eq. 9).
 
-    With `clip` > 0, the loss is the larger of two errors: that of V, and that of V clipped to the interval
-    [V_old - clip, V_old + clip]. V_old is the value before the first optimizer step on the responses. This is done as in
-    the authors' code (openai/baselines, ppo2). With `clip` = 0, V is not clipped.
+    With `clip` > 0, the loss is max((V - return)^2, (V_clipped - return)^2) / 2, as in the authors' code (openai/baselines,
+    ppo2). V_clipped is V clipped to [V_old - clip, V_old + clip], where V_old is the value before the first optimizer step
+    on the responses. With `clip` = 0, V is not clipped.
     """
 
     clip: float = 0.0

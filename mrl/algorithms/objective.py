@@ -1,8 +1,8 @@
-"""The objective of the actor (policy loss, correction, KL and entropy terms), and the weights of token losses in a batch.
+"""The objective of the actor (policy loss, correction, KL and entropy terms), and the weight of each token in the loss.
 
-The loss of a batch is the weighted sum of its token losses. `token_weights` returns the weights, whose denominators are
-those of the whole batch. So every split of the batch into micro-batches and data-parallel ranks gives the same loss and
-the same gradient. Gradients are summed over ranks and not divided again.
+The loss of a mini-batch is the sum of token weight * token loss over all its tokens. `token_weights` normalizes the token
+weights over the whole mini-batch, not over a micro-batch or a rank. So every split of the mini-batch into micro-batches and
+data-parallel ranks gives the same loss and the same gradient. Gradients are summed over ranks, and need no division.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ if TYPE_CHECKING:  # the driver builds and checks objectives without torch
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms."""
+    """The loss that the actor's optimizer minimises: a policy loss times a correction, plus KL and entropy terms.
+
+    An Objective has the attributes and methods of mrl.algorithms.losses.Loss, and includes them for its terms.
+    """
 
     policy: Loss
-    correction: Correction | None = None
-    kl: KLPenalty | None = None
+    correction: Correction | None = None  # None: the policy loss is not corrected
+    kl: KLPenalty | None = None  # penalty that is added to the loss
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
     rollout_logprobs_as_old: bool = False  # use the engine's log-probabilities as old log-probabilities
 
@@ -76,15 +79,16 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 def token_weights(
     response_lengths: NDArray[np.int64], aggregation: str, max_tokens: int | None = None
 ) -> NDArray[np.float64]:
-    """Return [B]: for each response, the loss weight of one of its tokens. No other code sets denominators of the loss.
+    """Return [B]: for each response, the token weight that each of its tokens has in the loss.
 
-    `aggregation` selects the weight:
+    `response_lengths` [B] are the numbers of sampled tokens of all responses of a mini-batch. Only this function normalizes
+    the loss. `aggregation` selects the token weight:
 
         token_mean     1 / (number of tokens of all responses): every token has the same weight (DAPO, eq. 8)
         sequence_mean  1 / (B * number of tokens of the response): every response has the same weight (GRPO as published,
                        eq. 3)
-        fixed_length   1 / (B * max_tokens): the weight does not depend on the lengths of the responses (Dr.GRPO, Liu et
-                       al. 2025, 3.2). `max_tokens` is the length limit of a response
+        fixed_length   1 / (B * max_tokens): the token weight does not depend on the lengths of the responses (Dr.GRPO,
+                       Liu et al. 2025, 3.2). `max_tokens` is the length limit of a response
 
     A response of length 0 has no tokens, but it counts in B. Raises ValueError for an unknown aggregation, and for
     fixed_length without `max_tokens`.

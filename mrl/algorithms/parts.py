@@ -12,7 +12,7 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config, Node
 
 SCORED_COLUMNS = frozenset({"old_logprobs", "ref_logprobs", "values", "teacher_logprobs"})
-"""Columns [R] that models compute. Each part of an algorithm declares which of these columns it needs."""
+"""Columns (one number per sampled token) that models compute. Each part of an algorithm declares the columns it needs."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class AlgorithmParts:
     objective: Objective
     advantage_pipeline: AdvantagePipeline
     rollout_filter: Filter | None  # decides which groups are trained; None: all groups are trained
-    needs: frozenset[str]  # what must be computed: names in SCORED_COLUMNS, and "greedy_rewards"
+    needs: frozenset[str]  # what a step must compute for the parts: names in SCORED_COLUMNS, and "greedy_rewards"
     penalties: dict[str, KLPenalty]  # the configured KL penalties; possible keys: "reward", "loss"
 
 
@@ -62,7 +62,7 @@ def build_algorithm(config: Config) -> AlgorithmParts:
 
 
 def build_objective(config: Config) -> Objective:
-    """Build the objective that the optimizer of the actor minimises. Raises ValueError if its parts do not fit together."""
+    """Build the objective that the actor's optimizer minimises. Raises ValueError if the parts of the objective conflict."""
     algorithm, from_rollout = config.algorithm, config.algorithm.old_logprobs == "rollout"
     correction = instantiate_callable(algorithm.correction, "algorithm.correction") if algorithm.correction else None
     if from_rollout and correction and is_importance_sampling(correction):
@@ -73,7 +73,9 @@ def build_objective(config: Config) -> Objective:
     if config.rollout.staleness and not (correction or from_rollout):
         correction = ImportanceSampling()  # otherwise gradients from samples of older weights are biased
     return Objective(
-        policy=instantiate_callable(algorithm.loss, "algorithm.loss", needs=("zero_without_advantage", "uses_entropy")),
+        policy=instantiate_callable(
+            algorithm.loss, "algorithm.loss", required_attributes=("zero_without_advantage", "uses_entropy")
+        ),
         correction=correction,
         kl=_penalty(algorithm.kl_in_loss, "algorithm.kl_in_loss"),
         entropy_coef=algorithm.entropy_coef,
@@ -82,6 +84,7 @@ def build_objective(config: Config) -> Objective:
 
 
 def _penalty(node: Node | None, key: str) -> KLPenalty | None:
+    """Build a KL penalty from `node`, a dict with its arguments. Without a node, return None. `key` is the config key."""
     if not node:
         return None
     return instantiate_callable({"_target_": f"{KLPenalty.__module__}.{KLPenalty.__qualname__}"} | node, key)

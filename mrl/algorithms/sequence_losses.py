@@ -1,10 +1,11 @@
 """Policy losses with one ratio or penalty per response. They return one loss per token.
 
-In the formulas, y is a response, |y| its number of tokens, and pi(y) its probability under the weights that are trained.
-A is the advantage, pi the probability of a token, r the ratio pi / pi_old of a token, and sg the stop-gradient.
+In the formulas, y is a response, |y| its number of tokens, and pi(y) its probability under the current model weights. A is
+the advantage, pi the probability of a token, r the ratio pi / pi_old of a token, and sg the stop-gradient. pi_old is the
+probability before the first optimizer step of the training step.
 
-With `algorithm.aggregation=sequence_mean`, each response has the same weight as in the papers. Context parallelism may
-divide a response over ranks; `inputs.responses` sums over all its tokens.
+With `algorithm.aggregation=sequence_mean`, all responses have the same loss weight, as in the papers. Context parallelism
+may divide a response over ranks; `inputs.responses` sums over the tokens on all these ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:  # the driver builds and checks losses without torch
 
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
-    """PPO's clip of one ratio per response, s = (pi(y) / pi_old(y))^(1 / |y|) (Zheng et al. 2025, eq. 5-7).
+    """PPO's clipped loss with one ratio per response, s = (pi(y) / pi_old(y))^(1 / |y|) (Zheng et al. 2025, eq. 5-7).
 
-    The loss of each token is -min(s A, clip(s, 1 - low, 1 + high) A). The mean over the tokens of a response is the
-    paper's loss of the response.
+    The loss of each token is -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A). The mean of these losses over a response
+    is the loss that the paper defines for the response.
     """
 
     clip_low: float = 3e-4
@@ -40,7 +41,8 @@ class GSPO(PolicyLoss):
 class GSPOToken(PolicyLoss):
     """GSPO for one advantage per token. The ratio of a token is sg(s) pi / sg(pi) (Zheng et al. 2025, eq. 13-17).
 
-    If all tokens of a response have the same advantage, loss and gradient are equal to those of GSPO.
+    s is the ratio of the response, as in GSPO. If all tokens of a response have the same advantage, this class and GSPO
+    give the same loss and gradient.
     """
 
     clip_low: float = 3e-4
@@ -62,8 +64,8 @@ def _clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float) ->
 class GMPO(PolicyLoss):
     """-A times the geometric mean of the clipped token ratios of a response (Zhao et al. 2025, eq. 4).
 
-    `clip_low` and `clip_high` are bounds of log r: with the defaults, r is clipped to (e^-0.4, e^0.4), as in the paper. If
-    A > 0, only the upper bound is used; if A < 0, only the lower bound is used. All tokens of a response should have the
+    log r is clipped to [-clip_low, clip_high]. With the defaults, r is clipped to [e^-0.4, e^0.4], as in the paper. If A > 0,
+    only the upper bound is used; if A < 0, only the lower bound is used. All tokens of a response should have the
     same advantage.
     """
 
@@ -86,14 +88,15 @@ class OPMD(PolicyLoss):
     constant. The other two terms have the gradient of the paper, -(A - tau D) grad log pi(y) (eq. 3).
 
     The loss of a token is -A log r + tau D^2 / (2 |y|). Its sum over a response is the loss of the response. With
-    `algorithm.aggregation=fixed_length` the weights of the tokens keep this sum; sequence_mean divides it by |y|.
+    `algorithm.aggregation=fixed_length`, all responses multiply this sum by the same constant. With sequence_mean, the
+    sum is also divided by |y|.
 
-    A should be the reward minus the mean of the group (GRPO with `normalize_std=False`), as the authors do in practice,
+    A should be the reward minus the mean reward of the group (GRPO with `normalize_std=False`), as the authors do in practice,
     or the reward minus tau log Z (LogMeanExp). A response with advantage 0 also has a gradient, towards the old policy.
     """
 
     zero_without_advantage: ClassVar[bool] = False
-    tau: float = 0.1
+    tau: float = 0.1  # a larger tau keeps the policy closer to the old policy
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio, responses = inputs.logprobs - inputs.old_logprobs, inputs.responses
@@ -105,8 +108,8 @@ class OPMD(PolicyLoss):
 class TOPR(PolicyLoss):
     """Tapered off-policy REINFORCE: the loss is -w A log pi with a weight w per response (Le Roux et al. 2025, eq. 8).
 
-    w is 1 if A >= 0, and min(1, pi(y) / pi_old(y)) if A < 0. So a response with A < 0 loses weight as it becomes less
-    probable. The weight has no gradient. The metric `loss/clip_fraction` is the fraction of tokens with A < 0 and
+    w is 1 if A >= 0, and min(1, pi(y) / pi_old(y)) if A < 0. So if a response with A < 0 becomes less probable, its w
+    falls. w has no gradient. The metric `loss/clip_fraction` is the fraction of tokens with A < 0 and
     pi(y) / pi_old(y) > 1.
     """
 
