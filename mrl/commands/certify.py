@@ -40,7 +40,7 @@ def job(config: Config) -> None:
 
 
 def print_table(differences: list[ParityDifference], title: str) -> None:
-    """Print one row for each weight or quantity, with the largest difference over all layers and experts."""
+    """Print one row for each kind of tensor or number, with the largest difference over all layers and experts."""
     from rich.console import Console  # not needed by `mrl --help`
     from rich.table import Table
 

@@ -31,7 +31,8 @@ PAGE_START = """# Config keys
 Any key can be set on the command line (`optim.lr=3e-4`) or in a yaml file of a group. `experiment=NAME` selects the file
 `conf/experiment/NAME.yaml`. An unknown key is an error, and the message names the nearest known key.
 
-A plug-in is a key whose value names a class or function: `_target_` is its dotted name, and the other entries are its arguments.
+The value of some keys names a class or function, which is called a plug-in. In such a value, `_target_` is the dotted name of the
+class or function, and the other entries are the arguments.
 
 These are the groups:
 """
@@ -46,6 +47,7 @@ mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.json
 | metric | unit | meaning |
 |---|---|---|
 """
+# (name, unit, meaning) of metrics whose names have a variable part <...>
 METRIC_FAMILIES = (
     ("time/<phase>_s", "s", "wall time of the phase `<phase>` of the training loop"),
     ("reward/<part>_mean", "", "mean of the reward's part `<part>`"),

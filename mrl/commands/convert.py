@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 HELP = """\
 usage: mrl convert to-megatron|to-hf|check KEY=VALUE ...
 
-Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. The memory that it needs is a few
-times the size of the largest tensor, for models of any size. To resume an interrupted conversion, run the same command again.
+Converts weights between Hugging Face folders and Megatron checkpoints. This needs no GPU. For models of any size,
+a conversion needs memory for a few copies of the largest tensor. To resume an interrupted conversion, run the same command again.
 
   to-megatron  converts a Hugging Face folder to a Megatron checkpoint (weights only). Any parallel layout can load it.
   to-hf        converts a Megatron checkpoint of any parallel layout to a Hugging Face folder.
@@ -38,7 +38,7 @@ Keys of to-megatron and to-hf:
   model.path=DIR       Hugging Face folder. to-hf reads only the config and the tokenizer from it.
   checkpoint=DIR       Megatron checkpoint, such as outputs/quickstart/TIME/checkpoints/step_000060/actor. Only for to-hf.
   model.family=FAMILY  model family, if mrl does not include it, such as my_model.py:NAME
-  output=DIR           folder for the result. It must not exist yet. It appears when the conversion is complete.
+  output=DIR           folder for the result, which must not exist yet. It appears when the conversion is complete.
   dtype=TYPE           float32, float16 or bfloat16. Default: the dtype of the input.
   max_shard_bytes=N    size of the largest file. Default: 2e9. A tensor that is larger gets its own file.
 
@@ -98,7 +98,7 @@ def to_megatron(arguments: Sequence[str]) -> int:
         "to-megatron", arguments, ("model.path", "model.family", "output", "dtype", "max_shard_bytes")
     )
     output, options = parsed.path("output"), _options(parsed)
-    from models.conversion import convert_checkpoint  # imports torch; only after the command line is checked
+    from models.conversion import convert_checkpoint  # it imports torch, which takes seconds
 
     with ConvertProgressBar("to Megatron") as bar:
         convert_checkpoint.to_megatron(_config(parsed), output, bar, **options)
@@ -112,7 +112,7 @@ def to_hf(arguments: Sequence[str]) -> int:
         "to-hf", arguments, ("checkpoint", "model.path", "model.family", "output", "dtype", "max_shard_bytes")
     )
     checkpoint, output, options = parsed.path("checkpoint"), parsed.path("output"), _options(parsed)
-    from models.conversion import convert_checkpoint  # imports torch; only after the command line is checked
+    from models.conversion import convert_checkpoint  # it imports torch, which takes seconds
 
     with ConvertProgressBar("to Hugging Face") as bar:
         convert_checkpoint.to_hf(checkpoint, _config(parsed), output, bar, **options)
@@ -126,7 +126,7 @@ def check(arguments: Sequence[str]) -> int:
     checkpoint = parsed.optional("checkpoint", Path, None, "a folder")
     logits = parsed.optional("logits", {"true": True, "false": False}.__getitem__, True, "true or false")
     config = _config(parsed)
-    from models.conversion import convert_checkpoint  # imports torch; only after the command line is checked
+    from models.conversion import convert_checkpoint  # it imports torch, which takes seconds
 
     results = [convert_checkpoint.check_round_trip(config)]
     if checkpoint:

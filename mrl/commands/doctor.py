@@ -16,14 +16,16 @@ from mrl.doctor.host_facts import Requirements
 from mrl.doctor.rendezvous import Rendezvous, SharedFolderStore, TcpRendezvousStore
 
 USAGE = """usage: mrl doctor [--json] [--all-reduce | --no-all-reduce] [--deadline S]
-                  [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [KEY=VALUE ...]
+                  [--rendezvous FOLDER|HOST:PORT [--hosts N] [--rank R]] [--point FOLDER] [KEY=VALUE ...]
 
 Finds problems that would make a run fail, hang or become slow. It checks versions of packages, GPUs and their driver, memory,
-/dev/shm, limits, disks, clocks, host names, ports and network interfaces, and it runs an all-reduce. It changes nothing.
+/dev/shm, limits, disks, clocks, host names, ports and network interfaces. With several GPUs or hosts, it also runs an
+all-reduce. It changes nothing.
 Each problem is reported as a finding: what is wrong, on which host, why it matters, and which command fixes it.
+KEY=VALUE arguments are config keys of mrl train.
 
   mrl doctor                                            checks this machine
-  mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether it can execute this run; takes the keys of mrl train
+  mrl doctor model.path=Qwen3-8B parallel.tp=4          also checks whether this machine can execute the run
   mrl doctor --all-reduce                               also runs an all-reduce over all GPUs, or over two processes without GPUs
 
 To check the hosts of a job, start one process on each host before Ray starts:
@@ -32,9 +34,9 @@ To check the hosts of a job, start one process on each host before Ray starts:
 
   --rendezvous   where the hosts exchange data: a port of the first host, or a new folder that all hosts share
   --hosts        number of hosts. Default: the number that Slurm reports.
-  --rank         rank of this host. Default: the rank that Slurm reports, otherwise the first free one.
+  --rank         rank of this host. Default: the rank that Slurm reports, otherwise the first free rank.
   --deadline     seconds until all hosts must have joined, and the same time again for the all-reduces. Default: 60.
-  --point        folder of one run of a sweep. Its keys are checked; give no KEY=VALUE arguments.
+  --point        folder of one run of a sweep. The doctor checks the keys of this run; give no KEY=VALUE arguments.
   --json         prints facts and findings as JSON
 
 The exit status is the same on all hosts: 0 without findings or with notes only, 1 with warnings, 2 with errors. Wrong arguments

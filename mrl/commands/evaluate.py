@@ -24,7 +24,7 @@ confidence intervals, for each data source and for all prompts together:
   mrl evaluate evaluate.input=outputs/answers evaluate.rescore=true reward._target_=my_rewards.Strict
   mrl evaluate evaluate.input=outputs/answers evaluate.k=[1,8] evaluate.threshold=0.5
 
-It takes the keys of `mrl generate` (see mrl generate --help) and those of the section evaluate:
+It takes the keys of `mrl generate` (see mrl generate --help) and the keys of the section evaluate:
   input         folder that a finished `mrl generate` has written. Default: the responses are generated first.
   output        folder for evaluation.json, evaluation.png and scores.parquet. Default: run.dir.
   k             values of k. Default: 1, 2, 4, ... and the number of samples.
@@ -62,7 +62,7 @@ def _response_folder(config: Config) -> Path:
     choose_k(config.evaluate.k, config.generate.samples)
     plan = plan_generation(config)
     if not config.generate.score:
-        checked_reward(config)  # a mistake in the reward is then an error before the generation, not after it
+        checked_reward(config)  # so that a mistake in the reward is an error before the generation starts
     generate.run_generation(plan)
     return plan.store.folder
 
@@ -79,10 +79,10 @@ def print_table(summaries: list[EvaluationSummary], title: str, confidence: floa
     for name in ("prompts", "mean@n", "k", "pass@k", "maj@k"):
         table.add_column(name, justify="right")
     for summary in summaries:
-        for number, k in enumerate(summary.pass_at):
+        for index, k in enumerate(summary.pass_at):
             head = (
                 (summary.name, str(summary.prompts), _format_estimate(summary.mean_score))
-                if number == 0
+                if index == 0
                 else ("", "", "")
             )
             table.add_row(*head, str(k), _format_estimate(summary.pass_at[k]), _format_estimate(summary.maj_at[k]))

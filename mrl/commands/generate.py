@@ -1,4 +1,4 @@
-"""`mrl generate`: samples responses of a model to held-out prompts and writes them to parquet files."""
+"""`mrl generate` samples responses of a model to held-out prompts, and writes the responses to parquet files."""
 
 import sys
 import time
@@ -18,13 +18,14 @@ interrupted generation, run the same command with the same generate.output. It t
 
   mrl generate model.path=Qwen3-1.7B data.test=[test.parquet] generate.output=outputs/answers
   mrl generate ... generate.samples=1 generate.temperature=0     greedy decoding
-  mrl generate ... generate.samples=32 reward=gsm8k              scores of another reward; generate.score=false computes none
-  mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each; sglang.*: SGLang's arguments
+  mrl generate ... generate.samples=32 reward=gsm8k              scores of another reward
+  mrl generate ... rollout.num_engines=4 rollout.engine_tp=2     four engines on two GPUs each
   mrl generate ... rollout.engine_urls=[http://host:30000]       SGLang servers that already run
   mrl generate model.path=RUN/checkpoints/step_000060/actor generate.base=Qwen3-1.7B ...   a Megatron checkpoint
 
-It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.seed, reward, scoring.*, sglang.*, all timeouts, and
-rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and rollout.engine_urls. It also takes the section generate:
+It takes the keys of `mrl train`. Of these it reads model.*, data.*, run.seed, reward, scoring.*, sglang.* (arguments of SGLang),
+all timeouts, rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and rollout.engine_urls. It also takes the
+section generate:
   output                 folder for the parquet files. Default: generated/ in run.dir, a folder that is new for each run.
   samples                number of responses to each prompt. Default: 8.
   temperature            sampling temperature. Default: 1.0. 0 means greedy decoding.
@@ -33,7 +34,7 @@ rollout.max_response_tokens, rollout.num_engines, rollout.engine_tp and rollout.
   rows                   number of rows that are used, from the start of each file. Default: all.
   base                   Hugging Face folder with config and tokenizer. Required if model.path is a Megatron checkpoint.
   logprobs               whether to save the log-probability of each token. Default: false.
-  score                  whether to save the score of each response by `reward`. Default: true.
+  score                  whether to compute and save the score of each response by `reward`. Default: true.
   prompts_per_file       number of prompts in one output file. Default: 64.
   requests_in_flight     largest number of concurrent requests to one engine. Default: 256.
 
@@ -104,7 +105,7 @@ class ResponseBar:
             self.console.print(f"continuing: {done} of {total} responses are done")
 
     def advance(self, responses: int, tokens: int) -> None:
-        """Add finished responses and their total number of tokens."""
+        """Add `responses` finished responses, which have `tokens` tokens in total."""
         self.done, self.tokens, now = self.done + responses, self.tokens + tokens, time.monotonic()
         rate = f"{self.tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
         self._bar.update(self._task, advance=responses, rate=rate)

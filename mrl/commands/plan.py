@@ -24,7 +24,7 @@ USAGE = """usage: mrl plan [memory|sync|placement] [KEY=VALUE ...] [--json]
        mrl plan search ...    (mrl plan search --help)
 
 Predicts what a run of `mrl train` with the same keys needs. Starts no process and needs no GPU. Takes the keys of `mrl train` and
-those of the section `plan`. It reads config.json of the model; sync and placement also read the headers of the weight files.
+the keys of the section `plan`. It reads config.json of the model; sync and placement also read the headers of the weight files.
 
 `mrl plan` without a subcommand checks the parallel layout, and then prints the placement and the memory. The exit status is 1 if
 the run does not fit in memory.
@@ -68,7 +68,7 @@ COLUMNS = {
     "buckets": "buckets",
     "context": "other",
 }
-"""Heading of the table column for each part of the memory of a GPU."""
+"""Part of the GPU memory -> heading of its column in the table."""
 BAR_WIDTH = 10  # characters of the bar that shows how full a GPU is
 
 
@@ -134,7 +134,7 @@ def show_transfer_cost(cost: TransferCost, title: str, shared: bool) -> None:
 
 
 def _slowest(side: list[RankTraffic]) -> RankTraffic:
-    """Return the table row for the slowest of all senders or of all receivers."""
+    """Return a table row for the slowest rank of `side`, which is a list of all senders or of all receivers."""
     slowest = max(side, key=lambda traffic: traffic.seconds if traffic.seconds < inf else 0)
     return RankTraffic(f"  slowest: {slowest.rank}", slowest.bytes, slowest.messages, slowest.seconds)
 
@@ -244,7 +244,7 @@ KINDS_WITH_JSON = ("", "memory")
 def main(argv: list[str]) -> int:
     """Entry point of `mrl plan`."""
     if argv and argv[0] == "rollout":
-        return plan_rollout.main(argv[1:])  # it takes keys of its own and reads no config
+        return plan_rollout.main(argv[1:])  # this subcommand has its own keys and reads no config
     if argv and argv[0] == "search":
         return plan_search.main(argv[1:])
     if argv and argv[0] in ("-h", "--help"):

@@ -28,9 +28,9 @@ USAGE = """usage: mrl plan rollout run.dir=FOLDER [KEY=VALUE ...]
        mrl plan rollout lengths=FILE.jsonl KEY=VALUE ...
 
 Simulates a run with other staleness, with other divisions of its GPUs, and with over-sampling (docs/concepts/asynchrony.md).
-The lengths of responses come from one of three sources: the run directory of a synchronous run (run.dir), a file (lengths; each
-line has the lengths of one group in tokens, such as [120, 80]), or a log-normal distribution (median). Speeds are fitted to the
-run in run.dir. Every speed can also be set by its key.
+One of three keys gives the lengths of the responses: run.dir (the run directory of a synchronous run), lengths (a file), or
+median (a log-normal distribution). Each line of the file has the lengths of one group in tokens, such as [120, 80]. Speeds are
+fitted to the run in run.dir. Every speed can also be set by its key.
 
   mrl plan rollout run.dir=outputs/quickstart picture=what_if.png
   mrl plan rollout median=2000 longest=16384 step_ms=12 num_engines=8 trainer_gpus=8 train_token_us=40
@@ -40,19 +40,19 @@ run in run.dir. Every speed can also be set by its key.
   prompts_per_step, responses_per_prompt  size of a step
   num_engines, max_running                number of engines, and largest number of running requests in one engine
   engine_gpus, trainer_gpus               GPUs of one engine, and GPUs of all trainer ranks
-  staleness, over_sample_rate, colocated  setting of the first scenario. colocated: engines and trainers share GPUs.
+  staleness, over_sample_rate, colocated  settings of the first scenario. With colocated=true, engines and trainers share GPUs.
   median, sigma, longest                  log-normal response lengths: median, sigma, and largest length (tokens)
   prompt_tokens                           length of the prompts (tokens)
   step_ms, request_ms                     one decoding step takes step_ms + request_ms for each running request
-  prefill_ms                              prefill of one token
+  prefill_ms                              time for the prefill of one token
   train_s, train_token_us                 training on a step takes train_s + train_token_us for each token
-  push_s                                  one push of the weights to the engines
+  push_s                                  time for one push of the weights to the engines
 """
 
 
 @dataclass(frozen=True)
 class RolloutPlanKeys:
-    """Arguments of the command. If an argument is None, the run in `run.dir` gives the value, or there is a default."""
+    """Arguments of the command; see USAGE. If one is None, the run in `run.dir` gives the value, or there is a default."""
 
     run_dir: str | None = None
     lengths: str | None = None
@@ -110,9 +110,10 @@ def _parse_value(key: str, text: str, type_name: str) -> str | int | float | boo
     return value
 
 
+# Used without run.dir
 DEFAULT_SETUP = RolloutSetup(prompts_per_step=128, num_engines=4, staleness=0, in_order=True)
 DEFAULT_SPEEDS = RunSpeeds(EngineSpeeds(0.015, 0.0001, 0.00003, 256), train_s=1.0, train_token_s=2e-5, push_s=2.0)
-LOG_NORMAL_GROUPS = 2048
+LOG_NORMAL_GROUPS = 2048  # number of groups whose lengths are drawn from the log-normal distribution
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class SimulationInput:
     speeds: RunSpeeds
     setup: RolloutSetup
     gpus: GpuCounts
-    fit: SpeedFit | None  # errors of the fitted speeds; None if the speeds were not fitted to a run
+    fit: SpeedFit | None  # result of the fit to a run, with its errors; None if no speeds were fitted
 
 
 def simulation_input(keys: RolloutPlanKeys) -> SimulationInput:

@@ -47,7 +47,7 @@ disaggregated, and all rollout modes. Reads only config.json of the model. Start
   plan.response_sigma           sigma of the log-normal distribution
   plan.prompt_tokens            length of a typical prompt
   plan.top                      number of results that are shown. Default: 5.
-  plan.efficiency               attained fractions of the vendor's peak numbers
+  plan.efficiency               attained fractions of the peak speeds that the vendor states
   plan.latency_us               latency of one collective operation (microseconds)
   --json                        prints the result as JSON
 """
@@ -83,7 +83,7 @@ def fixed_values(config: Config) -> dict[str, Any]:
 def _configured_value(config: Config, key: str) -> Any:
     if key == "placement":
         roles = [set(pool["roles"] if isinstance(pool, dict) else pool) for pool in config.placement.pools.values()]
-        return "colocated" if any({"actor", "engines"} <= of_pool for of_pool in roles) else "disaggregated"
+        return "colocated" if any({"actor", "engines"} <= pool_roles for pool_roles in roles) else "disaggregated"
     section, _, name = key.partition(".")
     value = getattr(getattr(config, section), name)
     return config.parallel.tp if key == "parallel.etp" and value is None else value
@@ -200,18 +200,18 @@ def show(config: Config, search: LayoutSearch, result: SearchResult) -> None:
     )
     assumed = ", ".join(f"{name} {value:.0%}" for name, value in config.plan.efficiency.items())
     console.print(
-        f"assumed, not measured: {assumed} of the vendor's numbers; {config.plan.latency_us:g} us latency of each collective"
+        f"assumed, not measured: {assumed} of the vendor's peak speeds; {config.plan.latency_us:g} us latency of each collective"
     )
-    title = f"the {len(result.best)} best candidates, from {result.evaluated:,} layouts and numbers of replicas of the trainers"
+    title = f"the {len(result.best)} best candidates, from {result.evaluated:,} combinations of layout and replicas"
     console.print(_candidate_table(result.best, title))
     for text in explain_limits(search, best):
         console.print(f"1: {text}")
-    for number, candidate in enumerate(result.best[1:], 2):
-        console.print(f"{number} compared with 1: {describe_difference(search, best, candidate)}")
+    for position, candidate in enumerate(result.best[1:], 2):
+        console.print(f"{position} compared with 1: {describe_difference(search, best, candidate)}")
     others = [candidate for candidate in result.best_of_each if candidate.kind != best.kind]
     if others:
         console.print(_candidate_table(others, "the best candidate of every other placement and mode"))
-    excluded = ", ".join(f"{reason}: {number:,}" for reason, number in result.excluded.most_common())
+    excluded = ", ".join(f"{reason}: {count:,}" for reason, count in result.excluded.most_common())
     console.print(f"excluded: {excluded or 'nothing'}\n\narguments of mrl train for candidate 1:")
     sys.stdout.write(f"  {' '.join(overrides(search, best))}\n")
 
@@ -220,11 +220,11 @@ def _candidate_table(candidates: list[RunCandidate], title: str) -> Table:
     table = Table("", "s/step", title=title, title_justify="left")
     for column in ("sampling", "training", "push", "switch", "trainers", "engines", "placement"):
         table.add_column(column, justify="left" if column in ("trainers", "engines", "placement") else "right")
-    for number, candidate in enumerate(candidates, 1):
+    for position, candidate in enumerate(candidates, 1):
         trainers, mode = candidate.trainers, "" if candidate.placement == "colocated" else f", {candidate.mode}"
         seconds = (candidate.step_s, candidate.rollout_s, trainers.train_s, candidate.push_s, candidate.switch_s)
         table.add_row(
-            str(number),
+            str(position),
             *(f"{value:.4g}" for value in seconds),
             f"{trainers.gpus}: dp{trainers.replicas} {trainers.layout}",
             f"{candidate.engine_gpus}: {candidate.num_engines} x tp{candidate.engine_tp}",

@@ -33,8 +33,8 @@ the first such value. It changes no weights and starts no engine.
   parallel.KEY=N   layout to examine: tp, sp, pp, vpp, cp, dp, ep, etp. Default: the layout of the run.
   against          the parallel keys after this word give the layout to compare with. Default: one process.
 
-  model.dtype=float32   computes in float32 what the run computed in bfloat16. Then only errors remain, without round-off.
-  weights=FOLDER        Hugging Face folder whose weights replace those of the dump
+  model.dtype=float32   computes in float32, although the run computed in bfloat16. All differences are then errors.
+  weights=FOLDER        Hugging Face folder whose weights replace the weights of the dump
   output=FOLDER         folder for replay.json, replay.png and logs. Default: DUMP/replay.
 
 Examples:
@@ -48,7 +48,7 @@ compared: the arguments or the dump are wrong, or a process died or hung.
 A step dump contains the config of its run. `mrl replay` runs the code of all classes that this config names, so replay only dumps
 from people whom you trust.
 """
-OPTIONS = ("model.dtype", "weights", "output")
+OPTIONS = ("model.dtype", "weights", "output")  # keys that USAGE explains
 
 
 @dataclass
@@ -155,8 +155,8 @@ def _introduction(dump: StepDump, weights: WeightsLocation, dims: ParallelDims, 
     ]
     if missing_steps:
         lines.append(
-            f"the weights are those of step {weights.step}, {missing_steps} steps older than those of the dumped step. They "
-            "suffice to compare the layouts, but the values of the run may not be reproduced"
+            f"the weights are from step {weights.step}, {missing_steps} steps before the weights of the dumped step. With these "
+            "weights the layouts can be compared, but the values of the run may not be reproduced"
         )
     return "\n".join([*lines, ""])
 

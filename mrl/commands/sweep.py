@@ -22,10 +22,10 @@ from mrl.sweep.points import (
 )
 from mrl.sweep.sweepers import register_plugins
 
-USAGE = """usage: mrl train -m KEY=VALUE,VALUE [KEY=VALUE ...]     start a sweep, or continue the one in run.dir
-       mrl train -m --table FOLDER                      print the result table of a sweep; it may still run
+USAGE = """usage: mrl train -m KEY=VALUE,VALUE [KEY=VALUE ...]     start a sweep, or continue the sweep in run.dir
+       mrl train -m --table FOLDER                      print the result table of a sweep, which may still run
 
-A sweep trains all combinations of the given values. Each combination is called a point and has its own folder run.dir/NUMBER.
+A sweep trains all combinations of the given values. Each combination is called a point and has its own folder run.dir/INDEX.
 All points are checked before any of them starts. At the end, the command prints a result table and the command that trains the
 best point again. It also writes the table to run.dir/sweep.csv.
 
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         status = hydra_entry.run(["--multirun", *arguments], train_process.train)
     except PointFailedError:  # raised by a sweeper that stops at the first failure
         status = 1
-    # There is no table for an interrupted sweep, or if another launcher ran it. Only mrl's launcher writes SWEEP_FILE.
+    # An interrupted sweep has no table. Another launcher than mrl's writes no SWEEP_FILE, so its sweep has no table either.
     if status > 1 or not (folder / SWEEP_FILE).exists():
         return status
     return print_results(load_sweep(folder))

@@ -17,10 +17,11 @@ from mrl.sweep.points import metric_value
 
 
 def train(config: Config, overrides: Sequence[str] = ()) -> float | None:
-    """Train one run to its end and return the metric by which sweeps compare runs. Or submit the run as a Slurm job.
+    """Train one run to its end, or submit the run as a Slurm job. Return the metric by which sweeps compare runs.
 
-    If the run directory has a checkpoint, training continues from it. A preempted run saves a checkpoint and exits with
-    REQUEUE_STATUS. `overrides`: overrides of the command line, which the Slurm job repeats.
+    For a submitted run, return None. If the run directory has a checkpoint, training continues from this checkpoint. A preempted
+    run saves a checkpoint and exits with REQUEUE_STATUS. `overrides` are the overrides of the command line. The Slurm job repeats
+    them.
     """
     if config.cluster.scheduler and not config.cluster.address:
         return _submit(config, overrides)
@@ -53,7 +54,7 @@ def _submit(config: Config, overrides: Sequence[str]) -> None:
 
 def summary(result: TrainingResult, run_dir: str, goal: float | None) -> str:
     """Return the result of a run as text for the terminal. `goal`: trainer.stop_reward."""
-    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last ones"]
+    lines = [f"{result.steps} steps, mean reward {result.reward:.3f} over the last steps"]
     if goal is not None and not result.reward >= goal:
         lines.append(f"the goal trainer.stop_reward={goal} was not reached")
     for name, before in result.before.items():

@@ -8,7 +8,7 @@ from parallel.trainer_config import config_field as key
 
 
 class Dtype(StrEnum):
-    """Precision of weights and activations."""
+    """Precision of model weights and activations."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -23,7 +23,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """`mrl generate`: samples responses of the model in model.path to held-out prompts."""
+    """Keys of `mrl generate`, which samples responses of the model in model.path to held-out prompts."""
 
     output: str | None = key(
         None,
@@ -34,7 +34,10 @@ class GenerateConfig:
         1.0, "Sampling temperature. 0 means greedy decoding and needs generate.samples=1.", least=0
     )
     top_p: float = key(
-        1.0, "Nucleus sampling: tokens are sampled from the smallest set with this total probability.", above=0, most=1
+        1.0,
+        "Nucleus sampling: tokens are sampled from the smallest set whose total probability reaches this value.",
+        above=0,
+        most=1,
     )
     top_k: int = key(
         -1,
@@ -145,7 +148,7 @@ class PlanConfig:
     pcie_gb_per_s: float = key(50.0, "Bandwidth between one GPU and its host in each direction.", "GB/s", above=0)
     weight_sync_gb_per_s: float = key(
         25.0,
-        "Bandwidth of one trainer rank or engine rank in a weight sync. The default is that of a 200 Gbit/s network card.",
+        "Bandwidth of one trainer rank or engine rank in a weight sync. The default fits a 200 Gbit/s network card.",
         "GB/s",
         above=0,
     )
@@ -154,10 +157,11 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """`mrl train -m`: how the runs of a sweep are compared. The keys hydra.sweeper and hydra.launcher define how they run."""
+    """How `mrl train -m` compares the runs of a sweep. The keys hydra.sweeper and hydra.launcher define how runs start."""
 
     metric: str = key(
         "reward/mean",
-        "Metric that ranks the runs of a sweep. It is averaged over the last 5 steps; for eval/* the last evaluation counts.",
+        "Metric that ranks the runs of a sweep, averaged over the last 5 steps. For a metric eval/*, only the last evaluation "
+        "counts.",
     )
     direction: Direction = key(Direction.maximize, "Whether the largest or the smallest value is the best.")

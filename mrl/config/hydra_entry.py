@@ -50,8 +50,8 @@ def run(argv: list[str], job: Callable[[Config], Any], usage: str = "") -> int:
 
     Args:
         argv: Overrides of config keys (KEY=VALUE), and options of Hydra.
-        job: Function that takes the checked config. In a sweep it returns the metric by which runs are compared.
-        usage: Text that --help prints. Without it, Hydra prints its own help.
+        job: Function that takes the checked config. In a sweep, `job` returns the metric by which runs are compared.
+        usage: Text that --help prints. If `usage` is empty, Hydra prints its own help.
     """
     if usage and any(word in ("-h", "--help") for word in argv):
         sys.stdout.write(usage)
@@ -90,7 +90,8 @@ def prepare_arguments(argv: Sequence[str]) -> list[str]:
     engine_key()
     arguments = check_overrides(add_default_experiment(list(argv)))
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # finds a user's own plug-ins; last, so that they never hide modules of mrl
+        # For plug-ins of the user. This is the last folder, so that modules in it never hide modules of mrl.
+        sys.path.append(os.getcwd())
     return arguments
 
 
@@ -116,7 +117,7 @@ def _checked_config(composed: DictConfig) -> Config:
         exit_with_error(error)
     except ValueError as error:
         exit_with_error(error)
-    run_dir = HydraConfig.get().runtime.output_dir  # in a sweep, each run has its own
+    run_dir = HydraConfig.get().runtime.output_dir  # in a sweep, each run has its own folder
     return replace(config, run=replace(config.run, dir=run_dir))
 
 
@@ -175,7 +176,8 @@ def exit_with_error(error: Exception) -> NoReturn:
 def _raise_system_exit(signum: int, frame: object) -> None:
     """Handle SIGTERM: raise SystemExit, so that the context managers on the stack end all processes.
 
-    If the signal arrives while Ray waits, Ray discards the exception. Therefore the next wait check raises it again.
+    If the signal arrives while Ray waits, Ray discards the exception. Therefore the wait check, which the driver calls
+    repeatedly while it waits, raises SystemExit again.
     """
 
     def leave() -> NoReturn:

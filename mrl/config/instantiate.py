@@ -15,8 +15,8 @@ def instantiate(node: Node, key: str) -> Any:
 
     For a class, returns an instance. For a function, returns a function with the node's arguments bound.
 
-    Raises ValueError for a mistake in the node or a nested node. The message names the key and the class, and for an unknown
-    argument the nearest known one.
+    Raises ValueError for a mistake in the node or a nested node. The message names the key and the class. For an unknown
+    argument, the message also names the nearest known argument.
 
     Args:
         node: The dict with `_target_` (dotted name of the class or function) and its arguments.
@@ -61,12 +61,15 @@ def _check_arguments(factory: Any, arguments: Node, key: str) -> None:
         raise ValueError(f"{key}.{name}: {factory.__module__}.{factory.__qualname__} has no argument {name!r}; {hint}")
 
 
-def instantiate_callable(node: Node, key: str, needs: tuple[str, ...] = ()) -> Any:
-    """Instantiate a node whose object must be callable and must have the class attributes `needs`. Raises ValueError."""
+def instantiate_callable(node: Node, key: str, required_attributes: tuple[str, ...] = ()) -> Any:
+    """Instantiate a `_target_` node, and return the object.
+
+    Raises ValueError if the object is not callable or lacks one of the class attributes `required_attributes`.
+    """
     built = instantiate(node, key)
     if not callable(built):
         raise ValueError(f"{key}: {node['_target_']} gives {type(built).__name__}, which is not callable.")
-    for name in needs:
+    for name in required_attributes:
         if not hasattr(built, name):
             raise ValueError(
                 f"{key}: {node['_target_']} must have the class attribute {name!r} (see mrl/algorithms/losses.py)."

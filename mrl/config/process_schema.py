@@ -39,18 +39,21 @@ class CheckpointConfig:
     """Checkpoints in run.dir/checkpoints (docs/how_to/resume.md)."""
 
     every: int = key(
-        50, "Number of steps between checkpoints. With 0, only one is written, at the end of the run.", "steps", least=0
+        50,
+        "Number of steps between checkpoints. With 0, the only checkpoint is written at the end of the run.",
+        "steps",
+        least=0,
     )
     keep_last: int = key(2, "Number of latest checkpoints to keep.", "checkpoints", least=1)
     keep_best: int = key(
         0,
-        "Number of checkpoints to keep in addition, those with the highest checkpoint.best_metric.",
+        "Number of further checkpoints to keep: the checkpoints with the highest checkpoint.best_metric.",
         "checkpoints",
         least=0,
     )
     best_metric: str = key(
         "reward/mean",
-        "Metric that ranks checkpoints for keep_best. Its value is that of the last step before the checkpoint.",
+        "Metric that ranks checkpoints for keep_best. Its value in the last step before the checkpoint counts.",
     )
     asynchronous: bool = key(True, "Whether training continues while a checkpoint is written.")
     export_every: int = key(
@@ -89,7 +92,7 @@ class FaultToleranceConfig:
 class StepDumpConfig:
     """Dumps of training steps for `mrl replay` (docs/how_to/hangs.md). A step with a NaN is always dumped."""
 
-    steps: list[int] = key(list, "Numbers of the steps to dump.", least=0)
+    steps: list[int] = key(list, "Training steps to dump. The first step is 1.", least=0)
     spike_factor: float = key(
         10.0,
         "A step is dumped if its gradient norm is more than this factor times the median of recent steps (a spike). "
@@ -106,21 +109,23 @@ class WeightSyncConfig:
 
     transport: Transport = key(
         Transport.auto,
-        "How weights travel to the engines. auto chooses from the GPUs and machines of trainer ranks and engines.",
+        "How weights travel to the engines. auto chooses a transport that suits the GPUs and machines.",
     )
     bucket_bytes: int = key(
         64 * 1024 * 1024,
-        "Size of one bucket. A bucket is a set of tensor parts that is sent at one time. Each sender holds two buckets.",
+        "Size of one bucket. A bucket is a set of tensor parts that are sent together. Each sender holds two buckets.",
         "bytes",
         least=1,
     )
     pause_mode: PauseMode = key(
         PauseMode.retract,
-        "What happens to running requests. retract recomputes their KV cache, in_place keeps it, and abort ends the requests.",
+        "What happens to running requests. retract recomputes their KV cache, in_place keeps the KV cache, and abort ends "
+        "the requests.",
     )
     delta: bool = key(
         False,
-        "Whether to send only compressed differences from the last version. Each sender then keeps a copy of its weights.",
+        "Whether to send only compressed differences from the last weight version. Each sender then keeps a copy of the "
+        "model weights that it sends.",
     )
     timeout_s: float = key(
         300.0, "Timeout for an engine in a weight sync. An engine that takes longer is replaced.", "s", above=0
@@ -172,13 +177,14 @@ class ClusterConfig:
         None, "Number of nodes, for the job and for `mrl plan`. Default: as many as needed.", "nodes", least=1
     )
     gpus_per_node: int = key(
-        8, "GPUs of one node. With 0, the job uses CPUs: one process for each CPU.", "GPUs", least=0
+        8, "Number of GPUs of one node. With 0, the job uses CPUs: one process for each CPU.", "GPUs", least=0
     )
     slurm: Node = key(
         dict, "Options of sbatch with _ in place of -, such as {partition: gpu}. true gives an option without a value."
     )
     components: list[Node] = key(
-        list, "More parts of a heterogeneous job. Each lists the sbatch options in which it differs."
+        list,
+        "More parts of a heterogeneous job. Each part lists the sbatch options in which it differs from the first part.",
     )
     dry_run: bool = key(False, "Whether to print the job script and not to submit it. --dry-run sets this key.")
     hardware: HardwareConfig = key(HardwareConfig, "Hardware of the cluster.")

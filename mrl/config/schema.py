@@ -1,7 +1,7 @@
 """The config schema: every key of a run with its type, default, unit, bounds and description.
 
 The dataclasses are Hydra structured configs, so OmegaConf checks the types. `mrl config` and docs/reference/config.md show the
-metadata of the fields. A value of type `Node` is a dict. If it has the key `_target_`, it names a class or function, which is
+metadata of the fields. A value of type `Node` is a dict. A `Node` with the key `_target_` names a class or function, which is
 called a plug-in. mrl/config/instantiate.py instantiates all plug-ins before any process starts.
 """
 
@@ -74,9 +74,7 @@ class RunConfig:
     dir: str = key(
         MISSING, "Run directory: the folder for metrics, logs, checkpoints, rollouts and the learning curve."
     )
-    seed: int = key(
-        0, "Seed for the order of the prompts, for sampling and for the initialization of weights.", least=0
-    )
+    seed: int = key(0, "Seed for the order of the prompts, for sampling and for random model weights.", least=0)
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,14 @@ class ModelConfig:
     """The model that is trained: the policy, also called actor."""
 
     path: str = key(MISSING, "Hugging Face folder of the model, with config.json, *.safetensors and tokenizer.")
-    dtype: Dtype = key(Dtype.bfloat16, "Precision of weights and activations.")
+    dtype: Dtype = key(Dtype.bfloat16, "Precision of model weights and activations.")
     family: str | None = key(
         None, "Your own model family, as package.module:NAME or /path/file.py:NAME (docs/tutorials/model.md)."
     )
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one weight."""
+        """Bytes of one model weight."""
         return {"bfloat16": 2, "float32": 4}[self.dtype]
 
 
@@ -106,7 +104,8 @@ class DataConfig:
         list, "Training prompts: jsonl files, parquet files, or folders written by datasets.Dataset.save_to_disk."
     )
     mixture: Node = key(
-        dict, "Several weighted training sources, which replace data.train: {NAME: {files, weight, columns, system}}."
+        dict,
+        "Several training sources with sampling weights, in place of data.train: {NAME: {files, weight, columns, system}}.",
     )
     dataset: Node | None = key(dict, "Your own dataset class or function, which replaces data.train.")
     test: list[str] = key(list, "Held-out prompts for evaluation, in the same formats as data.train.")
@@ -152,7 +151,7 @@ class RolloutConfig:
     )
     mode: RolloutMode = key(
         RolloutMode("sync"),
-        "With sync, sampling and training take turns. With one_step_off, the next step is sampled during training. "
+        "With sync, sampling and training take turns. With one_step_off, the next step is sampled while one step is trained. "
         "With async, sampling runs ahead of training by up to max_staleness weight versions.",
     )
     max_staleness: int | None = key(
@@ -168,8 +167,8 @@ class RolloutConfig:
     )
     over_sample_rate: float = key(
         0.0,
-        "Number of extra groups that are sampled at the same time, divided by prompts_per_step. "
-        "The slowest groups are dropped when the step has enough groups.",
+        "Over-sampling: the engines sample over_sample_rate x prompts_per_step more groups than a step needs. "
+        "When the step has enough groups, the slowest groups are dropped.",
         least=0,
     )
     filter: Node | None = key(
@@ -178,8 +177,7 @@ class RolloutConfig:
     )
     max_sampling_rounds: int = key(
         10,
-        "Limit of the prompts that one step draws if rollout.filter rejects groups. The limit is this value times "
-        "prompts_per_step.",
+        "If rollout.filter rejects groups, one step draws at most max_sampling_rounds x prompts_per_step prompts.",
         least=1,
     )
     agent: Node | None = key(dict, "Agent that samples several turns with tool calls.")
@@ -190,7 +188,8 @@ class RolloutConfig:
     )
     deterministic: bool = key(
         False,
-        "Whether each response has its own seed, from run.seed, step and index. This is slower (docs/how_to/resume.md).",
+        "Whether each response has its own seed, computed from run.seed, the step and the index of the response. "
+        "Sampling is then slower (docs/how_to/resume.md).",
     )
     routing_replay: bool = key(
         False, "For a mixture of experts: whether to train each token with the experts that the engine chose for it."
@@ -209,7 +208,7 @@ class RolloutConfig:
 
     @property
     def staleness(self) -> int:
-        """Largest age of a trained token, in weight versions."""
+        """Largest staleness of a trained token, in weight versions."""
         async_staleness = ASYNC_STALENESS if self.max_staleness is None else self.max_staleness
         return {"sync": 0, "one_step_off": 1}.get(self.mode, async_staleness)
 
@@ -269,7 +268,7 @@ class AlgorithmConfig:
     aggregation: Aggregation = key(Aggregation.token_mean, "How the losses of tokens are averaged.")
     correction: Node | None = key(
         dict,
-        "Off-policy correction, which weights or masks tokens in the loss. Default: none if rollout.mode=sync, "
+        "Off-policy correction. It gives each token a loss weight or a mask. Default: none if rollout.mode=sync, "
         "otherwise truncated importance sampling.",
     )
     kl_in_loss: Node | None = key(dict, "KL penalty against the reference (initial) policy. It is added to the loss.")
@@ -331,9 +330,9 @@ class CriticConfig:
     )
     optim: OptimConfig = key(_critic_optim, "Optimizer of the critic.")
     value_clip: float = key(
-        0.2, "Largest change of a predicted value during the updates on one rollout. 0 sets no limit.", least=0
+        0.2, "Largest change of a predicted value during the optimizer steps on one rollout. 0 sets no limit.", least=0
     )
-    warmup_steps: int = key(0, "Number of steps at the start that update only the critic.", "steps", least=0)
+    warmup_steps: int = key(0, "Number of training steps at the start that train only the critic.", "steps", least=0)
     mini_batches: int | None = key(
         None, "Number of optimizer steps in one pass over a rollout. Default: algorithm.mini_batches.", least=1
     )
@@ -345,7 +344,9 @@ class CriticConfig:
 class TeacherConfig:
     """The teacher of distillation (algorithm=distill)."""
 
-    path: str | None = key(None, "Hugging Face folder of the teacher. Its tokenizer must be the actor's.")
+    path: str | None = key(
+        None, "Hugging Face folder of the teacher. The teacher and the actor must have the same tokenizer."
+    )
     parallel: Node = key(dict, "Layout of the teacher where it differs from the section parallel, such as {tp: 2}.")
 
 
@@ -363,7 +364,7 @@ class SftConfig:
     steps: int = key(200, "Number of optimizer steps.", "optimizer steps", least=1)
     batch_size: int = key(128, "Number of rows in one optimizer step.", "rows", least=1)
     optim: OptimConfig = key(
-        _sft_optim, "Optimizer of supervised fine-tuning. If lr_decay_steps is 0, sft.steps is used."
+        _sft_optim, "Optimizer of supervised fine-tuning. If sft.optim.lr_decay_steps is 0, the decay takes sft.steps."
     )
 
 
@@ -383,7 +384,7 @@ class TrainerConfig:
     logprob_chunk: int = key(1024, "Number of tokens whose logits are in memory at the same time.", "tokens", least=1)
     eval_every: int = key(
         0,
-        "Number of steps between evaluations on held-out prompts. With 0, only before and after training.",
+        "Number of steps between evaluations on held-out prompts. With 0, evaluations run only before and after training.",
         "steps",
         least=0,
     )
@@ -427,7 +428,7 @@ class Config:
     resume: str = key(
         "auto",
         "With auto, a run in run.dir continues. With never, a run.dir that contains a run is refused. With the folder "
-        "of another run, a new run starts from the newest checkpoint there.",
+        "of another run, a new run starts from the newest checkpoint in that folder.",
     )
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

@@ -15,15 +15,17 @@ Set the variable to use servers that are already running (rollout.engine_urls).
 """
 
 HIDDEN = "(secret)"  # written in place of a secret
-MIN_SECRET_LENGTH = 8  # characters; shorter values of secret environment variables can occur in texts by chance
+MIN_SECRET_LENGTH = 8  # characters; a shorter secret is not searched for in texts, because it may occur there by chance
 
 _SECRET = re.compile(  # names with "-" replaced by "_"; `tokens` alone means tokens of the model
     r"(^|_)(api_?keys?|(access|secret|private|watermark|engine)_keys?(_[a-z])?|(auth|access|api|hf|bearer|refresh)_?tokens?"
     r"|token|secrets?|authorization|credentials?)$|(password|passwd|passphrase)s?$",
     re.IGNORECASE,
 )
+# Names that match _SECRET but are special tokens of a tokenizer.
 _NO_SECRET = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|start|end|image|think)_token$", re.IGNORECASE)
-_HEADER_VALUE = re.compile(r"[!-~]+")
+_HEADER_VALUE = re.compile(r"[!-~]+")  # a text that an HTTP header can contain
+# An interpolation without a literal default: ${oc.env:NAME}, ${oc.env:NAME,null} or ${other.key}.
 _FROM_ENVIRONMENT = re.compile(r"\$\{(oc\.env:[^,}]+(,\s*(null)?\s*)?|[\w.]+)\}")
 
 
@@ -32,7 +34,7 @@ class PlainSecretError(ValueError):
 
 
 def engine_key() -> str:
-    """Return the engine key in MRL_ENGINE_KEY. If the variable is not set, set it to a random key for all child processes.
+    """Return the engine key in MRL_ENGINE_KEY. If the variable is not set, set it to a random key, also for child processes.
 
     Raises ValueError if the key has characters that an HTTP header cannot contain.
     """
@@ -67,7 +69,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def refuse_plain_secrets(config: Mapping[Any, Any]) -> None:
-    """Raise PlainSecretError if the config contains a secret in plain text. It would be written to files and trackers.
+    """Raise PlainSecretError if the config contains a secret in plain text, because files and trackers would show the secret.
 
     The interpolations in `config` must be unresolved, because a secret given as `${oc.env:NAME}` is allowed.
     """
@@ -107,7 +109,7 @@ def _redact_value(name: str, value: Any, known: list[str]) -> Any:
 def flatten_config(node: Any, *, into_lists: bool = False, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every key that is not a section.
 
-    `into_lists`: yield the elements of a list one by one, each with the key of the list.
+    If `into_lists` is true, yield the elements of a list one by one, each with the key of the list.
     """
     if isinstance(node, Mapping):
         for name, value in node.items():

@@ -110,7 +110,7 @@ def unknown_key_message(key: str) -> str:
 def structured_schema() -> DictConfig:
     """Return the schema as a typed OmegaConf node with all defaults.
 
-    Frozen dataclasses make OmegaConf nodes read-only. This flag is removed, because Hydra has to set values.
+    OmegaConf makes nodes of frozen dataclasses read-only. The returned nodes are writable, because Hydra has to set values.
     """
 
     def clear_readonly(node: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: writes and submits the batch script, which starts Ray on all nodes and runs `mrl train`."""
+"""Slurm jobs of runs: writes and submits the batch script, which starts Ray on all nodes and runs `mrl train`."""
 
 import os
 import re
@@ -18,12 +18,23 @@ from mrl.config.process_schema import ClusterConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]  # folder of the checkout that this code is in
 SCRIPT = "job.sbatch"  # name of the batch script in the run directory
-SETTINGS = ("CONTAINER", "MOUNTS", "PYTHON", "INTERFACE", "RAY_OPTIONS", "DOCTOR_S", "JOIN_S", "STOP_S", "REQUEUES")
+SETTINGS = (
+    "CONTAINER",  # image in which the processes run
+    "MOUNTS",  # additional folders that the container mounts
+    "PYTHON",  # Python interpreter on the nodes
+    "INTERFACE",  # network interface for Ray, gloo and NCCL
+    "RAY_OPTIONS",  # additional options of `ray start`
+    "DOCTOR_S",  # time limit (s) of `mrl doctor` before Ray starts
+    "JOIN_S",  # time limit (s) for all nodes to join Ray
+    "STOP_S",  # time limit (s) for the processes on the nodes to end
+    "REQUEUES",  # largest number of requeues after a lost node
+)
 """Names of the settings in slurm/env.sh. The environment variable MRL_<name> of this process is copied into the script."""
 SLURM_TIMEOUT_S = 120.0  # timeout of one call of sbatch or squeue
 _REFUSED_OPTIONS = {"array", "wrap"}  # --array would submit several runs, and --wrap would run another command
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]*")
-# Variables with these prefixes belong to this process or to its own Slurm job; a new job does not get them.
+# Prefixes of variables that a new job does not get: a file descriptor of this process (see mrl/launch/supervisor.py), and
+# variables of the Slurm job in which this process may run.
 _NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")
 
 
@@ -31,9 +42,8 @@ _NOT_PASSED_ON = ("MRL_SUPERVISOR_PIPE", "SLURM_")
 class Job:
     """Content of a batch script."""
 
-    components: tuple[
-        Mapping[str, str], ...
-    ]  # options of sbatch for each component of the job; value "": without a value
+    # for each component of the job, option of sbatch -> its value; "" if the option takes no value
+    components: tuple[Mapping[str, str], ...]
     environment: Mapping[str, str]  # variables that the script exports
     arguments: tuple[str, ...]  # arguments of `mrl train`
     run_dir: Path
@@ -88,7 +98,7 @@ def make_array(cluster: ClusterConfig, name: str, folder: Path, indices: Sequenc
         cluster: settings of the job.
         name: name of the job.
         folder: folder of the sweep.
-        indices: the points to run.
+        indices: indices of the points to run.
         max_running: largest number of points that run at the same time.
     """
     if cluster.components:
@@ -150,7 +160,7 @@ def submission_message(job: Job, job_id: str) -> str:
         f"job {job_id} is submitted; its script is {job.run_dir / SCRIPT}\n"
         f"  follow   squeue --job {job_id}; tail -F {log} {job.run_dir / 'logs/driver.log'}\n"
         f"  preempt  scancel --batch --signal=USR1 {job_id}   (saves a checkpoint; then the job is queued again)\n"
-        f"  cancel   scancel {job_id}   (the same command continues from the last checkpoint)\n"
+        f"  cancel   scancel {job_id}   (to continue later, run the same `mrl train` command again)\n"
         f"run directory: {job.run_dir}\n"
     )
 
@@ -202,7 +212,10 @@ def _job_arguments(overrides: Sequence[str]) -> list[str]:
 
 
 def _original_environment() -> dict[str, str]:
-    """Return the environment with which this process started, without variables that libraries have set since then."""
+    """Return the environment with which this process started, without the variables that a new job must not get.
+
+    Variables that libraries have set after the start are not in it.
+    """
     original = psutil.Process().environ()
     kept = {name: value for name, value in original.items() if not name.startswith(_NOT_PASSED_ON)}
     return kept | {name: original[name] for name in ("SLURM_CONF",) if name in original}

@@ -1,9 +1,9 @@
-"""Supervisor of a command: runs it in a child process, and restarts it when the child is killed or crashes.
+"""Supervisor of a command: runs the command in a child process, and restarts the child when it is killed or crashes.
 
 The process that the user started is the supervisor. It only waits and forwards signals to the child, so it imports no large
 libraries. When the Python interpreter of the child exits normally, after a success or an error, it writes "ended" to a pipe. If
 this message is missing, the child was killed, crashed, or was ended by Ray because its raylet died. The exit status alone does
-not show this.
+not distinguish these cases from a normal exit.
 """
 
 import atexit
@@ -19,18 +19,20 @@ from types import FrameType
 
 from mrl.core.run_errors import REQUEUE_STATUS
 
-PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which it writes messages
+PIPE_VARIABLE = "MRL_SUPERVISOR_PIPE"  # tells the child the file descriptor to which the child writes messages
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 BACKOFF_S = 1.0  # pause before the first restart; it doubles with each restart
-MAX_RESTARTS = 5
+MAX_RESTARTS = 5  # consecutive restarts, see STABLE_S
 STABLE_S = 3600.0  # if a child ran for this time, the restarts are counted from 0 again
 
 _RUN_CHILD = "from mrl.launch import supervisor; supervisor.run_child()"
-_pipe: int | None = None  # in the child: the file descriptor to which it writes messages
+_pipe: int | None = None  # in the child: the file descriptor to which the child writes messages
 
 
 def run_child() -> None:
-    """Run a module as the main program of this child. `sys.argv[1]` is its name; the other arguments are passed to it.
+    """Run a module as the main program of this child.
+
+    `sys.argv[1]` is the name of the module. The other arguments are passed to the module.
 
     The child reports every normal exit from here on. So an error in the imports of the module does not look like a crash.
     """
@@ -46,7 +48,7 @@ def run_child() -> None:
 def tell_supervisor(message: str) -> None:
     """Send a message from the child to the supervisor.
 
-    The message is "ended", or an argument that the supervisor must add for a restarted child, such as the run directory.
+    The message is "ended", or an argument such as run.dir=FOLDER, which the supervisor adds to the arguments of later children.
     """
     if _pipe is not None:
         os.write(_pipe, f"{message}\n".encode())
@@ -64,8 +66,8 @@ def supervise(module: str, argv: Sequence[str]) -> int:
     Returns the exit status of the last child.
     """
     watcher = _ChildWatcher()
-    for number in FORWARDED_SIGNALS:
-        signal.signal(number, watcher.forward_signal)
+    for signum in FORWARDED_SIGNALS:
+        signal.signal(signum, watcher.forward_signal)
     arguments, restarts = list(argv), 0
     while True:
         status, messages, seconds = watcher.run(module, arguments)
@@ -88,10 +90,10 @@ class _ChildWatcher:
         self.child: subprocess.Popen[bytes] | None = None
         self.signals: list[int] = []
 
-    def forward_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
+    def forward_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.signals.append(signum)
         if self.child is not None:
-            self.child.send_signal(number)
+            self.child.send_signal(signum)
 
     def run(self, module: str, argv: Sequence[str]) -> tuple[int, list[str], float]:
         """Run one child. Return (its exit status, the messages that it sent, its duration in seconds).
@@ -105,11 +107,11 @@ class _ChildWatcher:
             env=os.environ | {PIPE_VARIABLE: str(write_end)},
             pass_fds=[write_end],
             preexec_fn=end_with_parent,
-            process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it one time
+            process_group=0,  # Ctrl-C in a terminal then reaches only the supervisor, which forwards it once
         )
         os.close(write_end)
-        for number in self.signals[:1]:
-            self.child.send_signal(number)
+        for signum in self.signals[:1]:
+            self.child.send_signal(signum)
         status = self.child.wait()
         with os.fdopen(read_end, "rb") as pipe:
             return status, pipe.read().decode().split("\n")[:-1], time.monotonic() - start
@@ -142,6 +144,5 @@ def end_with_parent() -> None:
     Runs in a forked child before exec.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # a background job of a shell ignores SIGINT, and its children inherit that
+    # A background job of a shell ignores SIGINT, and the children of the job inherit this setting.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -46,10 +46,11 @@ from mrl.sweep.points import (
 )
 
 JOBS_FILE = "jobs.json"  # file in the sweep's folder with the ids of all job arrays that were submitted for the sweep
-# A point has failed if this number of polls finds neither a Slurm task nor a status file. Shared folders show files late.
+# A point counts as failed if this number of consecutive polls finds neither a Slurm task nor a status file of the point. One
+# poll is not enough, because a shared file system may show a new status file late.
 MISSED_POLLS = 3
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ShowResults = Callable[[Sequence[PointResult]], None]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # after such a signal, a runner starts no more points
+ShowResults = Callable[[Sequence[PointResult]], None]  # shows the states of all points of a sweep to the user
 
 
 class PointFailedError(RuntimeError):
@@ -78,7 +79,7 @@ class PointLauncher(Launcher):
         """Run the points that are not done yet, and return the metric of each point. Raises ValueError if a point cannot run.
 
         Args:
-            job_overrides: for each point all its overrides.
+            job_overrides: all overrides of each point.
             initial_job_idx: index of the first point.
         """
         fixed, points = self._split_jobs(job_overrides)
@@ -96,8 +97,8 @@ class PointLauncher(Launcher):
     def _split_jobs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[Point, tuple[Point, ...]]:
         """Return (the overrides that all points share, the overrides of each point).
 
-        Drops `run.dir`, because each point has its own. Also drops `resume=never`, which the command has already checked, because
-        a point must be able to resume.
+        Drops `run.dir`, because each point has its own run directory. Also drops `resume=never`, because a point must be able to
+        resume. The command has already checked `resume=never`.
         """
         jobs = [
             [each for each in hydra_entry.check_overrides(job) if not is_override_to(each, "resume", "never")]
@@ -120,13 +121,14 @@ class PointLauncher(Launcher):
 def check_sweep(folder: Path, fixed: Point, points: tuple[Point, ...], first: int) -> tuple[Sweep, int]:
     """Check all points, and return (the sweep with these points, the number of nodes of the largest point).
 
-    Raises ValueError if a point cannot run, with the mistakes of all points. Also raises it if `folder` contains another sweep.
+    Raises ValueError if a point cannot run; the message lists the mistakes of all points. Also raises ValueError if `folder`
+    contains another sweep.
 
     Args:
         folder: folder of the sweep.
         fixed: overrides that all points share.
         points: overrides of each point.
-        first: index of the first of these points; the sweep keeps its earlier points.
+        first: index of the first point in `points`. The sweep keeps its points with smaller indices.
     """
     mistakes, nodes = [], [1]
     for point in track(points, "checking", transient=True, disable=not sys.stdout.isatty()):
@@ -168,7 +170,7 @@ def extend_sweep(folder: Path, config: Config, fixed: Point, points: tuple[Point
 
 
 def start_point(sweep: Sweep, index: int) -> subprocess.Popen[bytes]:
-    """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches it only through the runner."""
+    """Start the process of a point in its own process group. So Ctrl-C in a terminal reaches the process only by the runner."""
     command = [sys.executable, "-m", "mrl.sweep.points", str(sweep.folder), str(index)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_parent)
 
@@ -185,7 +187,7 @@ def _job_return(result: PointResult) -> JobReturn:
 
 
 class Runner(ABC):
-    """Runs points of a sweep that are not done yet, until all have ended or a signal arrives."""
+    """Runs points of a sweep that are not done yet, until all these points have ended or a signal arrives."""
 
     poll_s: float  # seconds between two polls
 
@@ -195,7 +197,7 @@ class Runner(ABC):
 
     def run(self, show: ShowResults) -> None:
         """Run the points. After each poll, `show` is called with the states of all points of the sweep."""
-        former = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
+        former = {signum: signal.signal(signum, self._handle_signal) for signum in SIGNALS}
         try:
             self.begin()
             while self.advance():
@@ -204,8 +206,8 @@ class Runner(ABC):
                 show(self.sweep.results())
         finally:
             self.close()
-            for number, handler in former.items():
-                signal.signal(number, handler)
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
 
     def results(self) -> list[PointResult]:
         """Return the states of the points that this runner runs."""
@@ -221,29 +223,29 @@ class Runner(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Start waiting points if there is room for them. Return whether the runner has to wait for any point."""
+        """Start waiting points if the runner has room for them. Return whether the runner must poll again."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Find out which points have ended, and record that."""
+        """Find out which points have ended, and write the status files that are missing."""
 
     @abstractmethod
-    def forward_signal(self, number: int) -> None:
+    def forward_signal(self, signum: int) -> None:
         """Forward a signal to the points."""
 
     @abstractmethod
     def close(self) -> None:
         """End processes that must not outlive this process."""
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
-        self.forward_signal(number)
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.signals.append(signum)
+        self.forward_signal(signum)
 
 
 class LocalRunner(Runner):
     """Runs `n_jobs` points at the same time as processes on this machine.
 
-    It forwards signals to these processes. When the runner ends, it terminates them.
+    The runner forwards signals to these processes. When the runner ends, it terminates the processes that still run.
     """
 
     poll_s = 0.5
@@ -273,14 +275,13 @@ class LocalRunner(Runner):
     def poll(self) -> None:
         for index in [index for index, process in self._running.items() if process.poll() is not None]:
             status = self._running.pop(index).returncode
-            if (
-                status != REQUEUE_STATUS and not self.sweep.result(index).state.ended
-            ):  # killed before it could write its status
+            if status != REQUEUE_STATUS and not self.sweep.result(index).state.ended:
+                # The process was killed before it could write its status.
                 write_status(self.sweep.point_folder(index), status if status >= 0 else 128 - status, 0.0)
 
-    def forward_signal(self, number: int) -> None:
+    def forward_signal(self, signum: int) -> None:
         for process in self._running.values():
-            process.send_signal(number)
+            process.send_signal(signum)
 
     def interruption_message(self) -> str:
         return "the points saved checkpoints; the same command continues the sweep"
@@ -310,16 +311,16 @@ class SlurmRunner(Runner):
 
         Args:
             sweep: the sweep.
-            indices: the points to run.
-            submit: submits these points as a job array, and returns the id of the array.
-            queued_tasks: returns the waiting and running points of a job array; None if Slurm does not answer.
+            indices: indices of the points to run.
+            submit: submits the points with the given indices as a job array, and returns the id of the array.
+            queued_tasks: returns the indices of the waiting and running points of a job array, or None if Slurm does not
+                answer.
         """
         super().__init__(sweep, indices)
         self.submit, self.queued_tasks = submit, queued_tasks
         self._jobs: list[str] = []
-        self._missed_polls: dict[
-            int, int
-        ] = {}  # point -> number of consecutive polls in which Slurm had no task for it
+        # index of a point -> number of consecutive polls in which Slurm had no task for the point
+        self._missed_polls: dict[int, int] = {}
 
     def interruption_message(self) -> str:
         jobs = " ".join(self._jobs)
@@ -359,7 +360,7 @@ class SlurmRunner(Runner):
                     log.write(f"mrl: the job of this point ended without an exit status; see {logs}\n")
                 write_status(result.folder, 1, 0.0)
 
-    def forward_signal(self, number: int) -> None:
+    def forward_signal(self, signum: int) -> None:
         """Do nothing: the jobs continue."""
 
     def close(self) -> None:

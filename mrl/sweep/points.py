@@ -1,8 +1,7 @@
 """Points of a sweep: their overrides, their state on disk, the result table, and the process that runs one point.
 
 A point is one run of a sweep, given by the overrides of the swept keys. FOLDER is the folder of the sweep. Point N runs as
-`mrl train` with run.dir=FOLDER/N. All state of a point is in this folder, so the result table is the same for points on this
-machine and for points in Slurm jobs.
+`mrl train` with run.dir=FOLDER/N. All state of point N is in FOLDER/N, for points on this machine and for points in Slurm jobs.
 
 `python -m mrl.sweep.points FOLDER INDEX [OVERRIDE ...]` runs one point. It writes the terminal output to terminal.log in the
 point's folder. At the end it writes the exit status to status.json, except for a preempted point, which has to run again.
@@ -37,8 +36,8 @@ Point = tuple[str, ...]
 """Overrides of the swept keys in one run of a sweep, such as `("optim.lr=1e-4", "run.seed=0")`."""
 SWEEP_FILE = "sweep.json"  # file in the sweep's folder that describes the sweep
 STATUS_FILE = "status.json"  # file in the folder of an ended point: {"status": exit status, "seconds": duration}
-METRIC_STEPS = 5  # a metric is averaged over this number of last steps
-RECENT_EVALUATIONS = 20  # a metric is searched in this number of last lines of eval.jsonl
+METRIC_STEPS = 5  # number of last steps over which a metric is averaged
+RECENT_EVALUATIONS = 20  # number of last lines of eval.jsonl in which a metric is searched
 NOISE_WORDS = ("restart ", "HYDRA_FULL_ERROR")  # log lines with these words do not tell the cause of a failure
 CSV_FILE = "sweep.csv"  # file in the sweep's folder with the result table
 
@@ -56,7 +55,7 @@ class PointState(StrEnum):
         return self in (PointState.done, PointState.failed)
 
 
-STYLES = {PointState.done: "green", PointState.failed: "red", PointState.running: "yellow"}
+STYLES = {PointState.done: "green", PointState.failed: "red", PointState.running: "yellow"}  # colors in the table
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Sweep:
 
     folder: Path
     group: str  # name of the group in wandb
-    metric: str
-    maximize: bool
+    metric: str  # name of the metric that ranks the points
+    maximize: bool  # True: the point with the largest value is the best. False: the point with the smallest value.
     fixed: Point  # overrides that all points share
     points: tuple[Point, ...]
 
@@ -212,7 +211,7 @@ def write_status(folder: Path, status: int, seconds: float) -> None:
 def metric_value(folder: Path, metric: str) -> float | None:
     """Return a metric of the run in `folder`, or None if the run has not reported the metric yet.
 
-    For eval/* this is the value of the last evaluation. Other metrics are averaged over the last METRIC_STEPS steps.
+    For a metric eval/*, return the value of the last evaluation. Other metrics are averaged over the last METRIC_STEPS steps.
     """
     if metric.startswith("eval/"):
         values = _logged_values(folder / "eval.jsonl", metric, RECENT_EVALUATIONS)[-1:]

@@ -133,13 +133,11 @@ class PointProposer:
             direction="maximize" if maximize else "minimize",
             load_if_exists=True,
         )
-        known = len(
-            self._study.get_trials(deepcopy=False)
-        )  # added to the seed: a continued study must not repeat its proposals
-        self._study.sampler = optuna.samplers.TPESampler(seed=seed + known)
-        self._failed = (
-            optuna.trial.TrialState.PRUNED
-        )  # Optuna ranks these below all points with a value, and ignores FAIL
+        num_trials = len(self._study.get_trials(deepcopy=False))
+        # The seed depends on the number of trials, so that a continued study does not repeat its proposals.
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed + num_trials)
+        # Optuna ranks trials in the state PRUNED below all trials with a value. It ignores trials in the state FAIL.
+        self._failed = optuna.trial.TrialState.PRUNED
 
     def propose(self, index: int) -> Point:
         """Propose the point with this index. Raises ValueError after MAX_REJECTED consecutive proposals that cannot run."""

@@ -189,7 +189,9 @@ def test_a_plain_function_is_a_plug_in_too():
         instantiate_callable({"_target_": "mrl.core.types.SyncReport"}, "reward")
     with pytest.raises(ValueError, match="class attribute 'zero_without_advantage'"):
         instantiate_callable(
-            {"_target_": "mrl.rewards.rule_based.ExactMatch"}, "algorithm.loss", needs=("zero_without_advantage",)
+            {"_target_": "mrl.rewards.rule_based.ExactMatch"},
+            "algorithm.loss",
+            required_attributes=("zero_without_advantage",),
         )
 
 
