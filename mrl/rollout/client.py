@@ -27,7 +27,7 @@ __all__ = ["Completion", "EngineClient", "EngineError", "EngineFaultError", "Eng
 TRAINING, HELD_OUT = 0, 1
 """First element of the path that identifies a response for `response_seed`.
 
-The path is (TRAINING, number of the response in the run) or (HELD_OUT, row of the held-out set).
+The path is (TRAINING, serial number of the response in the run) or (HELD_OUT, row of the held-out set).
 """
 RETRYABLE_STATUSES = (408, 425, 429)
 """HTTP statuses below 500 after which a request may be repeated: the engine is at fault, not the request."""
@@ -51,7 +51,8 @@ class SamplingParams:
     top_k: int = -1  # -1 allows all tokens
     stop_token_ids: tuple[int, ...] = ()  # end the response, in addition to the model's end-of-sequence token
     ignore_eos: bool = False  # whether sampling goes on after an end-of-sequence token
-    seed: int | None = None  # 63 bits; only servers with enable_deterministic_inference use it; they use 42 for None
+    # 63 bits. Only servers with enable_deterministic_inference use seeds. For None, these servers use the seed 42.
+    seed: int | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object `sampling_params` of SGLang's requests."""
@@ -85,12 +86,12 @@ class Completion:
     token_ids: list[int]  # [R], with the end-of-sequence token
     logprobs: list[float]  # [R] log-probability of each token at the sampling temperature, before top-p and top-k
     finish_reason: str  # "stop", "length" or "abort"
-    weight_version: str  # version of the weights that sampled the first token; see `versions` for later tokens
+    weight_version: str  # weight version that sampled the first token; see `versions` for later tokens
     # [P+R-1, layers, topk] experts of each token of prompt and response, except the last token, which the engine samples but
-    # does not process. None if the request did not ask for them.
+    # does not process. None if the request did not ask for routed experts.
     routed_experts: NDArray[np.int16] | None = None
     cached_tokens: int = 0  # number of prompt tokens that the engine found in its prefix cache
-    # (weight version, number of tokens that it sampled), in order; empty if `weight_version` sampled all tokens
+    # (weight version, number of tokens that this version sampled), oldest version first; empty if there is only one version
     versions: tuple[tuple[int, int], ...] = ()
 
 
@@ -107,8 +108,8 @@ class EngineClient(EngineControl):
     ) -> list[Completion]:
         """Sample one response to each prompt, with one HTTP request, and wait for the responses.
 
-        For several responses to a prompt, repeat the prompt. SGLang's parameter `n` is slower, because it first prefills the
-        prompts one by one.
+        For several responses to a prompt, repeat the prompt. SGLang's parameter `n` is slower, because SGLang then first prefills
+        the prompts one by one.
 
         Args:
             input_ids: token ids of each prompt.
@@ -139,7 +140,7 @@ class EngineClient(EngineControl):
         *,
         routed_experts: bool = False,
     ) -> list[Completion]:
-        """Sample like `generate`, but asynchronously and without a deadline. Made for many concurrent requests.
+        """Sample like `generate`, but asynchronously and without a deadline. It is meant for many concurrent requests.
 
         Raises EngineUnreachableError or EngineFaultError if the engine failed, and EngineError if it refused the request.
         """
@@ -223,7 +224,7 @@ class EngineClient(EngineControl):
 
     @cached_property
     def _routing_shape(self) -> tuple[int, int]:
-        """(layers, experts per token) of the engine's model. They are read from the model folder: no request returns them."""
+        """(layers, experts per token) of the engine's model. Read from the model folder, because no request returns them."""
         path = Path(self.model_info()["model_path"]) / "config.json"
         config = json.loads(path.read_text())
         config = config.get("text_config", config)

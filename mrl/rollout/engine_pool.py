@@ -1,10 +1,10 @@
 """The engine pool: sends requests to the engines of one rollout worker, retries them, and takes failed engines out of service.
 
-An engine has failed if its processes have ended, or if it answered several requests in a row with errors. It has also failed if
-it has requests and its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow engine still
-computes, so it has not failed. Another engine samples the pending responses of a failed engine.
+An engine has failed if its processes have ended, or if it answered several requests in a row with errors. An engine with
+pending requests has also failed if its scheduler computes nothing for `fault_tolerance.engine_stall_timeout_s` seconds. A slow
+engine still computes, so it has not failed. Another engine samples the pending responses of a failed engine.
 
-`generate` and `converse` choose the engine with the fewest faults in a row and, among these, the least expected work.
+`generate` and `converse` choose the engine with the fewest failed requests in a row and, among these, the least expected work.
 `generate_all` and `converse_all` know all their prompts in advance and divide them evenly among the engines.
 """
 
@@ -60,7 +60,7 @@ class PooledEngine:
 
     client: EngineClient
     alive: Callable[[], bool]  # returns whether the engine's processes run; always true for an external engine
-    log_source: str  # log file of the engine, or the config key of an external engine; errors quote it
+    log_source: str  # log file of the engine, or the config key of an external engine; error messages contain it
     pending: int = 0  # number of responses that were requested and have not arrived
     expected_work: float = 0.0  # sum over the pending requests, in tokens or in number of responses (see `generate`)
     faults: int = 0  # number of failed requests in a row
@@ -70,7 +70,7 @@ class PooledEngine:
 
 @dataclass
 class StickySession:
-    """Keeps all turns of a response on one engine, whose prefix cache holds the earlier turns, unless the engine fails."""
+    """Engine for all turns of a response, because its prefix cache holds the earlier turns. `_send` replaces a failed engine."""
 
     engine: PooledEngine
 
@@ -81,7 +81,9 @@ class EnginePool:
     def __init__(self, spec: RolloutSpec) -> None:
         """Start the engines. Returns before the engines are ready; `wait_ready` waits for them."""
         self.spec = spec
-        self.paused = False  # whether the driver has paused the engines; only then may an engine compute nothing
+        self.paused = (
+            False  # whether the driver has paused the engines; a paused engine that computes nothing has not failed
+        )
         self.engines: list[PooledEngine] = []  # changed in the event loop only
         self._servers = EngineServers(spec)
         self._loop = EventLoopThread("engines")
@@ -90,11 +92,11 @@ class EnginePool:
         self._heartbeat_interval_s = min(MAX_HEARTBEAT_INTERVAL_S, spec.fault_tolerance.engine_stall_timeout_s / 4)
         self._heartbeats: dict[PooledEngine, asyncio.Task[None]] = {}  # the running `_check_heartbeat` of each engine
         self._replacements: set[asyncio.Task[None]] = set()  # running replacements of failed servers
-        self._limits: ConcurrencyLimits | None = None  # only for multi-turn responses
+        self._limits: ConcurrencyLimits | None = None  # set by `converse`, for multi-turn responses only
         self._reported: set[PooledEngine] = set()  # failed engines that `take_failed` returned
         # URL -> reason of failure, for external engines that failed and recovered before `take_failed` was called
         self._unreported: dict[str, str] = {}
-        self._num_replaced = self._num_retried = self._num_retried_before = 0
+        self._num_replaced = self._num_retried = self._num_retried_before = 0  # engines, responses; see `take_metrics`
 
     @property
     def urls(self) -> list[str]:
@@ -123,7 +125,7 @@ class EnginePool:
     async def _set_engines(self, engines: Sequence[PooledEngine]) -> None:
         """Put these engines in service, and no others. Engines that were in service before keep their requests."""
         if self._http is None and engines:
-            import aiohttp  # imported here because it takes half a second; a request takes a tenth of the CPU time of httpx
+            import aiohttp  # imported here because the import takes 0.5 s; a request takes a tenth of the CPU time of httpx
 
             no_limits = dict(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
             self._http = aiohttp.ClientSession(**no_limits)
@@ -135,7 +137,7 @@ class EnginePool:
                 self._heartbeats[engine] = asyncio.create_task(self._check_heartbeat(engine))
 
     def replace(self, urls: Sequence[str], timeout_s: float) -> list[str]:
-        """Replace these engines by new ones, and wait until every engine takes requests. Returns the URLs of all engines."""
+        """Replace these engines by new engines, and wait until every engine takes requests. Returns the URLs of all engines."""
         for url in urls:
             self._servers.replace(url)
         return self.wait_ready(timeout_s)
@@ -155,9 +157,9 @@ class EnginePool:
     ) -> list[Completion]:
         """Sample one completion of each prompt, with one HTTP request. Returns the completions in the order of the prompts.
 
-        Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again; `numbers` and the
-        prompts identify them. `session` selects the engine; without a session, the engine with the least expected work is used.
-        `expected_work` is the work that this request adds to the engine; by default, it is the number of responses.
+        Must run in the pool's event loop (see `submit`). Completions that `cache` holds are not sampled again. `numbers`:
+        serial numbers of the responses, under which `cache` stores completions. `session` selects the engine; without a session, the
+        least busy engine is used. `expected_work`: work that this request adds to the engine; its default is the response count.
         Raises NoEngineError if no engine is left. Raises EngineError if an engine refuses the request, or if the request fails
         `fault_tolerance.max_response_attempts` times.
         """
@@ -195,7 +197,7 @@ class EnginePool:
         sampling: Sequence[SamplingParams],
         expected_work: float,
     ) -> list[Completion]:
-        """Send one request to the session's engine. If it fails, choose another engine and raise EngineFaultError."""
+        """Send one request to the session's engine. If the request fails, choose another engine and raise EngineFaultError."""
         assert self._http is not None, "wait_ready() opens the HTTP session"
         while True:
             if session.engine.failure is not None:
@@ -233,7 +235,7 @@ class EnginePool:
             raise EngineFaultError(reason)
 
     def _least_busy(self) -> PooledEngine:
-        """Return the engine with the fewest faults in a row and, among these, the least expected work.
+        """Return the engine with the fewest failed requests in a row and, among such engines, the least expected work.
 
         Raises NoEngineError if no engine is in service.
         """
@@ -266,7 +268,7 @@ class EnginePool:
                 )
 
     def _take_out_of_service(self, engine: PooledEngine, reason: str, *, cancel: bool = True) -> None:
-        """Take an engine out of service and replace its server. If `cancel`, its requests are cancelled and then retried."""
+        """Take an engine out of service and replace its server. If `cancel`, the engine's requests are cancelled and retried."""
         if engine.failure is not None:
             return
         engine.failure = f"{reason} ({engine.log_source})"
@@ -333,7 +335,7 @@ class EnginePool:
 
         async def run() -> list[Trajectory]:
             engines, count = self._in_service(), len(prompts)
-            sessions = [StickySession(engines[number * len(engines) // count]) for number in range(count)]
+            sessions = [StickySession(engines[index * len(engines) // count]) for index in range(count)]
             return await self.converse(conversation, range(count), prompts, sampling, cache, sessions)
 
         return self._wait(run())
@@ -401,7 +403,7 @@ def deadline_error(deadline_s: float) -> EngineError:
 
 
 def _even_parts(num_responses: int, num_engines: int) -> list[tuple[int, list[int]]]:
-    """Spread responses evenly over the engines. Returns (engine, indices of its responses) for each HTTP request."""
+    """Spread responses evenly over the engines. Returns (index of the engine, indices of its responses) for each HTTP request."""
     return [
         (engine, responses[start : start + MAX_RESPONSES_PER_REQUEST].tolist())
         for engine, responses in enumerate(np.array_split(np.arange(num_responses), num_engines))

@@ -1,4 +1,4 @@
-"""Driver side of rollout: draws prompts and calls the rollout worker. It sees lengths and rewards, but no tokens."""
+"""Driver side of rollout: draws prompts and calls the rollout worker. The driver sees lengths and rewards, but no tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +21,7 @@ class EngineOwner(Protocol):
     """Interface through which the rollout manager loads and replaces engines. The controller's EngineLifecycle implements it."""
 
     def load(self) -> None:
-        """Load the engines' GPU memory and weights. Does nothing if they are loaded already."""
+        """Load the engines onto their GPUs, with their model weights. Does nothing if the engines are loaded already."""
         ...
 
     def restore(self, failed: Mapping[str, str]) -> None:
@@ -30,27 +30,27 @@ class EngineOwner(Protocol):
 
 
 class FixedEngines:
-    """EngineOwner of a run without a trainer. Its engines are never offloaded and never replaced."""
+    """EngineOwner of a run without a trainer. The engines of such a run stay loaded, and failed engines are not replaced."""
 
     def load(self) -> None:
         """Do nothing."""
 
     def restore(self, failed: Mapping[str, str]) -> None:
-        """Raise EngineError, because only a trainer can give new engines their weights."""
+        """Raise EngineError, because only a trainer can give new engines their model weights."""
         raise EngineError(f"engines failed, and there is no trainer that can push weights to new ones: {dict(failed)}")
 
 
 class RolloutWorkerHandle:
-    """Calls the Ray actor of the rollout worker with deadlines. Does not manage the engines' memory or weights.
+    """Calls the Ray actor of the rollout worker with deadlines. EngineOwner manages the engines' memory and model weights.
 
     Every call raises StalledError if its deadline passes, and RolloutWorkerLostError if the worker died (see mrl.hang_report).
-    It also raises the errors that the worker raises.
+    Every call also raises the errors that the worker raises.
     """
 
     def __init__(self, spec: RolloutSpec, options: Mapping[str, Any], timeout_s: float) -> None:
-        """Create the Ray actor, which starts its engines. Returns before they are started.
+        """Create the Ray actor, which starts its engines. Returns before the engines are ready.
 
-        `options`: options of the Ray actor. `timeout_s`: deadline of a call.
+        `options`: options of the Ray actor. `timeout_s`: deadline of a call, to which twice the deadline of the scorer is added.
         """
         self.spec = spec
         self._create = lambda: ray.remote(RolloutWorker).options(**options).remote(spec)
@@ -125,9 +125,9 @@ class RolloutManager:
         self.worker, self._engines = worker, engines
         self._max_attempts = spec.fault_tolerance.max_response_attempts
         self._buffer_capacity = spec.buffer_capacity
-        self._step = 0  # number of the next step
+        self._step = 0  # index of the next step
         self._num_drawn = 0  # number of prompts drawn so far
-        # The prompt requests that no step has taken, each as (number, row, min_weight_version)
+        # The prompt requests that no step has taken, each as (serial number, row, min_weight_version)
         self._untrained: Sequence[tuple[int, ...]] = ()
 
     def generate(self, prompts: PromptStream, step: int) -> Rollouts:
@@ -180,9 +180,10 @@ class RolloutManager:
         return failed
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages of the last generated groups, and the columns [R] that the losses need.
+        """Compute the advantages of the last generated groups, and the columns that the losses need.
 
-        `columns`: name -> handles of a column's parts, which the trainers computed.
+        `columns`: name -> handles of a column's parts, which the trainers computed. `kl_coef`: coefficient of the KL penalty in
+        the reward.
         """
         return self.worker.call(RolloutWorker.estimate, columns, kl_coef, step)
 
@@ -191,7 +192,7 @@ class RolloutManager:
         self.worker.actor.discard_log.remote(before_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the next step, and the prompt requests that are drawn and not trained."""
+        """Return what a checkpoint needs: the index of the next step, and the prompt requests that are drawn and not trained."""
         return dict(step=self._step, drawn=self._num_drawn, waiting=[list(request) for request in self._untrained])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

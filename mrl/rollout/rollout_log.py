@@ -2,8 +2,9 @@
 
 - `RolloutLog` holds the scored groups of every step since the last checkpoint. A run that resumes from this checkpoint trains
   the same responses again.
-- `CompletionCache` holds the completions of groups that no step has taken yet. If a process fails, they are not sampled again.
-- Recorded steps hold tokens and the columns of the driver. `rollout.record` writes them, and `rollout.replay` trains them
+- `CompletionCache` holds the completions of groups that no step has taken yet. If a process fails, these completions are not
+  sampled again.
+- Recorded steps hold tokens and the columns that the driver sees. `rollout.record` writes them, and `rollout.replay` trains them
   instead of new samples, under any parallel layout.
 """
 
@@ -29,10 +30,10 @@ from mrl.rollout.trajectory import Group, Sample, StepGroups
 
 logger = logging.getLogger(__name__)
 
-ZSTD_LEVEL = 1
-_STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")
+ZSTD_LEVEL = 1  # compression level; 1 is fast
+_STEP_FILE = re.compile(r"step_(\d+)\.msgpack\.zst")  # file name in the rollout log
 _CACHE_SUFFIX = ".completions"
-_CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")
+_CACHE_FILE = re.compile(rf"step_(\d+)-\w+\{_CACHE_SUFFIX}")  # file name in the completion cache
 _RECORD_LENGTH = struct.Struct("<Q")  # stands before each compressed record: the length of the record in bytes
 
 
@@ -40,8 +41,8 @@ class RolloutLog:
     """The scored groups of each step, in one compressed file per step, without pickle.
 
     A file appears only when it is complete. A file with the same prompts is not overwritten, so a process that outlives its
-    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial weights. Entries with
-    another key are not read. They are deleted only at the next checkpoint, because the user may have mistyped a setting.
+    run cannot replace samples of the next run. `key` is a hash of the settings, the data and the initial model weights. Entries
+    with other keys are not read. They are deleted only at the next checkpoint, because the user may have mistyped a setting.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -106,14 +107,14 @@ def _rows(groups: StepGroups[Group]) -> list[int]:
 
 
 class CompletionCache:
-    """Finished completions on disk. The number of the response in the run and the input tokens identify a completion.
+    """Finished completions on disk. A completion is identified by the serial number of its response and by its input tokens.
 
     Each turn of a multi-turn response is one completion. There is one file per process and step. A file is a sequence of
     compressed records; a truncated last record is not read. If the disk is full, a warning is logged and the run goes on.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:
-        """Read the completions of earlier processes. New completions are stored as those of `step` until `start_step`."""
+        """Read the completions of earlier processes. New completions belong to `step` until `start_step` is called."""
         self._folder, self._step = folder, step
         self._completions: dict[int, dict[str, Completion]] = {}  # step -> result of `_key` -> completion
         self._file: BinaryIO | None = None
@@ -127,7 +128,7 @@ class CompletionCache:
             self._completions.setdefault(step, {}).update(_read_records(path))
 
     def start_step(self, step: int) -> None:
-        """Store new completions as those of `step` from now on."""
+        """Let all later completions belong to `step`."""
         if step != self._step and self._file is not None:
             self._file.close()
             self._file = None
@@ -137,7 +138,10 @@ class CompletionCache:
         return sum(map(len, self._completions.values()))
 
     def get(self, number: int, inputs: Sequence[int]) -> Completion | None:
-        """Return the completion of response `number` for these input tokens, or None if `read` did not find one."""
+        """Return the completion for these input tokens, or None if `read` found no such completion.
+
+        `number`: serial number of the response in the run.
+        """
         key = _key(number, inputs)
         return next((of_step[key] for of_step in self._completions.values() if key in of_step), None)
 
@@ -158,7 +162,7 @@ class CompletionCache:
             logger.warning("completions are no longer cached on disk: %s", error)
 
     def discard(self, before_step: int) -> None:
-        """Delete the completions of steps before `before_step`. Their groups are in the rollout log, or were trained."""
+        """Delete the completions of steps before `before_step`. The groups of these steps are logged or trained."""
         for step, path in self._paths():
             if step < before_step:
                 path.unlink(missing_ok=True)
@@ -171,7 +175,7 @@ class CompletionCache:
 
 
 def _key(number: int, inputs: Sequence[int]) -> str:
-    """Return the identifier of a completion: the number of its response, and a hash of its input tokens."""
+    """Return the identifier of a completion: the serial number of its response, and a hash of its input tokens."""
     return f"{number}:{xxhash.xxh3_128_hexdigest(np.array(inputs, np.int64).tobytes())}"
 
 
@@ -194,14 +198,14 @@ def _recording_path(folder: str | Path, step: int) -> Path:
 
 
 def write_recording(folder: str | Path, step: int, block: TokenBlock, **columns: NDArray) -> None:
-    """Write the tokens of a step and the columns of the driver. The file appears only when it is complete."""
+    """Write the tokens of a step and the columns that the driver sees. The file appears only when it is complete."""
     path = _recording_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     block.save(path, **columns)
 
 
 def read_recording(folder: str | Path, step: int) -> tuple[TokenBlock, dict[str, NDArray]]:
-    """Return the tokens of a recorded step and the columns of the driver."""
+    """Return the tokens of a recorded step and the columns that the driver sees."""
     return TokenBlock.load(_recording_path(folder, step))
 
 

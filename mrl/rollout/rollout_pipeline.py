@@ -37,12 +37,12 @@ class UnscoredGroup:
 class GroupSampler:
     """Samples the groups of prompt requests with the engine pool.
 
-    Its coroutines must not be methods of RolloutWorker: Ray runs the calls of an actor concurrently if the actor's class has a
-    coroutine method.
+    The coroutines of this class must not be methods of RolloutWorker, because Ray runs the calls of an actor concurrently if the
+    actor's class has a coroutine method.
     """
 
     def __init__(self, spec: RolloutSpec, engines: EnginePool, cache: CompletionCache) -> None:
-        """`cache`: completions that it holds are not sampled again. New completions are added to it."""
+        """Completions that `cache` holds are not sampled again. New completions are added to `cache`."""
         self.spec, self._engines, self._cache = spec, engines, cache
         self._conversation = None
         if spec.agent:
@@ -53,7 +53,8 @@ class GroupSampler:
     def split(self, requests: Sequence[PromptRequest]) -> Sequence[Sequence[PromptRequest]]:
         """Return the prompt requests of each HTTP request, in the order of sending.
 
-        If a step waits for all its groups, several groups share one HTTP request, which costs the engines less CPU.
+        If a step waits for all its groups, several groups share one HTTP request, because fewer requests cost the engines less
+        CPU.
         """
         if self._one_group_per_request:
             return [
@@ -93,7 +94,10 @@ class GroupSampler:
         cache: CompletionCache | None = None,
         expected_work: float | None = None,
     ) -> list[Trajectory]:
-        """Sample one response to each prompt. All prompts go to the engine that has the least expected work."""
+        """Sample one response to each prompt. All prompts go to the engine that has the least expected work.
+
+        For `numbers`, `cache` and `expected_work`, see EnginePool.generate.
+        """
         session = self._engines.open_session()
         if self._conversation:
             sessions = [session] * len(prompts)
@@ -104,9 +108,10 @@ class GroupSampler:
     def respond_now(
         self, prompts: list[list[int]], temperature: float, seed_paths: Sequence[tuple[int, ...]]
     ) -> list[Trajectory]:
-        """Sample one response to each prompt, spread over all engines, and wait for them.
+        """Sample one response to each prompt, spread the prompts over all engines, and wait for the responses.
 
-        `seed_paths`: a path for `response_seed` per prompt. Must not be called in the event loop, which it would block.
+        `seed_paths`: for each prompt, the argument `path` of `response_seed`. Must not be called in the event loop, because this
+        call would block the loop.
         """
         sampling = self._sampling_params(temperature, seed_paths)
         if self._conversation:
@@ -114,7 +119,7 @@ class GroupSampler:
         return [Trajectory.from_completion(completion) for completion in self._engines.generate_all(prompts, sampling)]
 
     def _sampling_params(self, temperature: float, seed_paths: Sequence[tuple[int, ...]]) -> list[SamplingParams]:
-        """Return the sampling parameters of one response per seed path. They have a seed if `rollout.deterministic` is set."""
+        """Return the sampling parameters of one response per seed path, with a seed if `rollout.deterministic` is set."""
         params = SamplingParams(self.spec.max_response_tokens, temperature)
         if not self.spec.deterministic:
             return [params] * len(seed_paths)
@@ -143,25 +148,27 @@ class RolloutPipeline:
         self._waited_scoring_s = 0.0  # seconds of scoring during these waits
         self._scoring_s = 0.0  # seconds of scoring since the start
         self._changed = threading.Condition()  # guards the buffer and the fields below
-        self._running: dict[int, Future[None]] = {}  # number of a prompt request -> the coroutine that samples it
+        self._running: dict[
+            int, Future[None]
+        ] = {}  # serial number of a prompt request -> the coroutine that samples its group
         self._error: BaseException | None = None  # error that `wait_step` raises
-        self._num_restarts = 0  # groups that were requested before the last restart are ignored
+        self._num_restarts = 0  # calls of `restart`; groups that were requested before the last call are ignored
         # (`_num_restarts` when the groups were requested, sampled groups); None tells the scoring thread to end
         self._unscored: queue.SimpleQueue[tuple[int, list[UnscoredGroup]] | None] = queue.SimpleQueue()
         self._scoring_thread: threading.Thread | None = None
 
     def admit(self, first_number: int, rows: Sequence[int], version: int) -> None:
-        """Add a prompt request for each row to the buffer, unless an earlier call added it.
+        """Add a prompt request for each row to the buffer. Skips the requests that an earlier call added.
 
-        `first_number`: number of the first prompt request. `version`: weight version that the engines serve.
+        `first_number`: serial number of the prompt request for the first row. `version`: weight version that the engines serve.
         """
         with self._changed:
             self.buffer.admit(rows[max(0, self.buffer.num_drawn - first_number) :], version)
 
     def send_requests(self, version: int) -> None:
-        """Send the requests that are not sent yet to the engines. `version`: weight version that the engines serve.
+        """Send the prompt requests that are not sent yet to the engines. `version`: weight version that the engines serve.
 
-        A request is sent only if `version` has reached its `min_weight_version`.
+        A prompt request is sent only if its `min_weight_version` <= `version`.
         """
         with self._changed:
             self._error = None
@@ -174,8 +181,8 @@ class RolloutPipeline:
     def wait_step(self, step: int, timeout_s: float) -> StepGroups[Group] | None:
         """Wait for the groups of a step. Returns None if more prompts may be drawn in place of rejected groups.
 
-        Raises NoEngineError if no engine is left; the next call of `send_requests` then sends the requests again. Raises
-        EngineError at the deadline. Also raises the errors of sampling and scoring.
+        Raises NoEngineError if no engine is left. The next call of `send_requests` then sends the requests again. Raises
+        EngineError after `timeout_s` seconds. Also raises the errors of sampling and scoring.
         """
         start, scoring_s = time.monotonic(), self._scoring_s
         with self._changed:
@@ -212,14 +219,17 @@ class RolloutPipeline:
             return self.buffer.untrained_requests
 
     def finished(self) -> dict[int, Group]:
-        """Return number of the prompt request -> group, for the groups that passed the rollout filter and wait for a step."""
+        """Return serial number of the prompt request -> group, for the groups that wait for a step.
+
+        Only groups that passed the rollout filter wait for a step.
+        """
         with self._changed:
             return self.buffer.finished
 
     def has_requests(self, numbers: Sequence[int], rows: Sequence[int]) -> bool:
-        """Return whether the buffer holds prompt requests with these numbers and rows.
+        """Return whether the buffer holds prompt requests with these serial numbers and rows.
 
-        Numbers that were not drawn yet are ignored.
+        Serial numbers that were not drawn yet are ignored.
         """
         with self._changed:
             row_of = {request.number: request.row for request in self.buffer.untrained_requests}
@@ -227,13 +237,13 @@ class RolloutPipeline:
             return all(row_of.get(number) == row for number, row in drawn)
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Cancel and remove these prompt requests, because the groups of their step were read from the rollout log."""
+        """Cancel and remove the prompt requests with these serial numbers, because the rollout log has their groups."""
         with self._changed:
             self.buffer.remove(numbers)
             self._cancel(numbers)
 
     def restart(self, num_drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
-        """Cancel all running requests, and set the buffer to its state before `step` (see StalenessBuffer.restore)."""
+        """Cancel all running requests, and set the buffer to its contents before `step` (see StalenessBuffer.restore)."""
         with self._changed:
             self._num_restarts += 1
             self._cancel(list(self._running))
@@ -241,7 +251,7 @@ class RolloutPipeline:
             self.buffer.restore(num_drawn, requests, step)
 
     def close(self) -> None:
-        """Cancel all running requests and end the scoring thread. The engines go on; the caller must end them."""
+        """Cancel all running requests and end the scoring thread. The caller must end the engines."""
         self.restart(0, [], 0)
         self._unscored.put(None)
 
@@ -297,7 +307,7 @@ class RolloutPipeline:
         self._changed.notify_all()
 
     def _cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel the HTTP requests of these prompt requests. An HTTP request that also serves other prompt requests goes on."""
+        """Cancel the HTTP requests of these prompt requests. If an HTTP request also serves other prompt requests, it goes on."""
         for number in numbers:
             running: Future[Any] | None = self._running.pop(number, None)
             if running is not None and running not in self._running.values():

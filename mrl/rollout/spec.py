@@ -20,25 +20,25 @@ from mrl.rollout.step_metrics import RolloutFilter
 class RolloutSpec:
     """The engines, the prompts, the reward and the sampling settings of one rollout worker."""
 
-    model_path: str  # Hugging Face folder with the architecture, the tokenizer and the weights that engines start with
+    model_path: str  # Hugging Face folder: architecture, tokenizer, and the model weights that engines start with
     run_dir: str  # run directory; logs and recorded steps are written below it
     train: PromptDataset  # prompts that steps train
     test: PromptDataset | None  # held-out prompts, which are only evaluated
-    reward: Reward
-    advantage_pipeline: AdvantagePipeline
+    reward: Reward  # scores the responses
+    advantage_pipeline: AdvantagePipeline  # computes the advantages from the rewards
     rollout_filter: RolloutFilter | None  # decides which groups are trained; None: all groups are trained
-    needs_greedy: bool  # whether the advantage needs a greedy response to each prompt, too
+    needs_greedy: bool  # whether the advantage needs a greedy response to each prompt, in addition to the sampled ones
     rollout_logprobs_as_old: bool  # whether the rollout log-probabilities are used as old log-probabilities
-    prompts_per_step: int
-    responses_per_prompt: int
+    prompts_per_step: int  # N, the number of groups that a step trains
+    responses_per_prompt: int  # G, the size of a group
     max_response_tokens: int
-    temperature: float
+    temperature: float  # of the responses that are trained; an evaluation has its own temperature
     num_engines: int
     engine_urls: tuple[str, ...]  # URLs of external servers; if there are any, mrl starts no engine
     engine_tp: int  # tensor-parallel size of an engine
-    seed: int
+    seed: int  # seed of the run; the seeds of engines and responses are derived from this seed
     eval_rows: int | None  # an evaluation uses the first `eval_rows` rows of each test set; None: all rows
-    request_timeout_s: float
+    request_timeout_s: float  # how long a step or an evaluation waits for its responses before it fails
     record: bool  # whether the tokens of each step are written to run_dir/rollouts
     replay: str | None  # folder of recorded steps that are read; None: the engines sample
     staleness: int = 0  # maximal number of weight versions between sampling a token and training on it

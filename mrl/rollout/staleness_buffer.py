@@ -18,16 +18,18 @@ from mrl.rollout.trajectory import StepGroups
 
 MAX_RESPONSES_PER_REQUEST = 64
 """Largest number of responses in one HTTP request. Requests must not be large, because a failed engine loses all responses of its
-unfinished requests. They must not be small, because each takes about a millisecond of CPU in the engine's HTTP server."""
+unfinished requests. They must not be small, because each request takes about a millisecond of CPU in the engine's HTTP server."""
 
 
 @dataclass(frozen=True)
 class PromptRequest:
     """A prompt that was drawn from the data set, and that the engines answer with a group of responses."""
 
-    number: int  # position in the order of drawing since the run began
+    number: int  # serial number: position in the order of drawing, from 0, since the run began
     row: int  # row of the data set
-    min_weight_version: int  # lowest weight version that may sample the responses; usually that of the time of drawing
+    min_weight_version: (
+        int  # lowest weight version that may sample the responses; usually the weight version at the time of drawing
+    )
 
 
 @dataclass
@@ -49,9 +51,11 @@ class StalenessBuffer[T]:
     extra_groups: int = 0
     in_order: bool = False
     max_replaced: int = 0
-    num_drawn: int = 0  # number of prompts drawn since the run began; also the number of the next prompt request
-    # All keys are numbers of prompt requests
-    in_flight: dict[int, PromptRequest] = field(default_factory=dict)  # requests that are not sampled and scored yet
+    num_drawn: int = 0  # number of prompts drawn since the run began; also the serial number of the next prompt request
+    # The keys of these dicts are serial numbers of prompt requests
+    in_flight: dict[int, PromptRequest] = field(
+        default_factory=dict
+    )  # requests whose groups are not sampled and scored yet
     _finished: dict[int, tuple[PromptRequest, T]] = field(default_factory=dict)  # in the order of finishing
     _filtered: dict[int, T] = field(default_factory=dict)  # groups of this step that the rollout filter rejected
 
@@ -71,7 +75,7 @@ class StalenessBuffer[T]:
         return requests
 
     def finish(self, number: int, group: T, passed_filter: bool) -> None:
-        """Store the scored group of prompt request `number`. Does nothing if the request was dropped.
+        """Store the scored group of the prompt request with serial number `number`. Does nothing for a dropped request.
 
         A group that did not pass the rollout filter is not trained, and a new prompt may replace it.
         """
@@ -105,8 +109,9 @@ class StalenessBuffer[T]:
     def restore(self, num_drawn: int, requests: Sequence[PromptRequest], step: int) -> None:
         """Set the buffer to the state before `step`, in which exactly `requests` are in flight and no group is finished.
 
-        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. If they exceed the capacity, the
-        last requests get a later `min_weight_version`: the version at which the buffer will have room for them.
+        `num_drawn`: number of prompts drawn so far. `requests` are in the order of drawing. If there are more requests than
+        the buffer has room for, the last requests get a later `min_weight_version`: the version at which there will be room for
+        these requests.
         """
         oldest = step - self.staleness
         versions = [
@@ -127,20 +132,20 @@ class StalenessBuffer[T]:
 
     @property
     def finished(self) -> dict[int, T]:
-        """Number of the prompt request -> its group, for all sampled groups that wait for a step."""
+        """Serial number of the prompt request -> its group, for all sampled groups that wait for a step."""
         return {number: group for number, (_, group) in self._finished.items()}
 
     def _select_in_order(self) -> list[int] | None:
-        """Return the numbers of the first N requests in the order of drawing. Returns None if one of them is not finished."""
+        """Return the serial numbers of the first N requests in drawing order. Returns None if one of them is not finished."""
         first = sorted([*self.in_flight, *self._finished])[: self.groups_per_step]
         return None if any(number in self.in_flight for number in first) else first
 
     def _select_finished(self, step: int) -> list[int] | None:
-        """Return the numbers of up to N finished groups. Groups that finished first are preferred.
+        """Return the serial numbers of up to N finished groups. Groups that finished first are preferred.
 
         Without over-sampling, later steps must be able to train all remaining requests before these are too old. Therefore, for
         each d from 0 to K, at most d * N of the remaining requests may be too old for the steps after `step + d`. Returns None if
-        too few groups are finished for that.
+        too few groups are finished for this limit.
         """
         first = next(iter(self.in_flight.values()), None)  # the oldest request in flight
         if first and not self.extra_groups and first.min_weight_version <= step - self.staleness:
@@ -160,7 +165,7 @@ class StalenessBuffer[T]:
         return [*chosen, *rest[: max(0, self.groups_per_step - len(chosen))]]
 
     def _drop_stale(self, step: int) -> list[int]:
-        """Remove the requests that are too old for the step after `step`, and return their numbers.
+        """Remove the requests that are too old for the step after `step`, and return their serial numbers.
 
         Without over-sampling there are no such requests.
         """
@@ -207,6 +212,7 @@ class ResponseLengths:
     def expected(self, row: int) -> float:
         """Return the expected length, in tokens, of a response to this row.
 
-        It is the mean length of the row's last group, or of all responses if this row was never sampled.
+        This is the mean length of the row's last group. If the row was never sampled, this is the mean length of all responses,
+        or `initial_guess` if there are no responses.
         """
         return self.rows.get(row, self._sum / self._count if self._count else self.initial_guess)

@@ -51,7 +51,7 @@ class SampledStep:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step. They include rejected groups, so that they describe the policy and not the filter."""
+        """Return the metrics of the step. The metrics include rejected groups, so that they describe the policy."""
         groups = [*self.kept, *self.filtered]
         samples = [sample for group in groups for sample in group.samples]
         usages = [sample.trajectory.usage for sample in samples]
@@ -82,22 +82,24 @@ def _multi_turn_metrics(usages: list[ResponseUsage]) -> dict[str, float]:
 class LengthBias:
     """Measures how much shorter trained responses are because steps train the groups that finish first.
 
-    It compares the trained groups of the last steps with the same number of prompt requests in the order of drawing. The length
-    of a dropped group is unknown. The longest mean length of a trained group in its step stands for it, which is an
-    underestimate.
+    It compares the trained groups of the last `num_steps` steps with the groups of as many prompt requests that were
+    drawn one after another. The mean length of a dropped group is unknown. An underestimate replaces it: max(mean lengths of the
+    trained groups) of the step that dropped the group.
     """
 
     num_steps: int = 4  # number of last steps that are compared
-    _lengths: dict[int, float] = field(default_factory=dict)  # number of a prompt request -> mean length of its group
+    _lengths: dict[int, float] = field(
+        default_factory=dict
+    )  # serial number of a prompt request -> mean length of its group
     _trained: deque[list[float]] = field(
         default_factory=deque
-    )  # mean lengths of the groups that each last step trained
+    )  # for each of the last steps, the mean lengths of the groups that it trained
 
     def update(self, step: StepGroups[Group], finished: Mapping[int, Group]) -> dict[str, float]:
         """Add a step, and return the metric `rollout/length_selected_ratio`.
 
-        The metric is the mean length of trained responses, divided by the mean length of all drawn responses. Its value is 1 if
-        there is no bias. `finished`: number of the prompt request -> sampled group that waits in the staleness buffer.
+        The metric is (mean length of the trained groups) / (mean length of the groups drawn one after another). It is 1 if
+        there is no bias. `finished`: serial number of the prompt request -> sampled group that waits in the staleness buffer.
         """
         trained = [_mean_length(group) for group in step.groups]
         self._lengths |= dict(zip(step.numbers, trained, strict=True))
@@ -110,9 +112,9 @@ class LengthBias:
         return {"rollout/length_selected_ratio": float(np.mean(recent) / np.mean(drawn))} if drawn else {}
 
     def _consecutive(self, count: int) -> list[float]:
-        """Return the lengths of the last `count` requests before the first request that is not sampled yet.
+        """Return the mean lengths of the last `count` prompt requests before `end`, and delete those before `end - 4 * count`.
 
-        Deletes the lengths of requests that are more than `4 * count` older than that request.
+        `end` is the serial number of the first prompt request whose group is not sampled yet.
         """
         end = first = min(self._lengths, default=0)
         while end in self._lengths:

@@ -1,4 +1,4 @@
-"""Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the columns of the driver."""
+"""Trajectories, samples and groups, and their conversion to a token block (TokenBlock) and to the driver's columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class ResponseUsage:
     turns: int  # number of assistant turns
     tool_calls: int
     tool_errors: int  # tool calls that could not be parsed, failed or timed out
-    input_tokens: int  # sum of the input tokens of all requests; each turn is one request
+    input_tokens: int  # sum over all turns; the input of a turn contains all earlier turns
     cached_tokens: int  # input tokens that the engine found in its prefix cache
 
 
@@ -32,13 +32,13 @@ class Trajectory:
     token_ids: list[int]
     logprobs: list[float]  # log-probabilities of the sampled tokens, as the engine reports them
     truncated: bool  # whether the token limit or the turn limit ended the response
-    weight_version: int  # version of the weights that sampled the first token
+    weight_version: int  # weight version that sampled the first token
     sampled: list[bool] | None = None  # for each token, whether the policy sampled it; None: it sampled all tokens
     turns: tuple[Turn, ...] = ()  # messages of a multi-turn response; empty if the response has a single turn
     turn_ends: tuple[int, ...] = ()  # index in `logprobs` of the last token of each assistant turn
     routed_experts: NDArray[np.int16] | None = None  # see Completion.routed_experts
     usage: ResponseUsage | None = None  # None if the response has a single turn or is read from a recorded step
-    # (weight version, number of tokens that it sampled), in order; empty if `weight_version` sampled all tokens
+    # (weight version, number of tokens that this version sampled), oldest version first; empty if there is only one version
     versions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -74,10 +74,10 @@ class Trajectory:
         return [(is_sampled, [token for _, token in part]) for is_sampled, part in groupby(pairs, key=itemgetter(0))]
 
     def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> tuple[Turn, ...]:
-        """Return the messages of a multi-turn response; empty if the response has a single turn.
+        """Return the messages of a multi-turn response. Returns () if the response has a single turn.
 
         A response from a recorded step has no messages, so its tokens are decoded. The chat template's text around the tool
-        results is then part of these messages.
+        results is then part of the messages with the role "tool".
         """
         if self.turns or self.sampled is None:
             return self.turns
@@ -90,9 +90,9 @@ class Trajectory:
 class Sample:
     """One scored response to the prompt in one row of the data set."""
 
-    row: int
+    row: int  # row of the data set
     prompt: list[int]  # token ids
-    trajectory: Trajectory
+    trajectory: Trajectory  # the response
     score: Score
 
 
@@ -118,15 +118,15 @@ class Group:
 class StepGroups[T]:
     """The groups that one step took from the staleness buffer. T is Group in runs and None in simulations."""
 
-    numbers: list[int]  # numbers of the prompt requests of `groups`, ascending
+    numbers: list[int]  # serial numbers of the prompt requests of `groups`, ascending
     groups: list[T]  # the groups that the step trains
-    filtered_numbers: list[int]  # numbers of the prompt requests of `filtered`
+    filtered_numbers: list[int]  # serial numbers of the prompt requests of `filtered`
     filtered: list[T]  # the groups that the rollout filter rejected
-    dropped: list[int]  # numbers of the prompt requests that were dropped: they would be too old for the next step
+    dropped: list[int]  # serial numbers of dropped prompt requests, which would be too old for the next step
 
     @property
     def all_numbers(self) -> list[int]:
-        """Numbers of all prompt requests that this step removed from the staleness buffer."""
+        """Serial numbers of all prompt requests that this step removed from the staleness buffer."""
         return [*self.numbers, *self.filtered_numbers, *self.dropped]
 
 
@@ -150,7 +150,10 @@ def to_block(groups: Sequence[Group]) -> TokenBlock:
 def block_trajectories(
     block: TokenBlock, truncated: NDArray[np.bool_], versions: NDArray[np.int64]
 ) -> list[Trajectory]:
-    """Return one trajectory for each sequence of a token block: the inverse of `to_block`. `truncated`, `versions`: [B]."""
+    """Return one trajectory for each sequence of a token block: the inverse of `to_block`.
+
+    `truncated`, `versions`: [B], the fields `truncated` and `weight_version` of the trajectories.
+    """
     ends = np.cumsum(block.sampled_lengths)[:-1]
     spans = zip(block.cu_seqlens[:-1], block.prompt_lengths, block.cu_seqlens[1:], strict=True)
     trajectories = [
@@ -178,11 +181,11 @@ def _turn_ends(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
-    """Return the columns [B] that the driver sees: `rows` of the data set, `groups`, `truncated`, `weight_versions`."""
-    samples = [(number, sample) for number, group in enumerate(groups) for sample in group.samples]
+    """Return the columns [B] that the driver sees. They become the fields of Rollouts that have the same names."""
+    samples = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     return dict(
         rows=np.array([sample.row for _, sample in samples]),
-        groups=np.array([number for number, _ in samples]),
+        groups=np.array([index for index, _ in samples]),
         truncated=np.array([sample.trajectory.truncated for _, sample in samples]),
         weight_versions=np.array([sample.trajectory.weight_version for _, sample in samples]),
     )
@@ -191,8 +194,8 @@ def control_columns(groups: Sequence[Group]) -> dict[str, NDArray]:
 def version_spans(groups: Sequence[Group]) -> NDArray[np.int64]:
     """Return which weight versions sampled the tokens of each response.
 
-    The result has the shape [M, 3]. Each row (index of the response, weight version, number of tokens) stands for consecutive
-    sampled tokens. The rows of a response are in the order of sampling.
+    The result is an array with 3 columns. Each of its rows (index of the response, weight version, number of tokens) stands for
+    consecutive sampled tokens. The rows of a response are in the order of sampling.
     """
     trajectories = [sample.trajectory for group in groups for sample in group.samples]
     spans = [
@@ -222,7 +225,7 @@ def to_scored_batch(groups: Sequence[Group]) -> ScoredBatch:
 
 
 def _turn_rewards(samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-    """Return a reward for each sampled token, [R]. It is 0 except at the last token of a turn, which has the turn's reward.
+    """Return a reward for each of the R sampled tokens, [R]: the turn's reward at the last token of a turn, and 0 elsewhere.
 
     A response without rewards per turn has its whole reward at its last token. Returns None if no response has rewards per turn.
     """

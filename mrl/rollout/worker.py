@@ -1,6 +1,6 @@
 """RolloutWorker: the Ray actor that samples and scores. It owns the engines, the prompts and the reward.
 
-The driver calls it through the rollout manager and sees lengths and rewards, but no tokens.
+The driver calls this actor through the rollout manager. The driver sees lengths and rewards, but no tokens.
 """
 
 import logging
@@ -75,9 +75,11 @@ class RolloutWorker:
         self._pipeline = RolloutPipeline(buffer, self.engines, self._sampler, self._score_groups, self._passes_filter)
         self._length_bias = LengthBias()
         self._rounds = 0  # how often prompts were drawn for the step that is being sampled
-        self._logged: StepGroups[Group] | None = None  # groups of that step, if the rollout log has them
-        self._sampled = SampledStep()  # the last step for which `sample` returned 0
-        # The groups of `_sampled`, with the numbers of their prompt requests
+        self._logged: StepGroups[Group] | None = (
+            None  # groups of the step that is being sampled, if the rollout log has them
+        )
+        self._sampled = SampledStep()  # groups of the last step for which `sample` returned 0
+        # The groups of `_sampled`, with the serial numbers of their prompt requests
         self._taken: StepGroups[Group] = StepGroups([], [], [], [], [])
         self._all_filtered = False  # whether the rollout filter rejected every group of the last collected step
         # Rewards and rollout log-probabilities of the last collected step
@@ -102,11 +104,12 @@ class RolloutWorker:
     def sample(self, first_number: int, rows: NDArray[np.int64], step: int) -> int:
         """Add prompts to the staleness buffer, and wait for the groups that `step` trains.
 
-        `rows`: rows of the data set, one per prompt. `first_number`: number of the first prompt request, counted since the run
-        began. If the rollout log has the groups of the step, they are used and nothing is sampled.
+        `rows`: rows of the data set, one per prompt. `first_number`: serial number of the prompt request for the
+        first row. If the rollout log has the groups of the step, these groups are used and nothing is sampled.
 
         Returns 0 if the groups are ready for `collect`. Otherwise returns the number of prompts that the driver must draw for
-        the next call, for example in place of rejected groups. If a call fails, the driver may repeat it with the same prompts.
+        the next call, for example in place of rejected groups. If a call fails, the driver may repeat the call with the same
+        prompts.
         """
         if self.spec.replay:
             groups = self._replay(step)
@@ -134,7 +137,7 @@ class RolloutWorker:
         return 0
 
     def _read_log(self, step: int) -> StepGroups[Group] | None:
-        """Return the groups of the step from the rollout log, and remove their requests from the pipeline.
+        """Return the groups of the step from the rollout log, and remove their prompt requests from the pipeline.
 
         Returns None if the log does not have the step. An entry with other prompts than this run draws is deleted.
         """
@@ -165,7 +168,7 @@ class RolloutWorker:
         """Cancel all running requests, and continue from the state before `step`. The next call must be `sample`.
 
         `num_drawn`: number of prompts that were drawn so far. `untrained`: the prompt requests that no step has taken, each as
-        (number, row, min_weight_version). Their cached completions are used again.
+        (serial number, row, min_weight_version). The completions that these requests have in the completion cache are used again.
         """
         self._pipeline.restart(num_drawn, [PromptRequest(*request) for request in untrained], step)
         self._cache.read()
@@ -209,9 +212,10 @@ class RolloutWorker:
         )
 
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
-        """Compute the advantages of the last collected step. `columns`: handles of the trainers' columns, by name.
+        """Compute the advantages of the last collected step, and put all columns that the losses need into Ray's object store.
 
-        Returns a handle of all columns that the losses need.
+        `columns`: name -> handles of a column's parts, which the trainers computed. `kl_coef`: coefficient of the KL penalty in
+        the reward.
         """
         assert self._collected, "collect() must be called before estimate()"
         scored, rollout_logprobs = self._collected
@@ -233,9 +237,9 @@ class RolloutWorker:
         trajectories = block_trajectories(block, columns["truncated"], columns["weight_versions"])
         scores = self._score(self.train, columns["rows"], trajectories)
         members: dict[int, list[Sample]] = {}
-        for number, group in enumerate(columns["groups"].tolist()):
-            prompt = block.prompt(number).tolist()
-            sample = Sample(int(columns["rows"][number]), prompt, trajectories[number], scores[number])
+        for index, group in enumerate(columns["groups"].tolist()):
+            prompt = block.prompt(index).tolist()
+            sample = Sample(int(columns["rows"][index]), prompt, trajectories[index], scores[index])
             members.setdefault(group, []).append(sample)
         return [Group(samples) for samples in members.values()]
 
@@ -243,8 +247,8 @@ class RolloutWorker:
         """Score all responses of these groups, and their greedy responses. Runs in the scoring thread."""
         rows = np.array([group.request.row for group in unscored for _ in group.trajectories])
         trajectories = [trajectory for group in unscored for trajectory in group.trajectories]
-        numbers = [group.request.number for group in unscored for _ in group.trajectories]
-        scores = iter(self._score(self.train, rows, trajectories, numbers))
+        group_ids = [group.request.number for group in unscored for _ in group.trajectories]
+        scores = iter(self._score(self.train, rows, trajectories, group_ids))
         greedy = [(group.request.row, group.greedy) for group in unscored if group.greedy is not None]
         greedy_rows = np.array([row for row, _ in greedy])
         greedy_scores = iter(self._score(self.train, greedy_rows, [trajectory for _, trajectory in greedy]))
@@ -265,7 +269,8 @@ class RolloutWorker:
     ) -> list[Score]:
         """Score responses. `rows`: row of `data` that holds the prompt of each response.
 
-        `groups`: group number of each response. If it is empty, responses to the same row are one group.
+        `groups`: for each response, an integer that identifies its group. If `groups` is empty, responses to the same row are one
+        group.
         """
         if not trajectories:
             return []

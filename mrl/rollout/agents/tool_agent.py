@@ -1,7 +1,7 @@
 """Multi-turn responses: the policy samples a turn, tools run the calls in it, and the policy continues with their results.
 
-For the next turn, the sampled token ids are sent to the engine unchanged. Their text is never tokenized again. Only the tool
-results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
+For the next turn, the sampled token ids are sent to the engine unchanged. The text of a turn is never tokenized again. Only the
+tool results, and the chat template around them, are tokenized (see mrl/data/tool_template.py).
 """
 
 import asyncio
@@ -49,7 +49,8 @@ class ToolAgent:
             raise ValueError(f"parser.tool={named!r} is not a tool; the tools are {', '.join(self.tools)}.")
 
     def prepare(self, tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> "Conversation":
-        """Return the agent bound to the tokenizer of a model. `template_args`: variables of the chat template, as for prompts.
+        """Return the agent bound to the tokenizer of a model. `template_args`: variables of the chat template, the same as for
+        prompts.
 
         Raises ValueError if the chat template or the vocabulary cannot express tool calls.
         """
@@ -70,10 +71,10 @@ def _single_token(tokenizer: Any, text: str) -> int:
 
 @dataclass
 class _ResponseBuilder:
-    """The part of a response that is sampled already. Its fields have the meaning of the fields of Trajectory."""
+    """The part of a response that is sampled already. Trajectory and ResponseUsage describe most of the fields."""
 
     tokens_left: int  # number of tokens until the token limit of the response
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # `token_ids` of Trajectory
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -90,7 +91,7 @@ class _ResponseBuilder:
         self.tokens_left -= len(ids)
 
     def add_assistant_turn(self, completion: Completion, num_inputs: int, text: str) -> None:
-        """Append a sampled turn. `num_inputs`: number of input tokens of its request. `text`: the decoded turn.
+        """Append a sampled turn. `num_inputs`: number of input tokens of the HTTP request. `text`: the decoded turn.
 
         Raises RuntimeError if the completion is empty or was aborted.
         """
@@ -142,14 +143,15 @@ class Conversation:
     """A tool agent that is bound to the tokenizer of a model. Calling it samples one multi-turn response."""
 
     agent: ToolAgent
-    tokenizer: Any
-    template: ToolTemplate
+    tokenizer: Any  # Hugging Face tokenizer
+    template: ToolTemplate  # tokenizes tool results with the chat template around them
     stop_token_ids: tuple[int, ...]  # tokens of the parser that end a turn, in addition to the end-of-sequence token
 
     async def __call__(
         self, generate_turn: GenerateTurn, prompt: list[int], params: SamplingParams, tool_limit: asyncio.Semaphore
     ) -> Trajectory:
-        """Sample one response. `params.max_new_tokens` limits the length of the response, with its tool results.
+        """Sample one response. `params.max_new_tokens` limits the number of tokens of the response, tool results
+        included.
 
         `generate_turn` samples one turn. `tool_limit` limits the number of tool calls that run at the same time. Raises
         RuntimeError if a turn is empty or was aborted.
@@ -179,7 +181,7 @@ class Conversation:
             response.add_tool_results(results, result_ids)
 
     def _parse_calls(self, completion: Completion) -> list[ToolCall | ToolCallError]:
-        """Return the tool calls in a turn. A turn that was cut at the token limit has no calls."""
+        """Return the tool calls in a turn. The calls of a turn that was cut at the token limit are ignored."""
         if completion.finish_reason == "length":
             return []
         return self.agent.parser(self.tokenizer.decode(completion.token_ids, clean_up_tokenization_spaces=False))

@@ -62,7 +62,7 @@ class MarkerParser:
         return (self.end,)
 
     def __call__(self, text: str) -> list[ToolCall | ToolCallError]:
-        """Parse the text between each start marker and the next end marker. A start marker without an end marker is no call."""
+        """Parse the text between each start marker and the next end marker. A start marker without an end marker is ignored."""
         return [ToolCall(self.tool, found.strip()) for found in self._pattern.findall(text)]
 
     @cached_property
@@ -169,10 +169,10 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Calculator:
-    """Tool that computes an arithmetic expression. It may contain numbers, brackets and the operators + - * / // % **."""
+    """Tool that computes an arithmetic expression with numbers, brackets and the operators + - * / // % **."""
 
     max_characters: int = 200  # maximal length of the expression
-    max_bits: int = 1024  # maximal size of every intermediate integer
+    max_bits: int = 1024  # maximal size of every intermediate integer, in bits
 
     def __call__(self, expression: str) -> str:
         """Return the value of an expression. Raises ValueError if the expression is not arithmetic or too large.

@@ -42,7 +42,7 @@ MAX_PADDING_FACTOR = 2.0
 """Limit of padding: scores of a tile <= MAX_PADDING_FACTOR * (its scores without padding) + FREE_PADDING_SCORES."""
 
 FREE_PADDING_SCORES = 1 << 13
-"""Number of scores that cost less time than one more SDPA call."""
+"""Number of padding scores that is always allowed, because they cost less time than one more SDPA call."""
 
 
 class QueryRow(NamedTuple):
@@ -56,7 +56,7 @@ class QueryRow(NamedTuple):
 
 @dataclass
 class Tile:
-    """Rows that share one SDPA call. It has N * Q entries, each a query token of the batch or padding.
+    """Rows that share one SDPA call. A tile has N * Q entries; each entry is a query token of the batch or padding.
 
     Padding repeats the last query token and the last key of a row. Therefore each padding entry is a real token, and each slot
     that is read has been written.
@@ -74,7 +74,7 @@ class Tile:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # window -> mask that `mask` computed
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive causal mask [N, 1, Q, L]. With `window`, a query sees only itself and `window` keys before."""
+        """Return the additive causal mask [N, 1, Q, L]. With `window`, a query sees only its own key and `window` keys before."""
         if window not in self.masks:
             keys_L, queries_NQ1 = torch.arange(self.slots_NL.size(1)), self.query_positions_NQ[:, :, None]
             hidden = keys_L > queries_NQ1
@@ -92,9 +92,9 @@ def split_rows(query_lens: Sequence[int], key_lens: Sequence[int]) -> list[Query
     """
     rows, first = [], 0
     for i, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-        step = max(1, min(MAX_QUERIES_PER_ROW, MAX_TILE_SCORES // keys))
-        for start in range(0, queries, step):
-            count = min(step, queries - start)
+        max_count = max(1, min(MAX_QUERIES_PER_ROW, MAX_TILE_SCORES // keys))
+        for start in range(0, queries, max_count):
+            count = min(max_count, queries - start)
             rows.append(QueryRow(i, first + start, count, keys - queries + start + count))
         first += queries
     return rows
@@ -218,9 +218,8 @@ class BatchedSdpaBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner):
         super().__init__(model_runner)
-        self.plan: list[Tile] | None = (
-            None  # plan of the current forward pass; None: SGLang's code computes the attention
-        )
+        # Plan of the current forward pass. If it is None, SGLang's code computes the attention.
+        self.plan: list[Tile] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

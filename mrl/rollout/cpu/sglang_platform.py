@@ -1,6 +1,6 @@
 """SGLang platform plug-in: unmodified SGLang on a machine without a GPU.
 
-SGLang finds it through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
+SGLang finds the plug-in through the entry point `sglang.srt.platforms` (setup.py). If there is a GPU or another accelerator,
 `activate()` returns None and SGLang chooses its own platform.
 """
 
@@ -34,7 +34,7 @@ def activate() -> str | None:
         return None
     if ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION_BACKEND])
-        # Otherwise SGLang refuses deterministic inference. On a CPU, that option only makes the sampling use seeds.
+        # Otherwise SGLang refuses deterministic inference. On a CPU, deterministic inference only makes the sampling use seeds.
         add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     return f"{__name__}.CpuPlatform"
 
@@ -42,7 +42,7 @@ def activate() -> str | None:
 class CpuPlatform(SRTPlatform):
     """SGLang's platform for a CPU: torch operators, without CUDA graphs, Triton or pinned memory."""
 
-    _enum = PlatformEnum.OOT
+    _enum = PlatformEnum.OOT  # out of tree: not a part of SGLang
     device_name = "cpu"
     device_type = "cpu"
     capabilities = PlatformCapabilities()
@@ -108,8 +108,8 @@ _LOW_32_BITS = 0xFFFFFFFF
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """Return the 32-bit MurmurHash3 of the 16 bytes (seed, position, column index), as SGLang's GPU kernel computes it.
 
-    SGLang derives the random number of each token from this hash. On a CPU, SGLang calls the hash function of the package
-    sgl_kernel, which is not installed there. This function replaces it.
+    SGLang derives the random number of each token from this hash. On a CPU, SGLang would call the hash function of the
+    package sgl_kernel, but this package is not installed on a CPU. This function replaces SGLang's call.
 
     Args:
         seed: [B], 64 bits, the seed of each request in the engine's batch.

@@ -59,7 +59,7 @@ def rotary(
 def _rotation_table(rope: RotaryEmbedding) -> Tensor:
     """Return a table [positions, 2 * D]. Each row has D cosines and D sines; the first D / 2 sines are negated."""
     cached = rope.__dict__.get(_TABLE_ATTRIBUTE)
-    if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces the cache when it grows
+    if cached is None or cached[0] is not rope.cos_sin_cache:  # SGLang replaces cos_sin_cache to add positions
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
         cached = rope.__dict__[_TABLE_ATTRIBUTE] = (rope.cos_sin_cache, torch.cat([cos, cos, -sin, sin], dim=-1))
     return cached[1]
@@ -75,10 +75,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
 def experts(
     self: UnquantizedFusedMoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
-    """Return the weighted sum of the experts of each token, [T, hidden]. An expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`.
+    """Return, for each token, the sum of its experts' outputs times their router weights, [T, hidden].
 
-    Experts on other ranks have the number -1 and are skipped, which SGLang's torch version cannot do.
+    The output of an expert is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`. Experts on other ranks have the index -1 and are
+    skipped, which SGLang's torch version cannot do.
     """
+    # weights: router weights; ids: indices of the experts; both [T, topk]
     x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if x.dtype != torch.float32 or self.with_bias or not _is_plain(self.moe_runner_config):
         return self.forward_native(layer, dispatch_output)

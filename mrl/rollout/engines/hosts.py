@@ -31,8 +31,8 @@ from mrl.rollout.engines.server import EngineServer, ExternalEngine
 from mrl.rollout.spec import RolloutSpec
 
 log = logging.getLogger(__name__)
-POLL_INTERVAL_S = 0.2  # between checks whether a server's processes still run
-RAY_CALL_MARGIN_S = 10.0  # how much longer a Ray call may take than the method that it runs
+POLL_INTERVAL_S = 0.2  # seconds between two checks whether a server's processes still run
+RAY_CALL_MARGIN_S = 10.0  # how much longer a Ray call may take than the deadline of the method that it runs
 
 
 type AnyEngineServer = EngineServer | RayEngine | ExternalEngine
@@ -50,7 +50,7 @@ class EngineServers:
             self._arguments["enable_return_routed_experts"] = True
         self._registry = registry_folder(spec.run_dir)
         unregister_processes(self._registry, "engine_*")  # entries that an earlier process left in this run directory
-        self._numbers = itertools.count()  # yields a new number for each server that is started, also for replacements
+        self._serial_numbers = itertools.count()  # one for each server that is started; a replacement gets a new one
         self._replacing = threading.Lock()  # held while a server is replaced
         self._were_ready = False  # whether all servers were ready at least once
         self.servers: list[AnyEngineServer] = [ExternalEngine(url) for url in spec.engine_urls]
@@ -58,9 +58,9 @@ class EngineServers:
 
     def _start(self, index: int) -> EngineServer | RayEngine:
         """Start a server for engine `index`. Returns before the server is ready."""
-        number = next(self._numbers)
-        name = f"engine_{number}"
-        arguments = dict(self._arguments, random_seed=self.spec.seed + number)
+        serial_number = next(self._serial_numbers)
+        name = f"engine_{serial_number}"
+        arguments = dict(self._arguments, random_seed=self.spec.seed + serial_number)
         log_path = Path(self.spec.run_dir) / "logs" / f"{name}.log"
         env = {REGISTRY_FOLDER_ENV: str(self._registry), REGISTRY_NAME_ENV: name}
         server: EngineServer | RayEngine
@@ -80,8 +80,8 @@ class EngineServers:
         """Wait until every server takes requests.
 
         A server that ends before it is ready is replaced, up to `fault_tolerance.max_response_attempts` times. At the first
-        start, it is replaced only once, and only if it was killed. A server that exits by itself would fail again, for example
-        because of a wrong argument.
+        start, a server is replaced only once, and only if it was killed. A server that exits by itself would fail again, for
+        example because of a wrong argument.
 
         Raises RuntimeError if a server ended and is not replaced, and TimeoutError if a server is not ready after `timeout_s`
         seconds.
@@ -163,7 +163,8 @@ class EngineNodeActor:
     def wait_ready(self, timeout_s: float, url: str) -> None:
         """Wait until the server takes requests, as in EngineServer.wait_ready.
 
-        `url`: the result of `start`. It is not used; because of this argument, Ray calls this method after `start`.
+        `url`: the result of `start`. The method does not use `url`. With this argument, Ray calls the method after `start` has
+        returned.
         """
         self.server.wait_ready(timeout_s)
 
@@ -203,14 +204,14 @@ class RayEngine:
         self.url = f"{log_path.stem}, which is not ready"
         self._node_actors: list[Any] = []  # one EngineNodeActor per node
         self._started: list[Any] = []  # one future per node: the result of EngineNodeActor.start
-        # One future per node; it is done when the node's processes or its EngineNodeActor have ended
+        # One future per node; the future is done when the node's processes or EngineNodeActor have ended
         self._ended: list[Any] = []
 
     def start(self) -> None:
-        """Start the processes on every node. Returns before they are started. Raises an error if Ray cannot provide the slots."""
+        """Start the processes on every node, and do not wait for them. Raises an error if Ray cannot provide the slots."""
         assert not self._node_actors, f"{self.url} was already started"
         nodes = group_by_node(self._slots())
-        self._node_actors = [self._create_node_actor(number, slots, len(nodes)) for number, slots in enumerate(nodes)]
+        self._node_actors = [self._create_node_actor(index, slots, len(nodes)) for index, slots in enumerate(nodes)]
         rendezvous = self._node_actors[0].rendezvous.remote() if len(nodes) > 1 else None
         self._started = [
             actor.start.remote(slots[0].node, rendezvous) for actor, slots in zip(self._node_actors, nodes, strict=True)
@@ -219,10 +220,10 @@ class RayEngine:
             actor.wait_ended.remote(url) for actor, url in zip(self._node_actors, self._started, strict=True)
         ]
 
-    def _create_node_actor(self, number: int, slots: Sequence[DeviceSlot], num_nodes: int) -> Any:
-        """Create the EngineNodeActor of node `number`. `slots`: the engine's slots on this node."""
-        multi_node = dict(nnodes=num_nodes, node_rank=number) if num_nodes > 1 else {}
-        log_path = self.log_path.with_stem(f"{self.log_path.stem}_node_{number}") if number else self.log_path
+    def _create_node_actor(self, index: int, slots: Sequence[DeviceSlot], num_nodes: int) -> Any:
+        """Create the EngineNodeActor of the engine's node `index`. `slots`: the engine's slots on this node."""
+        multi_node = dict(nnodes=num_nodes, node_rank=index) if num_nodes > 1 else {}
+        log_path = self.log_path.with_stem(f"{self.log_path.stem}_node_{index}") if index else self.log_path
         env = visible_devices_env(slots) | dict(self._env)
         actor_class = ray.remote(EngineNodeActor).options(max_concurrency=4, **slots[0].options)
         return actor_class.remote(dict(self._arguments, **multi_node), str(log_path), env)
@@ -289,7 +290,7 @@ def visible_devices_env(slots: Sequence[DeviceSlot]) -> dict[str, str]:
 
 
 def group_by_node(slots: Sequence[DeviceSlot]) -> list[list[DeviceSlot]]:
-    """Return the engine's slots on each node. Raises ValueError if their number differs between nodes, as SGLang refuses this."""
+    """Return the engine's slots on each node. Raises ValueError if nodes have different numbers of slots."""
     by_node: dict[str, list[DeviceSlot]] = {}
     for slot in slots:
         by_node.setdefault(slot.node, []).append(slot)

@@ -28,14 +28,15 @@ from mrl.config.secrets import redacted
 from mrl.hang_report.process_registry import REGISTRY_FOLDER_ENV, REGISTRY_NAME_ENV, register_process
 from mrl.rollout.engines.leases import SHARED_MEMORY_LIST
 
+# Modules and classes of SGLang in which hooks replace or extend functions
 ENGINE = "sglang.srt.entrypoints.engine"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 SAMPLER = "sglang.srt.layers.sampler"
 SERVER_ARGS = "sglang.srt.server_args"
-LISTEN_TIMEOUT_S = 30.0  # how long the HTTP server may take until it listens
-# entry point, registered by setup.py, with which SGLang runs on a CPU
+LISTEN_TIMEOUT_S = 30.0  # how long `wait_until_listening` waits for the HTTP server
+# Entry point of mrl's CPU platform for SGLang; setup.py registers it
 PLATFORM_PLUGIN = "mrl.rollout.cpu.sglang_platform:activate"
 
 
@@ -52,7 +53,10 @@ def main() -> None:
 
 
 def register_server() -> None:
-    """Register this process for hang reports. Registration opens a file for stack traces; forked children write to it too."""
+    """Register this process for hang reports. Registration opens a file for stack traces.
+
+    Forked children write their stack traces to the same file.
+    """
     if REGISTRY_FOLDER_ENV in os.environ:
         name = os.environ[REGISTRY_NAME_ENV]
         register_process(os.environ[REGISTRY_FOLDER_ENV], name, f"{name.replace('_', ' ')} server", "engine")
@@ -63,16 +67,17 @@ def check_plugin_installed() -> None:
     plugins = entry_points(group="sglang.srt.platforms", name="mrl_cpu")
     if PLATFORM_PLUGIN not in [plugin.value for plugin in plugins]:
         raise RuntimeError(
-            f"SGLang cannot find mrl's CPU platform {PLATFORM_PLUGIN}, which it needs on a CPU. Run `pip install --no-deps -e .` "
-            "in the checkout, even if mrl is already installed: an older installation does not register the CPU platform."
+            f"SGLang cannot find mrl's CPU platform {PLATFORM_PLUGIN}, which SGLang needs on a CPU. Run "
+            "`pip install --no-deps -e .` in the checkout, even if mrl is already installed: an older installation does not "
+            "register the CPU platform."
         )
 
 
 def limit_model_imports(model_path: Path) -> None:
     """Let SGLang import only the files that define the architecture of this model, instead of all 250 model files.
 
-    Does nothing if no file defines the architecture, because SGLang then uses Transformers. Also does nothing if the user has
-    set the environment variable SGLANG_DISABLED_MODEL_ARCHS.
+    Does nothing if no file defines the architecture, because SGLang then uses the model code of Transformers. Also does nothing
+    if the user has set the environment variable SGLANG_DISABLED_MODEL_ARCHS.
     """
     config, package = model_path / "config.json", find_spec("sglang")
     if "SGLANG_DISABLED_MODEL_ARCHS" in os.environ or not config.exists():

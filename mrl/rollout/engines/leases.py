@@ -1,4 +1,4 @@
-"""Reserves ports and a scratch directory for one SGLang server.
+"""Reservations of ports and scratch directories for SGLang servers.
 
 A locked file stands for each reservation. The kernel releases the lock when the processes of the server have ended.
 """
@@ -47,7 +47,7 @@ class PortLease:
         return False
 
     def close(self) -> None:
-        """Close this process's descriptor. The reservation ends when all processes that inherited the descriptor closed it."""
+        """Close this process's descriptor. The reservation ends when all processes with an inherited copy have closed it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -64,9 +64,9 @@ def _is_free(port: int) -> bool:
 
 SCRATCH_PREFIX = "mrl-engine-"
 LOCK_FILE = "held"  # file in the scratch directory that is locked while the supervisor of the server lives
-SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; the same as in supervisor.py
+SHARED_MEMORY_LIST = "shared_memory"  # file that lists the server's files in /dev/shm; supervisor.py has the same value
 MAX_PARENT_LENGTH = 60
-"""Maximal length of the path of the folder above the scratch directory, in characters.
+"""A folder may contain scratch directories only if its path has fewer characters than this.
 
 SGLang creates Unix sockets in the scratch directory, and the path of a Unix socket has at most 107 characters.
 """
@@ -76,7 +76,7 @@ class ScratchDir:
     """Temporary directory of one server, with a lock file that shows that the directory is in use.
 
     The supervisor of the server removes the directory. If the supervisor was killed, the next ScratchDir on this machine removes
-    it. The lock belongs to the file descriptor `fd`: the directory is in use while a process has this descriptor open.
+    the directory. The lock belongs to the file descriptor `fd`: the directory is in use while a process has this descriptor open.
     """
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ from mrl.rollout.engines.leases import PortLease, ScratchDir
 from mrl.rollout.engines.server_args import DETERMINISTIC
 from mrl.weight_sync.engine_control import EngineControl
 
-POLL_INTERVAL_S = 0.05  # between checks whether an EngineServer is ready
-EXTERNAL_POLL_INTERVAL_S = 0.2  # between checks whether an ExternalEngine is ready
+POLL_INTERVAL_S = 0.05  # seconds between two checks whether an EngineServer is ready
+EXTERNAL_POLL_INTERVAL_S = 0.2  # seconds between two checks whether an ExternalEngine is ready
 LOG_TAIL_BYTES = 4000  # length of the part of the log that an error message quotes
 
 
@@ -105,10 +105,10 @@ class EngineServer:
         """Return the environment variables of the server."""
         env = os.environ | {
             "TMPDIR": str(scratch),  # SGLang does not remove its socket files; they are removed with this directory
-            "MRL_ENGINE_SCRATCH": str(scratch),
-            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # seconds; clients keep their connections between steps
+            "MRL_ENGINE_SCRATCH": str(scratch),  # see launch_sglang.list_shared_memory_file
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # seconds; clients keep idle connections open between steps
             "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until SGLang notices that a client has disconnected
-            "SPT_NOENV": "1",  # keeps setproctitle from overwriting the environment, which identifies the processes
+            "SPT_NOENV": "1",  # otherwise setproctitle overwrites the environment, by which mrl finds processes
             "MASTER_ADDR": "127.0.0.1",  # this address and port are part of the names of SGLang's shared-memory files
             "MASTER_PORT": str(self._leases[1].port),
         }
@@ -185,7 +185,7 @@ class EngineServer:
     def stop(self, timeout_s: float = 20.0) -> None:
         """Let the supervisor end the server with SIGTERM, and with SIGKILL after `grace_s` seconds. May be called twice.
 
-        If the supervisor has not ended after `timeout_s` seconds, all its processes get SIGKILL.
+        If the supervisor has not ended after `timeout_s` seconds, the supervisor and all processes of the server get SIGKILL.
         """
         for lease in self._leases:
             lease.close()

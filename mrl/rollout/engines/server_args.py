@@ -13,7 +13,7 @@ from mrl.rollout.cpu import ATTENTION_BACKEND
 from mrl.weight_sync.engine_control import WEIGHT_LOADER
 
 DETERMINISTIC = "enable_deterministic_inference"
-"""Argument that makes a server use the seeds of requests, and use kernels whose rounding does not depend on the batch."""
+"""Argument that makes a server use the seeds of requests, and kernels whose rounding does not depend on the other requests."""
 
 RESERVED_ARGS: dict[str, str] = {
     "model_path": "use model.path",
@@ -34,7 +34,7 @@ RESERVED_ARGS: dict[str, str] = {
 def server_arg_names() -> frozenset[str]:
     """Return the names of all fields of SGLang's ServerArgs.
 
-    They are read from SGLang's source files, because importing SGLang takes 8 CPU-seconds.
+    The names are read from SGLang's source files, because importing SGLang takes 8 CPU-seconds.
     """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
@@ -75,7 +75,7 @@ def has_cuda() -> bool:
 
 
 def memory_saver_args(device: str | None = None) -> dict[str, Any]:
-    """Return the ServerArgs fields that allow an engine to be offloaded. On a CPU there are none.
+    """Return the ServerArgs fields that allow an engine to be offloaded. Returns an empty dict for a CPU.
 
     `device`: "cuda" or "cpu"; None stands for "cuda" if there is a GPU, and for "cpu" otherwise.
     """
@@ -92,7 +92,7 @@ def default_server_args(
 ) -> dict[str, Any]:
     """Return the ServerArgs fields that mrl sets by default. `device`: see `memory_saver_args`.
 
-    `mem_fraction_static`: fraction of the memory of a GPU for weights and KV cache. `max_total_tokens`: size of the KV cache on
+    `mem_fraction_static`: fraction of a GPU's memory for model weights and KV cache. `max_total_tokens`: size of the KV cache on
     a CPU, in tokens.
     """
     device = device or ("cuda" if has_cuda() else "cpu")
@@ -104,7 +104,7 @@ def default_server_args(
         skip_server_warmup=True,
         sleep_on_idle=True,  # otherwise SGLang's scheduler keeps a CPU core busy while the trainer works
         weight_version="0",
-        load_snapshot_publish_interval=5,  # number of forward passes between updates of the value that `heartbeat` reads
+        load_snapshot_publish_interval=5,  # forward passes between two changes of the value that EngineClient.heartbeat reads
         disable_shared_experts_fusion=True,  # the trainer keeps shared experts separate from routed experts, too
         custom_weight_loader=[WEIGHT_LOADER],  # function of the scheduler processes that receives new weights
         log_level="warning",

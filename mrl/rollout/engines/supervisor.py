@@ -26,10 +26,9 @@ import subprocess
 import sys
 import time
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-POLL_INTERVAL_S = (
-    1.0  # between checks of the parent process; a closed pipe or an ended child wakes the supervisor at once
-)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # options of the system call prctl
+# Seconds between two checks whether the parent process has ended; a closed pipe or an ended child wakes the supervisor at once
+POLL_INTERVAL_S = 1.0
 KILL_TIMEOUT_S = 10.0  # how long killed processes may take to disappear
 # Beginnings of the names of files that a server may leave in /dev/shm
 SHARED_MEMORY_PREFIXES = ("sglang_", "torch_", "sem.mp-", "psm_", "nccl-")
@@ -77,10 +76,10 @@ def reap() -> dict[int, int]:
     return ended
 
 
-def signal_all(pids: list[int], number: int) -> None:
+def signal_all(pids: list[int], signal_number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
 
 
 def end_all(grace_s: float) -> None:
@@ -98,7 +97,10 @@ def end_all(grace_s: float) -> None:
 
 
 def start(spec: dict) -> int:
-    """Start the command in its own process group. Returns the process id of the command."""
+    """Start the command in its own process group. Returns the process id of the command.
+
+    `spec`: the JSON object on stdin, which EngineServer.start writes.
+    """
 
     def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,7 +119,7 @@ def start(spec: dict) -> int:
 def watch(pid: int, parent: int, stopping: list[int], wake_fd: int) -> int | None:
     """Wait until there is a reason to end. Returns the exit status of the command, or None if the command still runs.
 
-    `stopping`: signals that asked the supervisor to end. `wake_fd`: pipe into which Python writes at every signal.
+    `stopping`: received signals that ask the supervisor to end. `wake_fd`: pipe into which Python writes at every signal.
     """
     while True:
         readable, _, _ = select.select([sys.stdin, wake_fd], [], [], POLL_INTERVAL_S)
