@@ -25,9 +25,9 @@ class ParityCheck:
     settings: CertifyConfig
     arch: Architecture
     packing: Packing
-    loss: Loss | None  # None: the model is a critic
-    aggregation: str
-    temperature: float
+    loss: Loss | None  # loss of the actor; None: the model is a critic
+    aggregation: str  # how the losses of tokens are averaged (algorithm.aggregation)
+    temperature: float  # sampling temperature
     folder: str  # where the tensors of the traces are written
     has_balancing_loss: bool  # whether the loss includes a load-balancing loss, which depends on the packs
     routing_replay: bool  # whether tokens are routed to the experts that the engine chose
@@ -96,9 +96,10 @@ class ParityCheck:
 
 
 def random_experts(block: TokenBlock, arch: Architecture) -> NDArray[np.int16]:
-    """Return random experts [S, layers, topk] in the form in which an engine sends them.
+    """Return random experts [S, layers, topk], in the form in which an engine sends its experts.
 
-    The router would choose other experts. Equal tokens at equal positions get equal experts, because shared prompts need this.
+    The experts differ from the choice of the router. Equal tokens at equal positions get equal experts, because shared prompts
+    need this.
     """
     rng = np.random.default_rng(2)
     topk, num_patterns = arch.transformer["moe_router_topk"], 997

@@ -35,8 +35,8 @@ class TokenLocation:
     """A layer, and a token for which the layer's output differs or is not finite."""
 
     layer: str
-    row: int  # row of the block; -1: there is no token, because only one of the layouts has the layer
-    position: int  # position of the token in its row, from 0 at the start of the prompt
+    row: int  # index of the sequence in the block; -1: there is no token, because only one of the layouts has the layer
+    position: int  # position of the token in its sequence, from 0 at the start of the prompt
     token: int  # token id
     in_prompt: bool
 
@@ -49,14 +49,16 @@ class ReplayResult:
     differences: list[ParityDifference]  # log-probabilities, loss, gradient norm, gradients
     grad_norms: tuple[float, float]  # (under the layout, under the reference layout)
     losses: tuple[float, float]  # (under the layout, under the reference layout)
+    # First layer whose difference exceeds its tolerance. None: no layer.
     first_different: TokenLocation | None
+    # First layer whose output is not finite under one of the layouts. None: no layer.
     first_nonfinite: TokenLocation | None
     nonfinite_gradients: list[str]  # names of the gradients that are not finite under the layout, in forward order
 
     @property
     def equal(self) -> bool:
         """Whether all values are finite and within tolerance."""
-        return all(one.within and one.finite for one in self.layers) and all(d.within for d in self.differences)
+        return all(layer.within and layer.finite for layer in self.layers) and all(d.within for d in self.differences)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class StepReplay:
     def run(self, dims: ParallelDims, reference_dims: ParallelDims) -> ReplayResult:
         """Replay the dumped mini-batch under `dims` and under `reference_dims`, and compare the results.
 
-        The weights do not change.
+        Gradients are computed, but no optimizer step follows.
         """
         block, description = self.dump.block(), self.dump.description
         batch = self.dump.batch(block)
@@ -124,7 +126,7 @@ def compare_step_traces(block: TokenBlock, reference: StepTrace, other: StepTrac
 
 
 def _compare_outputs(block: TokenBlock, reference: StepTrace, other: StepTrace, tolerance: float) -> LayerDifference:
-    """Compare the log-probabilities of the sampled tokens. The result has the same form as that of a layer."""
+    """Compare the log-probabilities of the sampled tokens. The result has the form of a layer's difference."""
     rows = sorted(reference.outputs.keys() & other.outputs.keys())
     indices = np.split(block.sampled_index, np.cumsum(block.sampled_lengths)[:-1])
     tokens = np.concatenate([np.empty(0, np.int64), *(indices[row] for row in rows)])
@@ -153,22 +155,22 @@ def plot_layers(path: Path, layers: Sequence[LayerDifference], *, title: str) ->
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     floor = 1e-9  # height at which a difference of 0 is drawn
-    sizes = np.array([max(one.largest, floor) if np.isfinite(one.largest) else np.nan for one in layers])
-    tolerances = np.array([one.tolerance for one in layers])
-    numbers = np.arange(len(layers))
-    axes.plot(numbers, sizes, "o-", color="#4C78A8", label="largest difference of a token")
-    axes.step(numbers, tolerances, where="mid", color="#79706E", linestyle="--", linewidth=1, label="tolerance")
-    different = np.array([not one.within and one.finite for one in layers])
-    nonfinite = np.array([not one.finite for one in layers])
+    sizes = np.array([max(layer.largest, floor) if np.isfinite(layer.largest) else np.nan for layer in layers])
+    tolerances = np.array([layer.tolerance for layer in layers])
+    indices = np.arange(len(layers))
+    axes.plot(indices, sizes, "o-", color="#4C78A8", label="largest difference of a token")
+    axes.step(indices, tolerances, where="mid", color="#79706E", linestyle="--", linewidth=1, label="tolerance")
+    different = np.array([not layer.within and layer.finite for layer in layers])
+    nonfinite = np.array([not layer.finite for layer in layers])
     for chosen, heights, marker, label in (
         (different, sizes, "o", "differs"),
         (nonfinite, tolerances, "x", "not finite"),
     ):
         if chosen.any():
-            axes.plot(numbers[chosen], heights[chosen], marker, color="#E45756", label=label)
+            axes.plot(indices[chosen], heights[chosen], marker, color="#E45756", label=label)
     axes.set_yscale("log")
     every = max(1, len(layers) // 16)
-    axes.set_xticks(numbers[::every], [one.name for one in layers][::every], rotation=40, ha="right")
+    axes.set_xticks(indices[::every], [layer.name for layer in layers][::every], rotation=40, ha="right")
     axes.set(ylabel="distance relative to the hidden state's norm; last point: nats")
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(alpha=0.25)

@@ -1,10 +1,10 @@
-"""Step dumps: a training step in a folder, with all its inputs and no pickles. `mrl replay` repeats the step under any layout.
+"""Step dumps: folders with all inputs of a training step, without pickles. `mrl replay` repeats the step under any layout.
 
 step_000007/    step_dump.json        description of the step: reason, config, layout, and size and checksum of every file
                 batch.npz             tokens and columns of all rows, as the trainer ranks received them
-                mini_batches.npz      groups; for each mini-batch, its trained rows and the rows in the loss's denominators
+                mini_batches.npz      groups; for each mini-batch, its trained rows, and the rows in the denominators of its loss
                 rng_00000.safetensors states of the random number generators, one file per rank
-                weights/              Hugging Face folder of the weights before the mini-batch, if the dump has them
+                weights/              Hugging Face folder of the weights before the mini-batch, if the dump contains weights
 
 Steps are numbered as in metrics.jsonl: the first step is 1, and step 7 begins with the weights of step 6.
 """
@@ -25,16 +25,17 @@ from mrl.core.types import TokenBlock, TrainBatch
 from mrl.workers.worker import DUMPED_BATCH, DUMPED_WEIGHTS
 from parallel.dims import ParallelDims
 
-MANIFEST, MINI_BATCHES, FORMAT = "step_dump.json", "mini_batches.npz", 3
+MANIFEST, MINI_BATCHES = "step_dump.json", "mini_batches.npz"
+FORMAT = 3  # number of the file format, which increases when the format changes
 _PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
 class WeightsLocation:
-    """Where the weights of a step are stored."""
+    """Where the weights for a replay are stored."""
 
     path: str  # folder with the weights: an absolute path, or a path relative to the step dump
-    step: int  # number of steps that have trained these weights
+    step: int  # weight version, which is the number of steps that have trained these weights
     checkpoint: bool = False  # True: a Megatron checkpoint; False: a Hugging Face folder
     hf_folder: str = ""  # for a Megatron checkpoint: a Hugging Face folder of the same model
 
@@ -43,14 +44,15 @@ class WeightsLocation:
 class StepDescription:
     """Description of a dumped step, which the driver writes."""
 
-    step: int
+    step: int  # index of the step, from 1
     reason: str  # why the step was dumped: on request, because of a spike, or because a gradient is not finite
-    weights: WeightsLocation | None  # where the weights before the mini-batch are; None: they are not on disk
-    mini_batch: int  # index of the mini-batch that starts from `weights`
+    # Weights for the replay. After a spike, they may be those of an earlier step. None: no weights were on disk.
+    weights: WeightsLocation | None
+    mini_batch: int  # index of the mini-batch that a replay computes, from 0
     lrs: list[float]  # learning rate of each mini-batch
-    aggregation: str
-    max_response_tokens: int
-    temperature: float
+    aggregation: str  # how the losses of tokens are averaged (algorithm.aggregation)
+    max_response_tokens: int  # longest allowed response; some values of `aggregation` divide by it
+    temperature: float  # sampling temperature
     kl_coef: float | None  # coefficient of the KL term in the loss; None: the loss has no KL term
     grad_norms: list[float]  # gradient norm of each mini-batch that the run finished
     losses: list[float]  # loss of each mini-batch that the run finished
@@ -69,13 +71,13 @@ class StepDump:
 
     path: Path
     description: StepDescription
-    versions: dict[str, str]  # versions of Python and of packages in the run that wrote the dump
+    versions: dict[str, str]  # package, or "python" -> its version in the run that wrote the dump
 
     @classmethod
     def read(cls, path: Path) -> "StepDump":
         """Read a step dump and check that it is complete and unchanged.
 
-        For weights only the file sizes are checked. Raises a ValueError that names the missing or changed file.
+        Of the files in weights/, only the sizes are checked. Raises a ValueError that names the missing or changed file.
         """
         try:
             manifest = json.loads((path / MANIFEST).read_text())
@@ -98,11 +100,11 @@ class StepDump:
         return cls(path, StepDescription(**fields, weights=location), manifest["versions"])
 
     def block(self) -> TokenBlock:
-        """Read tokens and columns of all rows."""
+        """Read the tokens and the columns of all rows."""
         return TokenBlock.load(self.path / DUMPED_BATCH)[0]
 
     def batch(self, block: TokenBlock) -> TrainBatch:
-        """Read the mini-batch that starts from the dump's weights."""
+        """Read the mini-batch that a replay computes."""
         with np.load(self.path / MINI_BATCHES, allow_pickle=False) as file:
             groups = file["groups"] if "groups" in file.files else None
             rows, denominator_rows = (file[f"{name}_{self.description.mini_batch}"] for name in ("rows", "counted"))

@@ -27,17 +27,17 @@ SPIKE_REASON_START = "the gradient norm"  # the reason of a dump begins with the
 
 @dataclass
 class StepDumpRecorder:
-    """Watches the actor's updates, and dumps some of the steps.
+    """Watches the training of the actor, and dumps some of the steps.
 
     The trainer ranks write the dumps. They fetch the tokens from Ray's object store, so no token passes through the driver.
     """
 
     folder: Path  # RUN/step_dumps
     settings: StepDumpConfig
-    layout: dict[str, Any]
-    config: dict[str, Any]
+    layout: dict[str, Any]  # parallel layout of the actor
+    config: dict[str, Any]  # composed config of the run
     latest_weights: Callable[[], WeightsLocation | None]  # returns the location of the newest weights on disk
-    first_step: int = 0  # number of steps before the actor's first update
+    first_step: int = 0  # number of steps at the start of the run that train only the critic
     _norms: deque[float] = field(init=False)  # largest gradient norm of each recent step
     _num_spikes: int = field(init=False)  # number of spikes that were dumped so far, also before a resume
 
@@ -48,7 +48,9 @@ class StepDumpRecorder:
 
     @contextmanager
     def watch(self, group: WorkerGroup, update: UpdateRequest, step: int) -> Iterator[list[UpdateReport]]:
-        """Watch the actor's update number `step`. Yields a list, to which the update must append its reports.
+        """Watch the optimizer steps of one training step. Yields a list, to which the caller must append their reports.
+
+        `update` describes the optimizer steps. `step` is the number of earlier training steps that trained the actor.
 
         Raises FloatingPointError with the path of the dump if a gradient is not finite.
         """
@@ -111,9 +113,9 @@ class StepDumpRecorder:
         )
 
     def _spike_reason(self, grad_norms: list[float]) -> str:
-        """Return the reason why the step has a spike, or "" if it must not be dumped as a spike.
+        """Return the reason for which the step is dumped as a spike, or "" if it is not.
 
-        It is not dumped if it has no spike, if too few steps came before, or if enough spikes have been dumped.
+        The reason is "" if the step has no spike, if too few steps came before, or if `max_spikes` spikes have been dumped.
         """
         factor, known = self.settings.spike_factor, len(self._norms)
         too_early = known < max(1, self.settings.spike_window // 2)
@@ -129,7 +131,7 @@ class StepDumpRecorder:
         return self.folder / f"step_{description.step:06d}"
 
     def _dump(self, group: WorkerGroup, update: UpdateRequest, description: StepDescription) -> None:
-        """Let the trainer ranks write their parts of the dump, and the current weights if the description names them."""
+        """Let the trainer ranks write their parts of the dump, and the current weights if the dump contains weights."""
         folder, batch = self._path(description), update.steps[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -159,5 +161,5 @@ class StepDumpRecorder:
 
 
 def _values(reports: list[UpdateReport], name: str) -> list[float]:
-    """Return the value of a metric for each mini-batch. The value is 0 for a mini-batch without rows."""
+    """Return the value of the metric `name` for each mini-batch. It is 0 for a mini-batch without rows."""
     return [(report.sums | report.maxima).get(name, 0.0) for report in reports]

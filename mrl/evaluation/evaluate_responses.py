@@ -11,7 +11,7 @@ from mrl.config.instantiate import instantiate_callable
 from mrl.config.schema import Config
 from mrl.evaluation.evaluation_prompts import add_scores, open_scorer, to_reward_responses, voted_answers
 from mrl.evaluation.evaluation_summary import EvaluationSummary, choose_k, group_by_prompt, summarise
-from mrl.evaluation.response_store import Row, read_responses, response_schema
+from mrl.evaluation.response_store import JsonObject, Row, read_responses, response_schema
 from mrl.rewards.reward_types import Reward
 from mrl.rewards.scorer import check_reward
 from parallel.durable_files import atomic_file
@@ -29,7 +29,7 @@ class Evaluation:
     rows: list[Row]  # [B] scored responses, each a dict with the columns of `response_schema`
     answers: list[str | None]  # [B] answer for which each response votes in maj@k
     reward: dict[str, Any]  # config section `reward` that gave the scores
-    settings: Row  # settings of the generation: a dict from generate.json
+    settings: JsonObject  # settings of the generation, from generate.json
 
 
 def evaluate(folder: Path, config: Config) -> Evaluation:
@@ -41,7 +41,7 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
     settings, rows = read_responses(folder)
     ks = choose_k(config.evaluate.k, settings["generate.samples"])
     rescore = config.evaluate.rescore or settings["reward"] is None
-    node = config.reward if rescore else settings["reward"]
+    reward_section = config.reward if rescore else settings["reward"]
     responses = to_reward_responses(rows)
     if rescore:
         reward = checked_reward(config)
@@ -49,12 +49,12 @@ def evaluate(folder: Path, config: Config) -> Evaluation:
             assert scorer, "there is a reward"
             rows = add_scores(rows, scorer(responses))
     else:
-        reward = _stored_reward(node, folder)
+        reward = _stored_reward(reward_section, folder)
     answers = voted_answers(reward, responses)
     prompts = group_by_prompt(rows, answers)
-    # a response passes if its score is at least evaluate.threshold
+    # A response passes if its score is at least evaluate.threshold.
     summaries = summarise(prompts, ks, config.evaluate.threshold, config.evaluate.confidence)
-    return Evaluation(summaries, rows, answers, node, settings)
+    return Evaluation(summaries, rows, answers, reward_section, settings)
 
 
 def checked_reward(config: Config) -> Reward:
@@ -64,13 +64,13 @@ def checked_reward(config: Config) -> Reward:
     return reward
 
 
-def _stored_reward(node: dict[str, Any], folder: Path) -> Reward | None:
+def _stored_reward(reward_section: dict[str, Any], folder: Path) -> Reward | None:
     """Return the reward that gave the stored scores, because maj@k needs its `answer` method.
 
     Returns None if the reward can no longer be built.
     """
     try:
-        return instantiate_callable(node, f"{folder}: reward")
+        return instantiate_callable(reward_section, f"{folder}: reward")
     except ValueError as error:
         logger.warning("%s The stored scores are used; maj@k compares the texts of the responses.", error)
         return None
@@ -94,11 +94,11 @@ def write_evaluation(evaluation: Evaluation, folder: Path, config: Config) -> No
 
 
 def _write_scores(path: Path, rows: Sequence[Row], answers: Sequence[str | None]) -> None:
-    """Write the position, score and answer of each response. pass@k, maj@k and mean scores can be recomputed from them."""
+    """Write the position, score and answer of each response. pass@k, maj@k and mean scores can be recomputed from this file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # `file` is the path of the data file with the prompt, and `file_number` is the index of this file among all held-out files
+    # `file` is the name of the data file with the prompt. `file_number` is its index among all held-out data files.
     names = ("set", "file", "file_number", "row", "sample", "data_source", "score", "failure", "parts")
     columns = pa.schema([*(response_schema().field(name) for name in names), ("answer", pa.string())])
     records = [{name: row[name] for name in names} | dict(answer=a) for row, a in zip(rows, answers, strict=True)]
@@ -116,8 +116,8 @@ def draw_pass_at_k(path: Path, summaries: Sequence[EvaluationSummary], *, title:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, summary in enumerate(summaries):
-        colour = COLOURS[number % len(COLOURS)]
+    for index, summary in enumerate(summaries):
+        colour = COLOURS[index % len(COLOURS)]
         for estimates, style, name in ((summary.pass_at, "o-", "pass@k"), (summary.maj_at, "s--", "maj@k")):
             ks, values = list(estimates), list(estimates.values())
             axes.plot(ks, [e.value for e in values], style, color=colour, label=f"{summary.name}, {name}", markersize=5)

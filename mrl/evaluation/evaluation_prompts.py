@@ -18,9 +18,9 @@ from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import Completion, response_seed
 
 EnforceRowPolicies = Callable[[PromptDataset, int], None]
-"""A function that takes the prompts of a file and the number of the file.
+"""A function that takes the prompts of a data file, and the index of the file among all held-out data files.
 
-It raises ValueError if rows were omitted although data.bad_rows or data.overlong is `error`, or if no row remains.
+The function raises ValueError if rows were omitted although data.bad_rows or data.overlong is `error`, or if no row remains.
 """
 
 
@@ -28,28 +28,28 @@ It raises ValueError if rows were omitted although data.bad_rows or data.overlon
 class EvaluationPrompt:
     """One prompt of a held-out set, and its position."""
 
-    set: str  # name of the held-out set; empty: data.test
-    file_in_set: int  # position of the file in its set, from 0
-    file: str  # name of the file in the config
-    file_number: int  # position of the file among all held-out files, from 0
-    row: int  # number of the row in the file, from 0; omitted rows have numbers too
-    data_source: str
+    set: str  # name of the held-out set; "" stands for data.test
+    file_in_set: int  # index of the data file in its set, from 0
+    file: str  # name of the data file in the config
+    file_number: int  # index of the data file among all held-out data files, from 0
+    row: int  # index of the row in the data file, from 0; omitted rows are counted
+    data_source: str  # results are summarised per data source
     messages: list[dict[str, str]]
-    tokens: list[int]
+    tokens: list[int]  # the messages, rendered by the chat template and tokenized
     ground_truth: Any
     extra_info: dict[str, Any]
 
     def seed(self, seed: int, sample: int) -> int:
         """Return the 63-bit seed of one response.
 
-        The seed depends only on the run's seed, the set's name, the file's position in the set, the row and the sample. So
-        appending files to a set changes no seed.
+        The seed depends only on `seed` (the run's seed), the name of the set, the index of the file in the set, the row, and
+        `sample`, the index of the response. So appending files to a set changes no seed.
         """
         name = np.frombuffer(hashlib.blake2b(self.set.encode(), digest_size=16).digest(), np.uint32)
         return response_seed(seed, *name.tolist(), self.file_in_set, self.row, sample)
 
     def to_row(self, sample: int, completion: Completion, text: str, *, logprobs: bool) -> Row:
-        """Return the row of one response, without a score. The columns are those of response_schema."""
+        """Return the row of the response with index `sample`, without a score. The columns are those of response_schema."""
         is_text = isinstance(self.ground_truth, str)
         return dict(
             set=self.set,
@@ -82,19 +82,19 @@ def load_prompts(
 ) -> list[EvaluationPrompt]:
     """Return the first `rows` usable prompts of each file or user-defined data set. If `rows` is None, return all.
 
-    Raises ValueError with file, row and reason if a file cannot be read or if `enforce` raises.
+    Calls `enforce` for each file. Raises ValueError with file, row and reason if a file cannot be read or `enforce` raises.
     """
     prompts: list[EvaluationPrompt] = []
-    files = [numbered for source in sources for numbered in enumerate(source.split_by_file())]
-    for number, (file_in_set, source) in enumerate(files):
+    files = [indexed for source in sources for indexed in enumerate(source.split_by_file())]
+    for file_number, (file_in_set, source) in enumerate(files):
         data = PromptDataset.load([source], model_path, constraints)
-        enforce(data, number)
+        enforce(data, file_number)
         prompts += [
             EvaluationPrompt(
                 source.name,
                 file_in_set,
                 source.files[0] if source.files else source.target,
-                number,
+                file_number,
                 int(data.row_numbers[row]),
                 data.data_source(row),
                 data.messages(row),
@@ -117,7 +117,7 @@ def prompts_digest(prompts: Sequence[EvaluationPrompt]) -> str:
 
 
 def prompt_key(row: Row) -> tuple[int, int]:
-    """Return the file number and row of the prompt that a response row answers."""
+    """Return (file_number, row) of the prompt to which this row is a response."""
     return row["file_number"], row["row"]
 
 

@@ -20,8 +20,8 @@ MAX_SAMPLES = 1000
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return the probability that at least one of k responses passed: 1 - C(n-c, k) / C(n, k).
 
-    The k responses are drawn without replacement from n responses, of which c passed. The estimate is unbiased for every
-    n >= k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
+    The k responses are drawn without replacement from n = `num_samples` responses, of which c = `num_passed` passed. The
+    estimate is unbiased for every n >= k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
     """
     assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples, f"n={num_samples}, c={num_passed}, k={k}"
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
@@ -56,8 +56,9 @@ def _win_probabilities(
 ) -> dict[int, NDArray[np.float64]]:
     """Return the probability that an answer wins the vote, as size -> [max_k + 1].
 
-    The size of an answer is its number of responses. The array is indexed by k, the number of drawn responses. `counts` are
-    the sizes of all answers. The result contains the sizes in `sizes`. `num_unanswered` responses have no answer.
+    The size of an answer is the number of responses that have this answer. The array is indexed by k, the number of drawn
+    responses. `counts` are the sizes of all answers. The result contains the sizes in `sizes`. `num_unanswered` responses have
+    no answer.
     """
     total = sum(counts) + num_unanswered
     draws = np.array([float(comb(total, k)) for k in range(max_k + 1)])
@@ -75,10 +76,11 @@ def _ways_of_other_answers(
 
     One answer of this size has `votes` votes. `ways[m]` is the number of ways to draw m of the responses that do not have this
     answer, such that no other answer gets more than `votes` votes. If t other answers get exactly `votes` votes, the way
-    counts only 1 / (t + 1), which is the probability of winning the tie. This is the integral of y**t over y from 0 to 1. So
-    each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
+    counts only 1 / (t + 1), which is the probability of winning the tie. 1 / (t + 1) is the integral of y**t over y from 0 to 1.
+    So each tied answer contributes a factor y to a polynomial in y, which Gauss-Legendre quadrature integrates exactly.
     """
-    rivals = Counter(size for size in counts if size >= votes)  # answers that can reach `votes` votes: size -> number
+    # Size -> count of the answers of this size that can get `votes` votes.
+    rivals = Counter(size for size in counts if size >= votes)
     num_free = sum(size for size in counts if size < votes) + num_unanswered  # responses that cannot cause a tie
     nodes_y, weights_y = _legendre((rivals.total() + 1) // 2 + 1)
     free_m = np.array([float(comb(num_free, m)) for m in range(min(num_free, max_m) + 1)])
@@ -96,15 +98,15 @@ def _all_but_one(
 ) -> Iterator[tuple[int, NDArray[np.float64]]]:
     """Yield `(size, product)` for each size in `sizes`. The product omits one rival of this size.
 
-    The product is `ways_ym` times the polynomials of all other rivals. `ways_ym` is [nodes of y, m + 1], where m is the number
-    of drawn responses. `rivals` are pairs (size, number of rivals of this size). The list is halved recursively, so that
-    most products are computed only once.
+    A rival is an answer that can get `votes` votes. The product is `ways_ym` times the polynomials of all other rivals.
+    `ways_ym` is [nodes of y, m + 1], where m is the number of drawn responses. `rivals` are pairs (size, count of rivals of
+    this size). The list is halved recursively, so that most products are computed only once.
     """
     if not any(size in sizes for size, _ in rivals):
         return
     if len(rivals) == 1:
-        ((size, number),) = rivals
-        yield size, _times(ways_ym, [(size, number - 1)], nodes_y, votes, max_m)
+        ((size, count),) = rivals
+        yield size, _times(ways_ym, [(size, count - 1)], nodes_y, votes, max_m)
         return
     half = len(rivals) // 2
     for mine, others in ((rivals[:half], rivals[half:]), (rivals[half:], rivals[:half])):
@@ -120,20 +122,20 @@ def _times(
     votes: int,
     max_m: int,
 ) -> NDArray[np.float64]:
-    """Multiply `ways_ym` by the polynomials of `rivals`, which are pairs (size, number of rivals of this size).
+    """Multiply `ways_ym` by the polynomials of `rivals`, which are pairs (size, count of rivals of this size).
 
-    A rival's polynomial has the number of ways to draw d of its responses, for d up to `votes`. If d equals `votes`, the rival
-    is tied, and the number has the factor y.
+    A rival's polynomial has one coefficient for each d from 0 to `votes`: the number of ways to draw d of the rival's
+    responses. If d equals `votes`, the rival is tied, and the coefficient is multiplied by y.
     """
-    for size, number in rivals:
+    for size, count in rivals:
         if votes == 1:  # there may be many rivals, so their product is computed with the binomial theorem
-            drawn_j = np.array([float(comb(number, j) * size**j) for j in range(min(number, max_m) + 1)])
+            drawn_j = np.array([float(comb(count, j) * size**j) for j in range(min(count, max_m) + 1)])
             power = drawn_j * nodes_y[:, None] ** np.arange(len(drawn_j))
             grown = [np.convolve(ways, row)[: max_m + 1] for ways, row in zip(ways_ym, power, strict=True)]
             ways_ym = np.array(grown)
             continue
         drawn_d = np.array([float(comb(size, d)) for d in range(votes + 1)])
-        for _ in range(number):
+        for _ in range(count):
             grown = np.zeros((len(nodes_y), min(ways_ym.shape[1] + votes, max_m + 1)))
             for d in range(min(votes, max_m) + 1):
                 ways = ways_ym[:, : grown.shape[1] - d] * drawn_d[d]
@@ -148,11 +150,11 @@ def _fit_length(values: NDArray[Any], length: int) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=1024)
-def _legendre(number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return nodes and weights that integrate polynomials of degree 2 * number - 1 from 0 to 1 exactly."""
+def _legendre(num_nodes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return nodes and weights that integrate polynomials of degree 2 * num_nodes - 1 from 0 to 1 exactly."""
     from scipy.special import roots_legendre  # the import is slow
 
-    nodes, weights = roots_legendre(number)
+    nodes, weights = roots_legendre(num_nodes)
     return (nodes + 1) / 2, weights / 2
 
 
@@ -188,7 +190,7 @@ def wilson_mean(values: NDArray[np.float64], confidence: float) -> IntervalEstim
 
 
 def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalEstimate:
-    """Return the mean of `values` [P], one per prompt, and Student's t interval. One prompt alone has no interval."""
+    """Return the mean of `values` [P], one per prompt, and Student's t interval. With one prompt, its bounds are None."""
     from scipy.stats import t  # the import takes a second
 
     middle, count = float(values.mean()), len(values)
@@ -198,7 +200,7 @@ def student_t_mean(values: NDArray[np.floating], confidence: float) -> IntervalE
     return IntervalEstimate(middle, middle - half, middle + half)
 
 
-OVERALL = "overall"
+OVERALL = "overall"  # name of the summary of all prompts
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class PromptScores:
 
     data_source: str
     scores: list[float]
-    answers: list[str | None]
+    answers: list[str | None]  # answer for which each response votes in maj@k; None: no answer
     failed: int  # number of responses that could not be scored; their score is 0
     cut: int  # number of responses that were cut at the token limit
     tokens: int  # number of tokens in all responses together
@@ -228,9 +230,8 @@ class EvaluationSummary:
     name: str  # data source, or OVERALL
     prompts: int
     responses: int
-    mean_score: (
-        IntervalEstimate  # mean@n, whose expected value does not depend on n, the number of responses to a prompt
-    )
+    # Mean@n, where n is the number of responses to a prompt. Its expected value does not depend on n.
+    mean_score: IntervalEstimate
     pass_at: dict[int, IntervalEstimate]  # by k
     maj_at: dict[int, IntervalEstimate]  # by k
     failed_fraction: float  # fraction of responses that could not be scored
@@ -258,7 +259,7 @@ def group_by_prompt(rows: Sequence[Row], answers: Sequence[str | None]) -> list[
 
 
 def choose_k(ks: Sequence[int], samples: int) -> list[int]:
-    """Return `ks` sorted, or the powers of 2 below `samples`, and `samples` itself, if `ks` is empty.
+    """Return `ks` in ascending order. If `ks` is empty, return the powers of 2 below `samples`, and `samples`.
 
     Raises ValueError if a k exceeds `samples`, the number of responses to a prompt.
     """
@@ -275,7 +276,10 @@ def choose_k(ks: Sequence[int], samples: int) -> list[int]:
 def summarise(
     prompts: Sequence[PromptScores], ks: Sequence[int], threshold: float, confidence: float
 ) -> list[EvaluationSummary]:
-    """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows."""
+    """Return the summary of each data source, sorted by name. If there are several, a summary of all prompts follows.
+
+    A response passes if its score is at least `threshold`. `confidence` is the confidence level of the intervals.
+    """
     by_source: dict[str, list[PromptScores]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt)

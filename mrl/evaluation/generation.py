@@ -23,8 +23,8 @@ from mrl.evaluation.evaluation_prompts import (
     prompts_digest,
     to_reward_responses,
 )
-from mrl.evaluation.generation_plan import CONVERTED, GenerationPlan
-from mrl.evaluation.response_store import Row
+from mrl.evaluation.generation_plan import CONVERTED_MODEL, GenerationPlan
+from mrl.evaluation.response_store import JsonObject
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.client import Completion, EngineClient, EngineError, SamplingParams
 from mrl.rollout.engines.server import EngineServer, ExternalEngine, check_seed_support
@@ -53,12 +53,12 @@ class GenerationProgress(Protocol):
         """Start the display. Of `total` responses, `done` exist already."""
 
     def advance(self, responses: int, tokens: int) -> None:
-        """Add numbers of finished responses and of their tokens."""
+        """Add newly finished responses to the display. `responses` and `tokens` are their counts."""
 
 
 def generate(
     plan: GenerationPlan, progress: GenerationProgress, converting: AbstractContextManager[ByteProgress]
-) -> Row:
+) -> JsonObject:
     """Sample all missing responses. Return the totals that are written to generate.json.
 
     The totals are the numbers of responses, prompts and files, and the seconds of this run.
@@ -73,8 +73,8 @@ def generate(
     prompts, settings = plan.prompts(), plan.config.generate
     with plan.store as store:
         store.check_prompts(prompts_digest(prompts))
-        scratch = store.folder / CONVERTED  # only used if the model is a Megatron checkpoint
-        folder = plan.model.engine_folder(scratch, converting)
+        scratch = store.folder / CONVERTED_MODEL  # only used if the model is a Megatron checkpoint
+        folder = plan.model.prepare_engine_folder(scratch, converting)
         with (
             running_engines(plan, folder) as clients,
             RequestDispatcher(clients, settings.requests_in_flight, logprobs=settings.logprobs) as dispatcher,
@@ -99,11 +99,11 @@ def running_engines(plan: GenerationPlan, folder: Path) -> Iterator[list[EngineC
     config = plan.config
     with ExitStack() as stack:
         servers: list[EngineServer | ExternalEngine] = [ExternalEngine(url) for url in config.rollout.engine_urls]
-        for number in range(0 if servers else config.rollout.num_engines):
-            arguments: dict[str, Any] = dict(model_path=str(folder.resolve()), random_seed=config.run.seed + number)
+        for index in range(0 if servers else config.rollout.num_engines):
+            arguments: dict[str, Any] = dict(model_path=str(folder.resolve()), random_seed=config.run.seed + index)
             if plan.server_args["device"] == "cuda":  # every engine of the machine gets its own GPUs
-                arguments["base_gpu_id"] = config.sglang.get("base_gpu_id", 0) + number * config.rollout.engine_tp
-            log = Path(config.run.dir).resolve() / "logs" / f"engine_{number}.log"
+                arguments["base_gpu_id"] = config.sglang.get("base_gpu_id", 0) + index * config.rollout.engine_tp
+            log = Path(config.run.dir).resolve() / "logs" / f"engine_{index}.log"
             servers.append(stack.enter_context(EngineServer(plan.server_args | arguments, log)))
         deadline = time.monotonic() + config.cluster.start_timeout_s
         for server in servers:
@@ -176,19 +176,19 @@ class Generation:
         self.plan, self.dispatcher, self.progress = plan, dispatcher, progress
         self.settings = plan.config.generate
         size = self.settings.prompts_per_file
-        self.files = [prompts[at : at + size] for at in range(0, len(prompts), size)]  # prompts of each file
+        self.files = [prompts[at : at + size] for at in range(0, len(prompts), size)]  # prompts of each output file
 
-    def run(self) -> Row:
+    def run(self) -> JsonObject:
         """Write every missing output file, in order, and return the totals."""
         start, samples = time.monotonic(), self.settings.samples
-        missing = [number for number in range(len(self.files)) if not self.plan.store.has(number)]
+        missing = [index for index in range(len(self.files)) if not self.plan.store.has(index)]
         num_prompts = sum(map(len, self.files))
-        num_missing = sum(len(self.files[number]) for number in missing)
+        num_missing = sum(len(self.files[index]) for index in missing)
         self.progress.begin(num_prompts * samples, (num_prompts - num_missing) * samples)
         pending: deque[tuple[int, PendingResponses]] = deque()
         with open_scorer(self.plan.reward, self.plan.config.scoring) as scorer:
-            for number in missing:
-                pending.append((number, self.dispatcher.submit(self._requests(number))))
+            for index in missing:
+                pending.append((index, self.dispatcher.submit(self._requests(index))))
                 if len(pending) > FILES_AHEAD:
                     self._complete(*pending.popleft(), scorer)
             while pending:
@@ -196,19 +196,19 @@ class Generation:
         seconds = round(time.monotonic() - start, 3)
         return dict(responses=num_prompts * samples, prompts=num_prompts, files=len(self.files), last_run_s=seconds)
 
-    def _requests(self, number: int) -> list[GenerationRequest]:
+    def _requests(self, file_index: int) -> list[GenerationRequest]:
         seed, sampling = self.plan.config.run.seed, self.plan.sampling
         return [
             (prompt.tokens, replace(sampling, seed=prompt.seed(seed, sample)))
-            for prompt, sample in self._samples(number)
+            for prompt, sample in self._samples(file_index)
         ]
 
-    def _samples(self, number: int) -> list[tuple[EvaluationPrompt, int]]:
+    def _samples(self, file_index: int) -> list[tuple[EvaluationPrompt, int]]:
         """Return (prompt, index of the response among the responses to this prompt) for each response of a file, in order."""
-        return [(prompt, sample) for prompt in self.files[number] for sample in range(self.settings.samples)]
+        return [(prompt, sample) for prompt in self.files[file_index] for sample in range(self.settings.samples)]
 
-    def _complete(self, number: int, pending: PendingResponses, scorer: Scorer | None) -> None:
-        """Wait for the responses of one file, score them and write the file."""
+    def _complete(self, file_index: int, pending: PendingResponses, scorer: Scorer | None) -> None:
+        """Wait for the responses of one output file, score the responses and write the file."""
         completions: list[Completion] = []
         for future in pending:
             completions += future.result()
@@ -216,11 +216,11 @@ class Generation:
         texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         rows = [
             prompt.to_row(sample, completion, text, logprobs=self.settings.logprobs)
-            for (prompt, sample), completion, text in zip(self._samples(number), completions, texts, strict=True)
+            for (prompt, sample), completion, text in zip(self._samples(file_index), completions, texts, strict=True)
         ]
         if scorer:
             rows = add_scores(rows, scorer(to_reward_responses(rows)))
-        self.plan.store.write(number, rows)
+        self.plan.store.write(file_index, rows)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -23,7 +23,7 @@ from mrl.rewards.scorer import check_reward
 from mrl.rollout.client import SamplingParams
 from mrl.rollout.engines.server_args import DETERMINISTIC, check_server_args, default_server_args
 
-CONVERTED = "model"  # temporary subfolder of generate.output; contains the converted Megatron checkpoint
+CONVERTED_MODEL = "model"  # temporary subfolder of generate.output; contains the converted Megatron checkpoint
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class ServedModel:
     """The model that engines serve: a Hugging Face folder, or a Megatron checkpoint that is converted to a temporary folder."""
 
     hf: HFConfig
-    checkpoint: Path | None = None  # Megatron checkpoint with the weights; None: `hf` is in the folder of the weights
+    checkpoint: Path | None = None  # Megatron checkpoint with the weights; None: the weights are in `folder`
 
     @property
     def folder(self) -> Path:
-        """The Hugging Face folder with config and tokenizer."""
+        """The Hugging Face folder with the config and the tokenizer."""
         return self.hf.path.parent
 
     @property
@@ -53,7 +53,7 @@ class ServedModel:
         weights = sorted(self.checkpoint.iterdir()) if self.checkpoint else HFWeights(self.folder).files
         return fingerprint([self.hf.path, *weights])
 
-    def engine_folder(self, scratch: Path, progress: AbstractContextManager[ByteProgress]) -> Path:
+    def prepare_engine_folder(self, scratch: Path, progress: AbstractContextManager[ByteProgress]) -> Path:
         """Return a Hugging Face folder that engines can load.
 
         A Megatron checkpoint is converted to the folder `scratch`. If `scratch` exists already, it is used as it is. Raises
@@ -70,7 +70,7 @@ class ServedModel:
 
 
 def find_model(config: Config) -> ServedModel:
-    """Return the model at model.path. If there is no model, raise ValueError; the message suggests another path."""
+    """Return the model at model.path. Raises ValueError if there is no model. The message suggests another path."""
     path, base = Path(config.model.path), config.generate.base
     if (path / ".metadata").is_file() and not (path / "config.json").is_file():
         if not base:
@@ -118,8 +118,8 @@ class GenerationPlan:
             self.sources, str(self.model.folder), constraints, self._enforce_row_policies, config.generate.rows
         )
 
-    def _enforce_row_policies(self, data: PromptDataset, file_number: int) -> None:
-        path = self.store.folder.with_name(f"{self.store.folder.name}_bad_rows_{file_number}.jsonl")
+    def _enforce_row_policies(self, data: PromptDataset, file_index: int) -> None:
+        path = self.store.folder.with_name(f"{self.store.folder.name}_bad_rows_{file_index}.jsonl")
         data.enforce_row_policies(path, bad_rows=self.config.data.bad_rows, overlong=self.config.data.overlong)
 
 
@@ -167,9 +167,10 @@ DATA_KEYS = ("test_sets", "columns", "system", "chat_template", "template_args",
 
 
 def _response_settings(config: Config, model: ServedModel, prompt_files: list[Path]) -> dict[str, Any]:
-    """Return everything that determines the responses: config values, versions of packages, and sizes and times of files.
+    """Return everything that determines the responses.
 
-    rollout.num_engines and rollout.engine_urls are not included, because they may change when a generation continues.
+    These are config values, versions of packages, and sizes and modification times of files. rollout.num_engines and
+    rollout.engine_urls are not included, because they may change when a generation continues.
     """
     generate = config.generate
     names = (
@@ -216,6 +217,7 @@ def describe_determinism(config: Config) -> str:
         return "not reproducible: a response depends on the other requests in its engine's batch; run.seed only seeds the engines"
     if not config.generate.deterministic:
         return (
-            kind + "; if two tokens are nearly equally likely, rounding decides, and it depends on the engine's batch"
+            kind
+            + "; if two tokens are nearly equally likely, rounding decides, and rounding depends on the engine's batch"
         )
     return kind + "; exact on a GPU with batch-invariant kernels, equal up to rounding on a CPU"

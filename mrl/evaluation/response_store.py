@@ -8,10 +8,12 @@ from typing import Any, Self
 
 from parallel.durable_files import fsync_path
 
+# File with the settings, the digest of the prompts and, after the generation has finished, its totals.
 MANIFEST = "generate.json"
-FILES = "responses_*.parquet"
+OUTPUT_FILES = "responses_*.parquet"  # the star stands for the index of the file
 
-Row = dict[str, Any]
+Row = dict[str, Any]  # one response, as the columns of `response_schema`
+JsonObject = dict[str, Any]  # settings or totals of a generation, as in generate.json
 
 
 class ResponseStore:
@@ -20,7 +22,7 @@ class ResponseStore:
     Used as a context manager, it holds an exclusive lock on the folder. Only the holder of the lock may write.
     """
 
-    def __init__(self, folder: str | Path, settings: Row) -> None:
+    def __init__(self, folder: str | Path, settings: JsonObject) -> None:
         """Check the folder without changing it.
 
         Args:
@@ -31,8 +33,8 @@ class ResponseStore:
                 contains other files.
         """
         self.folder = Path(folder)
-        self.settings: Row = json.loads(json.dumps(settings))  # has the types of a manifest that was read from disk
-        self._lock: int | None = None
+        self.settings: JsonObject = json.loads(json.dumps(settings))  # with the types that a manifest on disk has
+        self._lock: int | None = None  # file descriptor of the locked folder
         self._check()
 
     def _check(self) -> None:
@@ -56,7 +58,7 @@ class ResponseStore:
             )
 
     def check_prompts(self, prompts_digest: str) -> None:
-        """Compare the digest of the prompts with the stored digest, or store it. This process must hold the lock.
+        """Compare the digest of the prompts with the stored digest. If there is none, store the digest. Needs the lock.
 
         Raises:
             ValueError: the folder belongs to a generation with other prompts.
@@ -65,14 +67,15 @@ class ResponseStore:
         assert manifest, "__enter__ writes the manifest"
         if manifest.get("prompts_digest") not in (None, prompts_digest):
             raise ValueError(
-                f"generate.output={self.folder}: was started with other prompts from the same files: the chat template, "
-                "tokenizer, data.max_prompt_tokens or a user-defined data set has changed; restore it, or name another folder."
+                f"generate.output={self.folder}: was started with other prompts from the same files: the chat template, the "
+                "tokenizer, data.max_prompt_tokens or a user-defined data set has changed; undo the change, or name another "
+                "folder."
             )
         self._write_manifest(prompts_digest=prompts_digest)
 
     @property
-    def finished(self) -> Row | None:
-        """The totals of a finished generation; None if it is not finished."""
+    def finished(self) -> JsonObject | None:
+        """The totals of the generation; None: the generation is not finished."""
         manifest = _read_manifest(self.folder)
         return manifest["finished"] if manifest else None
 
@@ -100,27 +103,27 @@ class ResponseStore:
             os.close(self._lock)
             self._lock = None
 
-    def has(self, number: int) -> bool:
-        """Return whether file `number` exists."""
-        return self._path(number).is_file()
+    def has(self, index: int) -> bool:
+        """Return whether the output file with this index exists."""
+        return self._path(index).is_file()
 
-    def write(self, number: int, rows: list[Row]) -> None:
-        """Write file `number` atomically."""
+    def write(self, index: int, rows: list[Row]) -> None:
+        """Write the output file with this index atomically."""
         import pyarrow as pa  # the import takes seconds
         import pyarrow.parquet as pq
 
-        path = self._path(number)
+        path = self._path(index)
         unfinished = path.with_name(path.name + ".unfinished")
         pq.write_table(pa.Table.from_pylist(rows, schema=response_schema()), unfinished)
         fsync_path(unfinished)
         unfinished.rename(path)
 
-    def finish(self, totals: Row) -> None:
-        """Mark the generation as finished; all files must exist."""
+    def finish(self, totals: JsonObject) -> None:
+        """Mark the generation as finished. All output files must exist."""
         self._write_manifest(finished=totals)
 
-    def _path(self, number: int) -> Path:
-        return self.folder / FILES.replace("*", f"{number:06d}")
+    def _path(self, index: int) -> Path:
+        return self.folder / OUTPUT_FILES.replace("*", f"{index:06d}")
 
     def _write_manifest(self, **changed: Any) -> None:
         """Set fields of the manifest: `prompts_digest`, or the totals `finished`. Other fields keep their values."""
@@ -131,12 +134,12 @@ class ResponseStore:
         new.rename(self.folder / MANIFEST)
 
 
-def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
-    """Return the settings of a finished generation, and all its rows in order.
+def read_responses(folder: str | Path) -> tuple[JsonObject, list[Row]]:
+    """Return the settings of a finished generation, and all its responses in order.
 
     Raises:
-        ValueError: the folder contains no generation, or the generation is unfinished, was written by another version,
-            or has missing or added files.
+        ValueError: the folder contains no generation, or the generation is unfinished, was written by another version
+            of mrl, or has missing or added files.
     """
     import pyarrow.parquet as pq
 
@@ -148,7 +151,7 @@ def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
         raise ValueError(
             f"{folder}: the generation is not finished; run the same `mrl generate` with generate.output={folder} to continue it."
         )
-    tables = {path: pq.read_table(path) for path in sorted(folder.glob(FILES))}
+    tables = {path: pq.read_table(path) for path in sorted(folder.glob(OUTPUT_FILES))}
     for path, table in tables.items():
         if missing := set(response_schema().names) - set(table.column_names):
             raise ValueError(
@@ -163,13 +166,13 @@ def read_responses(folder: str | Path) -> tuple[Row, list[Row]]:
     return manifest["settings"], rows
 
 
-def _read_manifest(folder: Path) -> Row | None:
+def _read_manifest(folder: Path) -> JsonObject | None:
     path = folder / MANIFEST
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def response_schema() -> Any:
-    """Return the pyarrow schema of the files.
+    """Return the pyarrow schema of the output files, which have one row per response.
 
     The schema is fixed, because pyarrow cannot infer the type of a column that has only nulls in one file.
     """
@@ -179,11 +182,11 @@ def response_schema() -> Any:
     return pa.schema(
         [
             ("set", pa.string()),  # name of the set in data.test_sets; empty for data.test
-            ("file", pa.string()),  # file of the prompt
-            ("file_number", pa.int32()),  # position of the file among all held-out files, from 0
-            ("row", pa.int64()),  # row of the prompt in its file, from 0
-            ("sample", pa.int32()),  # number of the response among those to its prompt, from 0
-            ("data_source", pa.string()),
+            ("file", pa.string()),  # name of the data file that contains the prompt
+            ("file_number", pa.int32()),  # index of the data file among all held-out data files, from 0
+            ("row", pa.int64()),  # index of the prompt's row in the data file, from 0
+            ("sample", pa.int32()),  # index of the response among the responses to its prompt, from 0
+            ("data_source", pa.string()),  # results are summarised per data source
             ("prompt", pa.list_(message)),
             ("response", pa.string()),  # without special tokens
             ("token_ids", pa.list_(pa.int32())),  # with the end-of-sequence token
@@ -195,6 +198,6 @@ def response_schema() -> Any:
             ("extra_info", pa.string()),  # JSON
             ("score", pa.float64()),  # null if generate.score is false
             ("failure", pa.string()),  # why the reward gave no score; null if it gave a score
-            ("parts", pa.map_(pa.string(), pa.float64())),
+            ("parts", pa.map_(pa.string(), pa.float64())),  # name of a part of the score -> value
         ]
     )

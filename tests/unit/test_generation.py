@@ -304,7 +304,7 @@ def test_a_megatron_checkpoint_is_served_as_the_model_it_came_from(configure, in
     keys = {"model.path": str(tmp_path / "megatron"), "generate.base": str(inputs / "model")}
     plan = plan_generation(configure(**keys))
     assert len(plan.prompts()) == 17, "tokenizer and context are those of the base"
-    served = plan.model.engine_folder(tmp_path / "served", nullcontext(quiet))
+    served = plan.model.prepare_engine_folder(tmp_path / "served", nullcontext(quiet))
     found, expected = (load_file(folder / "model.safetensors") for folder in (served, inputs / "model"))
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
     next((tmp_path / "megatron").glob("*.distcp")).touch()
