@@ -311,7 +311,7 @@ class ReinforcePlusPlus:
 class OnPolicyDistillation:
     """Advantage coef * (log p_teacher - log p_old) of each token (Lu and Thinking Machines 2025).
 
-    The mean of this advantage is -coef * KL(policy || teacher), with the reverse KL divergence. With `gamma` above 0, the
+    The mean of this advantage is -coef * KL(old policy || teacher), the reverse KL divergence. With `gamma` above 0, the
     terms of later tokens are added, discounted by `gamma` per token; `gamma=1` gives R_t of MiniLLM (Gu et al. 2024, 2.2).
 
     `reward` is a second advantage estimator, which reads the rewards. The result is the advantage above plus

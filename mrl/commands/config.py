@@ -42,7 +42,7 @@ METRICS_START = """# Metrics
 
 This page is generated: `mrl config --metrics > docs/reference/metrics.md`. The metrics are declared in
 mrl/core/metrics.py. A run writes metrics of evaluation (`eval/*`) to `eval.jsonl` in the run directory, and all other metrics to
-`metrics.jsonl`. With `tracking.wandb`, it also sends all metrics to wandb.
+`metrics.jsonl`. With `tracking.wandb`, the run also sends all metrics to wandb.
 
 | metric | unit | meaning |
 |---|---|---|

@@ -22,10 +22,10 @@ Metrics = dict[str, float]
 class Metric:
     """Declaration of one metric."""
 
-    unit: str  # "" for a number without unit
+    unit: str  # empty for a number without unit
     meaning: str
-    number_format: str = ".3f"  # format specification of Python
-    label: str = ""  # name in the progress display; "": the last part of the metric's name
+    number_format: str = ".3f"  # Python format specification of the value
+    label: str = ""  # name in the progress display; if it is empty, `label()` makes one from the metric's name
 
     def text(self, value: float) -> str:
         """Format the value with its unit."""
@@ -50,17 +50,19 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/weight_version": Metric("", "oldest weight version that sampled a token of the step", ".0f"),
     "rollout/age_mean_versions": Metric(
-        "", "mean staleness of the responses: weight versions between the first sampled token and training", ".2f"
+        "", "mean staleness of the responses: number of weight versions from the first sampled token to training", ".2f"
     ),
     "rollout/age_max_versions": Metric("", "largest staleness of a response", ".0f"),
     "rollout/truncated_fraction": Metric("", "fraction of the responses that were cut at the length limit"),
     "rollout/kept_groups_fraction": Metric("", "fraction of the sampled groups that rollout.filter accepts"),
-    "rollout/rounds": Metric("", "number of times that the step drew prompts until it had enough groups", ".0f"),
+    "rollout/rounds": Metric(
+        "", "number of times that prompts were drawn for the step: once, and again after groups were rejected", ".0f"
+    ),
     "rollout/waiting_groups": Metric(
         "", "number of groups in the staleness buffer, finished or still being sampled", ".0f"
     ),
     "rollout/dropped_groups": Metric(
-        "", "number of groups that were discarded because over-sampling sampled more than needed", ".0f"
+        "", "number of groups that were discarded because over-sampling dispatched more groups than needed", ".0f"
     ),
     "rollout/length_selected_ratio": Metric(
         "", "mean length of trained responses, divided by the mean length of all sampled responses; 1 means no bias"
@@ -92,7 +94,7 @@ METRICS: dict[str, Metric] = {
     "spent/sync_engine_s": Metric("s", "part of the step that waits for SGLang to load weights", ".2f"),
     "spent/reward_s": Metric("s", "part of the step that decodes and scores responses", ".2f"),
     "spent/controller_s": Metric(
-        "s", "remaining part of the step, without the parts for SGLang, Megatron and rewards", ".2f"
+        "s", "rest of the step: its wall time minus time/score_s and all other spent/* metrics", ".2f"
     ),
     "throughput/tokens_per_s": Metric(
         "tokens/s", "response tokens, divided by the wall time of the whole step", ",.0f"
@@ -123,7 +125,7 @@ METRICS: dict[str, Metric] = {
     "mismatch/k3": Metric("nats", "KL(engine || trainer) per token, estimated by k3", ".2e"),
     "mismatch/chi2": Metric("", "chi-square divergence of the trainer from the engine, per token", ".2e"),
     "mismatch/ess_fraction": Metric(
-        "", "effective sample size under the trainer's policy, as a fraction of the tokens", ".4f"
+        "", "effective sample size under the trainer's policy, divided by the number of tokens", ".4f"
     ),
     "mismatch/ppl_ratio": Metric(
         "", "perplexity of the samples under the trainer, divided by their perplexity under the engine", ".4f"
@@ -135,7 +137,7 @@ METRICS: dict[str, Metric] = {
     "correction/rejected_fraction": Metric(
         "", "fraction of the response tokens that the correction rejects as too far off-policy", ".4f"
     ),
-    "loss/policy": Metric("", "policy loss", ".2e"),
+    "loss/policy": Metric("", "loss of the actor, averaged over the optimizer steps", ".2e"),
     "loss/clip_fraction": Metric("", "fraction of the response tokens whose probability ratio was clipped"),
     "loss/dual_clip_fraction": Metric(
         "", "fraction of the response tokens whose loss is limited by dual_clip; their advantage is negative"
@@ -169,7 +171,9 @@ METRICS: dict[str, Metric] = {
     "batch/shared_tokens_fraction": Metric(
         "", "fraction of the tokens of trained sequences that are not computed because responses share their prompt"
     ),
-    "batch/imbalance": Metric("", "cost of the replica with the most work, divided by the mean cost", ".4f"),
+    "batch/imbalance": Metric(
+        "", "estimated cost of the replica with the most work, divided by the mean cost of the replicas", ".4f"
+    ),
     "batch/micro_batches": Metric("", "largest number of micro-batches on a replica", ".0f"),
     "batch/optimizer_steps": Metric("", "number of optimizer steps on the responses of the step", ".0f"),
     "batch/trained_tokens": Metric("tokens", "number of response tokens in the loss", ",.0f"),

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 REQUEUE_STATUS = 75
 """Exit status of a preempted run. The run has a checkpoint, and must be started again. 75 is EX_TEMPFAIL of sysexits.h."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-DUPLICATE_S = 2.0  # seconds; the same signal is ignored if it arrives again within this time
+DUPLICATE_S = 2.0  # seconds after a signal in which PreemptionHandler ignores the same signal
 
 
 class ProcessesLostError(RuntimeError):
@@ -31,7 +31,7 @@ class StartError(ValueError):
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """The gradient of a mini-batch is NaN or infinite. The optimizer has not changed any weight."""
+    """The gradient of a mini-batch is NaN or infinite. The optimizer has not changed any model weight."""
 
     def __init__(self, mini_batch: int, norm: float) -> None:
         super().__init__(mini_batch, norm)
@@ -56,7 +56,7 @@ _wait_check: list[Callable[[], None]] = [_do_nothing]  # its only element is the
 
 
 def set_wait_check(check: Callable[[], None] | None) -> None:
-    """Set the function that the driver calls repeatedly while it waits; it raises to end the wait. None removes it."""
+    """Set the function that the driver calls repeatedly during a wait; `check` raises to end the wait. None: no function."""
     _wait_check[0] = check or _do_nothing
 
 
@@ -66,15 +66,15 @@ def check_wait() -> None:
 
 
 class PreemptionHandler:
-    """Remembers the first preemption signal, and abandons the running step if it would take too long.
+    """Remembers the first preemption signal, and abandons the running step if the step would take too long.
 
-    A second signal ends the process at once; its child processes notice that and end too. The same signal again within
-    DUPLICATE_S is ignored. Such duplicates are normal: Slurm signals every process of a job step, and the supervisor of
+    A second signal ends the process at once. Its child processes notice this end, and end too. The same signal again within
+    DUPLICATE_S is ignored. Duplicate signals are normal: Slurm signals every process of a job step, and the supervisor of
     `mrl train` forwards the signals that it receives.
 
     After a signal, each call of `check_wait` calls `may_abandon`, and raises PreemptedError if the result is True.
-    `may_abandon` is None until the first process of the run is started. In that time the signal handler itself raises.
-    Later the signal handler must not raise, because Ray discards its exceptions.
+    `may_abandon` is None until the first process of the run is started. Until then the signal handler itself raises
+    PreemptedError. Later the signal handler must not raise, because Ray discards exceptions of signal handlers.
     """
 
     def __init__(self, may_abandon: Callable[[], bool] | None = None) -> None:

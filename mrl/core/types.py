@@ -7,8 +7,8 @@
     R  number of sampled tokens: those of the S tokens that the policy sampled
     V  size of the vocabulary
 
-A response is everything after its prompt. A response of several turns also contains tool results. Their tokens are neither
-sampled nor trained.
+A response is everything after its prompt. A response of several turns also contains tool results. The tokens of tool
+results are neither sampled nor trained.
 
 The driver holds only lengths, rewards, group numbers, weight versions and handles (`Rollouts`, `AdvantageResult`). A handle
 is a reference to an object in Ray's object store. The driver never reads that object. The tokens and the columns [R]
@@ -36,9 +36,10 @@ class TokenBlock:
 
     tokens: NDArray[np.int32]  # [S]
     cu_seqlens: NDArray[np.int64]  # [B+1] start of each sequence, and the end of the last
-    prompt_lengths: NDArray[np.int64]  # [B]
+    prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     rollout_logprobs: NDArray[np.float32]  # [R] log-probability of each sampled token, as the engine computed it
-    # [S, layers, topk] experts to which the engine routed each token. -1: unknown, as for the last token of a sequence
+    # [S, layers, topk] experts to which the engine routed each token; -1 where the experts are unknown, as for the last token of
+    # a sequence. None: the engine reported no experts
     routed_experts: NDArray[np.int16] | None = None
     # [S] whether the policy sampled the token. None: it sampled all response tokens
     sampled: NDArray[np.bool_] | None = None
@@ -114,17 +115,17 @@ class TokenBlock:
         return replace(self, columns={**self.columns, **columns})
 
     def response(self, row: int) -> NDArray[np.int32]:
-        """Return the response tokens of sequence number `row`."""
+        """Return the response tokens of the sequence with index `row`."""
         start, end = self.cu_seqlens[row], self.cu_seqlens[row + 1]
         return self.tokens[start + self.prompt_lengths[row] : end]
 
     def prompt(self, row: int) -> NDArray[np.int32]:
-        """Return the prompt tokens of sequence number `row`."""
+        """Return the prompt tokens of the sequence with index `row`."""
         start = self.cu_seqlens[row]
         return self.tokens[start : start + self.prompt_lengths[row]]
 
     def select(self, rows: NDArray[np.int64]) -> "TokenBlock":
-        """Return a block of the sequences with the numbers `rows`, in this order."""
+        """Return a block of the sequences with the indices `rows`, in this order."""
         cu_sampled = np.concatenate([[0], np.cumsum(self.sampled_lengths)])
         spans = [slice(self.cu_seqlens[r], self.cu_seqlens[r + 1]) for r in rows]
         sampled_spans = [slice(cu_sampled[r], cu_sampled[r + 1]) for r in rows]
@@ -143,7 +144,7 @@ class TokenBlock:
         )
 
     def save(self, path: Path, **extra: NDArray) -> None:
-        """Write the block and the `extra` arrays to one .npz file, without pickle. No incomplete file is ever at `path`."""
+        """Write the block and the `extra` arrays to one .npz file, without pickle. The file is at `path` when it is complete."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         columns = {f"{_COLUMN_PREFIX}{name}": column for name, column in self.columns.items()}
         with atomic_file(path) as partial, partial.open("wb") as file:
@@ -151,7 +152,7 @@ class TokenBlock:
 
     @classmethod
     def load(cls, path: Path) -> "tuple[TokenBlock, dict[str, NDArray]]":
-        """Read a file of `save`. Return the block, and the extra arrays by name."""
+        """Read a file that `save` has written. Return the block, and a dict with the extra arrays."""
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
         columns = {
@@ -188,30 +189,30 @@ def _concatenate_experts(parts: Sequence[NDArray[np.int16]], cu_seqlens: NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What the driver knows of B sampled and scored responses."""
+    """What the driver knows about B sampled and scored responses."""
 
     block: Handle  # refers to the TokenBlock
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens, tool results included
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens that the policy sampled; the sum is R
-    rows: NDArray[np.int64]  # [B] row number of the prompt in the data set
+    rows: NDArray[np.int64]  # [B] index of the prompt's row in the data set
     groups: NDArray[np.int64]  # [B] index of the prompt among the step's N prompts
-    digests: NDArray[np.uint64]  # [B] hash of prompt and response
+    digests: NDArray[np.uint64]  # [B] hash of prompt and response, by which the ledger identifies samples
     truncated: NDArray[np.bool_]  # [B] whether the response was cut at the token limit
     weight_versions: NDArray[np.int64]  # [B] oldest weight version that sampled a token of the response
     rewards: NDArray[np.float64]  # [B]
-    # Rows (number of the response, weight version, number of tokens that this version sampled), see
+    # [M, 3] each row is: index of a response, weight version, number of consecutive tokens that this version sampled; see
     # mrl.rollout.trajectory.version_spans
     version_spans: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
-    # [N] number of each prompt request. The run numbers its requests from 0, in the order in which it draws the prompts
+    # [N] serial number of each prompt request: its position, from 0, in the order in which the run draws prompts
     request_numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    # (number, row, weight version at dispatch) of the prompt requests that no step has trained yet
+    # (serial number, row in the data set, weight version at dispatch) of each prompt request that no step has trained yet
     untrained_requests: Sequence[tuple[int, int, int]] = ()
     num_drawn_requests: int = 0  # number of prompt requests since the start of the run
     sampling_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of sampling and scoring
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Return the metrics of the batch. `version` is the weight version that trains it."""
+        """Return the metrics of the batch. `version` is the weight version that is trained on the batch."""
         ages, tokens = version - self.weight_versions, self.version_spans[:, 2]
         token_age = (
             float(np.average(version - self.version_spans[:, 1], weights=tokens))
@@ -239,17 +240,17 @@ class Rollouts:
 class ColumnPart:
     """The part of a column that one trainer rank computed: the values of some rows of a block."""
 
-    rows: NDArray[np.int64]  # [n] rows of the block
+    rows: NDArray[np.int64]  # [n] indices of rows of the block
     values: Column  # values of the sampled tokens of these rows, concatenated
 
     def by_row(self, lengths: NDArray[np.int64]) -> dict[int, Column]:
-        """Return row -> values. `lengths` [B] has the number of sampled tokens of every row of the block."""
+        """Return a dict: index of a row -> values of the row. `lengths` [B] are the numbers of sampled tokens of all rows."""
         pieces = np.split(self.values, np.cumsum(lengths[self.rows]))
         return dict(zip(self.rows.tolist(), pieces[:-1], strict=True))
 
 
 def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> Column:
-    """Return the whole column [R]. `lengths` [B] has the number of sampled tokens of every row of the block."""
+    """Return the whole column [R]. `lengths` [B] are the numbers of sampled tokens of all rows of the block."""
     rows: dict[int, Column] = {}
     for part in parts:
         rows |= part.by_row(lengths)
@@ -259,7 +260,7 @@ def assemble_column(parts: Iterable[ColumnPart], lengths: NDArray[np.int64]) -> 
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """What the driver knows of the advantages of B responses."""
+    """What the driver knows about the advantages of B responses."""
 
     columns: Handle  # refers to a dict, name -> column [R]: the advantages, and other columns that the losses need
     zero_advantage: NDArray[np.bool_]  # [B] whether the advantage of every token is zero
@@ -269,16 +270,16 @@ class AdvantageResult:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What the driver knows of the rows of a block that one optimizer step trains."""
+    """What the driver knows about the rows of a block that one optimizer step trains."""
 
     block: Handle  # refers to the TokenBlock, which has B rows
     prompt_lengths: NDArray[np.int64]  # [B] number of tokens
     response_lengths: NDArray[np.int64]  # [B] number of tokens
     sampled_lengths: NDArray[np.int64]  # [B] number of tokens in the loss
-    # [B] number of the prompt; rows with the same number may compute their prompt once. None: the numbers are unknown
+    # [B] index of the prompt; rows with the same index may compute their prompt once. None: the indices are unknown
     groups: NDArray[np.int64] | None
-    rows: NDArray[np.int64]  # numbers of the rows to train
-    # Numbers of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
+    rows: NDArray[np.int64]  # indices of the rows to train
+    # Indices of the rows that count in the denominators of the loss: `rows`, and rows whose loss is known to be 0
     denominator_rows: NDArray[np.int64]
     columns: Handle = None  # refers to a dict, name -> column [R] of the block
 
@@ -293,17 +294,17 @@ class TrainBatch:
 class RankBatch:
     """The rows that one data-parallel replica trains in one optimizer step, divided into micro-batches."""
 
-    # Rows of each micro-batch. If another replica has more micro-batches, empty ones are added
+    # Indices of the rows of each micro-batch. If another replica has more micro-batches, empty micro-batches are added
     micro_batches: tuple[NDArray[np.int64], ...]
-    weights: NDArray[np.float64]  # [B] loss weight of each token of the row
-    # [B] number of the prompt; rows with the same number compute their prompt once. None: every row computes its own
+    weights: NDArray[np.float64]  # [B] token weight in the loss; all tokens of a row have the same token weight
+    # [B] index of the prompt; rows with the same index compute their prompt once. None: every row computes its own prompt
     groups: NDArray[np.int64] | None = None
     step_tokens: int = 1  # number of tokens that all replicas together compute in this optimizer step
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sender did in one weight push. All numbers are 0 if there are no engines."""
+    """What one sender did in one weight push. Without engines, all values are 0."""
 
     bytes: int = 0  # number of bytes sent, summed over all receivers
     uncompressed_bytes: int = 0  # size of the same data before compression
@@ -329,5 +330,5 @@ class DeviceSlot:
 
     node: str  # Ray's node id
     host: str  # address of the node
-    device: str  # id of the GPU on its node; "" for a CPU
+    device: str  # id of the GPU on its node; empty for a CPU
     options: Mapping[str, Any]  # Ray actor options that start a process on the device
