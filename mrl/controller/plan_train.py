@@ -192,9 +192,8 @@ def _load_prompts(config: Config, actor: ModelPlan, sources: list[PromptSource],
 
 def _server_args(config: Config, context: int) -> dict[str, Any]:
     """Merge the config section `sglang` into mrl's defaults of SGLang's server arguments. Raises ValueError if they conflict."""
-    device = config.sglang.get(
-        "device"
-    )  # a config can set the device, because this process may run on a node without a GPU
+    # A config can set the device, because this process may run on a node without a GPU.
+    device = config.sglang.get("device")
     defaults = default_server_args(dtype=config.model.dtype, context_length=context, device=device)
     loaders = [*defaults["custom_weight_loader"], *config.sglang.get("custom_weight_loader", [])]
     if config.rollout.deterministic:

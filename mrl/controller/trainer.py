@@ -31,7 +31,7 @@ class RolloutSource(Protocol):
     def estimate(self, columns: Mapping[str, list[Handle]], kl_coef: float, step: int) -> AdvantageResult:
         """Compute advantages [R] of the responses that the last `generate` returned.
 
-        They depend on the rewards of these responses, and on `columns`: name of a column [R] -> handles of its values.
+        The advantages depend on the rewards of the responses, and on `columns`: name of a column [R] -> handles of its values.
         """
         ...
 
@@ -85,7 +85,7 @@ class LostProcessRecovery(Protocol):
         """Restart the lost processes. Returns the state of the run that matches the trainers' weights.
 
         `state_after_step` is the state after the last finished step, or None if the weights of that step may be lost. If
-        `state_after_step` is not None and the trainers are alive, it is returned. Otherwise the trainers load the last
+        the trainers are alive and it is not None, `state_after_step` is returned. Otherwise the trainers load the last
         checkpoint, and the state in that checkpoint is returned. Raises an error if the run cannot continue.
         """
         ...

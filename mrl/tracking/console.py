@@ -24,17 +24,18 @@ HEADLINE = (
 class ConsoleSink:
     """Shows progress: a live display on a terminal, otherwise one line every `every_s` seconds.
 
-    Held-out accuracy is printed whenever it is measured. At the end, its last value is compared with its first value.
+    Every measured held-out accuracy is printed. At the end, the first and the last value are printed side by side.
     """
 
     def __init__(self, total: int, *, title: str = "", every_s: float = 10.0, console: Any = None) -> None:
+        """`total` is the number of steps of the run."""
         from rich.console import Console  # slow, and most processes that import this module print nothing
 
         self.total, self.title, self.every_s = total, title, every_s
         self.console = console or Console(file=sys.stdout)
         self._evaluations: list[Metrics] = []
         self._latest: dict[str, float] = {}
-        self._printed_s = float("-inf")
+        self._printed_s = float("-inf")  # time.monotonic() of the last progress line
         self._display = _LiveDisplay(self.console, total, title) if self.console.is_terminal else None
 
     def log(self, step: int, metrics: Metrics) -> None:

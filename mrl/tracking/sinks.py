@@ -28,7 +28,8 @@ class WandbSink:
     """Logs to Weights & Biases from a thread: online if a login is configured, otherwise offline in `folder`.
 
     It never asks for a login. The id of the wandb run is stored in `folder`, so a resumed run continues the same wandb run.
-    Repeated steps are not sent to wandb again. If wandb fails, one warning is logged. `close` waits at most `deadline_s` seconds.
+    Repeated steps are not sent to wandb again. If wandb fails, one warning is logged. `close` waits at most `deadline_s` seconds
+    for wandb.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ _ACCURACY_STYLES = {"eval/accuracy_sampled": ("#E45756", "o"), "eval/accuracy_gr
 
 
 class CurveSink:
-    """Draws `metric` and held-out accuracy over the steps. A separate thread draws, every `every` steps and at the end."""
+    """Draws `metric` and held-out accuracy over the steps. A separate thread draws, after every `every` steps and at the end."""
 
     def __init__(self, path: Path, *, metric: str = "reward/mean", title: str = "", every: int = 25) -> None:
         self.path, self.metric, self.title, self.every = path, metric, title, every

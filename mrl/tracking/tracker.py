@@ -73,8 +73,8 @@ class Tracker:
 class JsonlSink:
     """Writes one JSON object per step to a file. If the file exists, lines of steps after `last_step` are removed first.
 
-    If `evaluations` is True, it writes only the metrics eval/*. Otherwise it writes all other metrics. A step without any of
-    these metrics gets no line.
+    If `evaluations` is True, the sink writes only the metrics eval/*. Otherwise it writes only the other metrics. A step with
+    no metrics to write gets no line.
     """
 
     def __init__(self, path: Path, *, evaluations: bool = False, last_step: int = 0) -> None:

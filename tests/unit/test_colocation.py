@@ -289,7 +289,7 @@ def test_settings_that_need_persistent_engine_memory_are_refused_for_colocated_e
     for sync, sglang, named in (
         (dict(pause_mode="in_place"), {}, r"weight_sync\.pause_mode=in_place keeps the KV cache.*use retract"),
         (dict(delta=True), {}, r"weight_sync\.delta=true.*leave it false"),
-        ({}, dict(enable_memory_saver=False), r"sglang\.enable_memory_saver=false.*leave it out"),
+        ({}, dict(enable_memory_saver=False), r"sglang\.enable_memory_saver=false.*leave enable_memory_saver out"),
     ):
         config: Any = SimpleNamespace(weight_sync=WeightSyncConfig(**sync), sglang=sglang)
         with pytest.raises(ValueError, match=named):
